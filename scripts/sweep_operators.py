@@ -48,6 +48,8 @@ MIXED = "mixed"
 _NOT_RECORDED = ("to", "_to_copy", "copy_", "detach", "requires_grad_", "set_", "resize_")
 #: Operators of most models, which take bf16 beside fp32 weights, and refuse fp32 beside bf16 weights alone.
 _LEFT = ("layer_norm", "native_layer_norm", "group_norm", "native_group_norm")
+#: What the names of operators begin with that torch has for its own tests.
+_OF_TESTS = ("_test_", "_foobar")
 #: How far a result may be from that in fp32, relative to its norm, and the least norm, relative to the largest one of
 #: the case: gradients that cancel, as that of a norm of one number, are all rounding.
 FAR, LEAST = 0.1, 1e-3
@@ -242,12 +244,14 @@ def recordable(known: Sequence[str]) -> list[str]:
     names = []
     for full in torch._C._dispatch_get_all_op_names():
         name = full.removeprefix("aten::")
+        base = name.partition(".")[0]
         if (
             name == full
             or name in known
             or "empty" in name
-            or name.partition(".")[0] in (*_NOT_RECORDED, *_LEFT)
-            or name.endswith(("backward", "_copy"))
+            or base in (*_NOT_RECORDED, *_LEFT)
+            or base.endswith(("backward", "_copy"))
+            or base.startswith(_OF_TESTS)
         ):
             continue
         with contextlib.suppress(Exception):

@@ -14,7 +14,7 @@ from nano_loop.autotune.tuned_operator import TunedOperator
 from nano_loop.autotune.tuner import Algorithm, Race
 from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
-from nano_loop.kernels.linear import chain
+from nano_loop.kernels.linear import chain, fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import UnsupportedTensorError
 from nano_loop.kernels.norm import norms
@@ -22,8 +22,12 @@ from nano_loop.kernels.rnn import lstm_layer, rnn
 
 #: How far results of functions for fp32 may be from those of torch, for both round sums of many numbers.
 _IN_FP32 = 2.0**-12
+#: Minimum number of rows of a product that are measured.
+_MIN_ROWS = 64
 #: Seconds that Python takes to ask for the algorithm of a call in fp32, which torch's kernel alone would not take.
 _OVERHEAD = 8e-6
+#: Seconds that it takes to see that a chain is plain, less those that torch's modules would take.
+_OVERHEAD_OF_CHAIN = 12e-6
 
 
 def _fp32_key(call: fp32.Arguments) -> str:
@@ -65,6 +69,16 @@ def _fp32_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]
 
 def _race_in_fp32(race: Mapping[str, Algorithm]) -> Race:
     return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD)
+
+
+def _product_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race:
+    a, *others = call.arguments
+    return _race_in_fp32(without_gradients([some_rows(a, others[0]), *others], algorithms))
+
+
+def some_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Return some rows of a matrix, for a product of a vocabulary's layer, whose result takes memory."""
+    return a[: max(MOST_ELEMENTS // b.size(-1), _MIN_ROWS)]
 
 
 # --- LSTMs of fp32 tensors ---
@@ -115,26 +129,28 @@ def _chain_key(call: fp32.Arguments) -> str:
 
 def _chain_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
     """Return the race without dropouts, which draw from the generator."""
-    layers, *tensors = call.arguments
-    if most_elements(tensors) > MOST_ELEMENTS:
+    layers, x = call.arguments
+    if x.numel() // layers.inputs * max(layers.inputs, layers.outputs) > MOST_ELEMENTS:
         return None
+    gradient = gradient_of_shape(*x.shape[:-1], layers.outputs)
 
     def of(name: str) -> Algorithm:
         def algorithm() -> Sequence[Tensor]:
-            x, *parameters = (leaf_of(tensor, torch.float32) for tensor in tensors)
+            leaves: list[Tensor] = []
 
-            def output() -> Tensor:
-                computed: Tensor = algorithms[name](x, parameters)
-                return computed
+            def leaf(tensor: Tensor) -> Tensor:
+                leaves.append(leaf_of(tensor, torch.float32))
+                return leaves[-1]
 
-            if not call.is_differentiated:
-                with torch.no_grad():
-                    return [output()]
-            return with_gradients(output, parameters, gradient_of_shape(*x.shape[:-1], layers.outputs))
+            if call.is_differentiated:
+                return with_gradients(lambda: algorithms[name](leaf), leaves, gradient)
+            with torch.no_grad():
+                return [algorithms[name](leaf)]
 
         return algorithm
 
-    return _race_in_fp32({name: of(name) for name in algorithms})
+    race = {name: of(name) for name in algorithms}
+    return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD_OF_CHAIN)
 
 
 FP32_OPERATORS = (
@@ -142,6 +158,7 @@ FP32_OPERATORS = (
         TunedOperator(fp32.rule_of(kernel), _fp32_key, _fp32_race, has_gradients=True)
         for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL)
     ),
+    TunedOperator(fp32_product.RULE, _fp32_key, _product_race, has_gradients=True),
     TunedOperator(rnn.ALGORITHM, _layers_key, _layers_race),
     TunedOperator(chain.RULE, _chain_key, _chain_race),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.autotune.algorithms import gradient_of_shape, leaf_of, with_gradients, without_gradients
-from nano_loop.autotune.fp32_operators import FP32_OPERATORS
+from nano_loop.autotune.fp32_operators import FP32_OPERATORS, some_rows
 from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket, joined, layout, most_elements, rough
 from nano_loop.autotune.tuned_operator import TunedOperator
 from nano_loop.autotune.tuner import Algorithm, Race
@@ -20,8 +20,6 @@ from nano_loop.kernels.convolution.convolution import Plan
 from nano_loop.kernels.linear import linear
 from nano_loop.kernels.rnn import lstm, lstm_layer
 
-#: Minimum number of rows of a product that are measured.
-_MIN_ROWS = 64
 #: Number of steps of an LSTM that are measured, or of multiplications if that is more steps: what a call takes besides
 #: should not decide.
 _STEPS, _MULTIPLICATIONS = 16, 1 << 26
@@ -150,13 +148,8 @@ def _product_key(call: linear.Arguments) -> str:
 
 
 def _product_race(call: linear.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race:
-    some = call._replace(a=_some_rows(call.a, call.b))
+    some = call._replace(a=some_rows(call.a, call.b))
     return Race(without_gradients(some, algorithms), linear.TORCH, None)
-
-
-def _some_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Return some rows of a matrix, for a product of a vocabulary's layer, whose result takes memory."""
-    return a[: max(MOST_ELEMENTS // b.size(-1), _MIN_ROWS)]
 
 
 # --- products that round the inputs of fp32, and those that do not ---
@@ -179,7 +172,7 @@ def _is_of_matrices(call: rounding.Arguments) -> bool:
 def _rounding_race(call: rounding.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
     tensors = [*call.tensors]
     if _is_of_matrices(call):
-        tensors[0] = _some_rows(*tensors[:2])  # type: ignore[arg-type]
+        tensors[0] = some_rows(*tensors[:2])  # type: ignore[arg-type]
     if not 0 < most_elements(tensor for tensor in tensors if tensor is not None) <= MOST_ELEMENTS:
         return None
     race = without_gradients(tensors, algorithms)

@@ -131,7 +131,8 @@ class Declarations:
     )
     fast_linear: bool | Literal["auto"] = step(
         "Large products of linear layers and of their gradients in blocks by bf16 instructions, in reduced precision: "
-        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9 and AVX-512.",
+        "1.05 to 1.9 times as fast as oneDNN. In fp32, products in C where that is measured to be faster. Needs torch "
+        "2.9 and, in reduced precision, AVX-512.",
         changes_bits=True,
     )
     fast_lstm: bool | Literal["auto"] = step(
@@ -151,7 +152,7 @@ class Declarations:
     )
     fast_norm: bool | Literal["auto"] = step(
         "Batch, group and layer norms at twice the speed of torch's kernels in reduced precision, and in fp32 where "
-        "that is faster. Needs torch 2.9 or later.",
+        "that is faster, as of RMS norms. Needs torch 2.9 or later.",
         changes_bits=True,
     )
     fast_chains: bool | Literal["auto"] = step(

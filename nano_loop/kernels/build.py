@@ -48,8 +48,8 @@ _numbers = itertools.count()
 #: Maximum number of bytes that a call takes for what it packs and sums up, in all threads together.
 SCRATCH_BOUND = 256 * 2**20
 
-#: What a C function takes: a tensor for a pointer to its elements, None for NULL, int for int64_t, float for double, and
-#: bytes for a pointer to a structure.
+#: What a C function takes: a tensor for a pointer to its elements, None for NULL, int for int64_t, float for double; a
+#: structure for a pointer to it, or bytes for one to a copy of them.
 Argument = Tensor | ctypes.Structure | bytes | int | float | None
 
 
@@ -138,7 +138,7 @@ def _as_c(argument: Argument) -> object:
     if isinstance(argument, ctypes.Structure):
         return ctypes.byref(argument)
     if isinstance(argument, bytes):
-        return ctypes.c_char_p(argument)
+        return ctypes.create_string_buffer(argument, len(argument))
     return ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
 
 

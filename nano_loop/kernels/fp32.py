@@ -51,7 +51,7 @@ def always(call: Any, algorithms: Algorithms, guess: str) -> str:
     return COMPILED
 
 
-def is_compiled(rule: Choose | None, call: Arguments, algorithms: Algorithms) -> bool:
+def is_compiled(rule: Choose | None, call: Arguments, algorithms: Algorithms, guess: str | None = None) -> bool:
     """Return whether the C function computes a call.
 
     Parameters
@@ -62,8 +62,10 @@ def is_compiled(rule: Choose | None, call: Arguments, algorithms: Algorithms) ->
         The call.
     algorithms : callable
         Returns both algorithms, which change nothing that others see.
+    guess : str, optional
+        The algorithm of calls that are not measured. By default the function, on CPUs with AVX-512.
     """
-    return rule is not None and rule(call, algorithms, _guess()) == COMPILED
+    return rule is not None and rule(call, algorithms, guess or _guess()) == COMPILED
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nano_loop.patching.objects.optimizers import is_dense
 
@@ -77,6 +78,14 @@ def attempt(compute: Callable[..., _Result | None], *args: Any, **kwargs: Any) -
         return compute(*args, **kwargs)
     except UnsupportedTensorError:
         return None
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no subclass, has memory, and no derivative of a forward mode."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return False
+    dual: Any = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return tensor.data_ptr() != 0 and dual.tangent is None
 
 
 def empty(

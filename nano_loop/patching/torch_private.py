@@ -53,7 +53,7 @@ def calls_only_forward(module: nn.Module) -> bool:
 
 def has_global_module_hooks() -> bool:
     """Whether hooks are on all modules. torch can register them, but has no public check."""
-    return bool(has_any_global_hook())
+    return bool(has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def registered_children(module: nn.Module) -> tuple[nn.Module | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from nano_loop.kernels.linear import chain
-from nano_loop.kernels.linear.chain import Activation, Buffers, Chain, Layer, Norm, compute
+from nano_loop.kernels.linear.chain import Activation, Chain, Layer, Norm, compute
 from nano_loop.patching.calls.calls import Call, CallInterceptor
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.torch_private import (
@@ -35,7 +36,7 @@ _LINEAR = F.linear
 #: Modules of torch that are no container.
 _LEAVES = (
     *(nn.Linear, nn.Dropout, nn.BatchNorm1d, nn.LayerNorm),
-    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Sigmoid, nn.Tanh, nn.SiLU, nn.GELU),
+    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Sigmoid, nn.Tanh, nn.SiLU),
 )
 
 
@@ -104,26 +105,18 @@ def _line_of(module: nn.Module) -> Call | None:
 
 
 class _Part(NamedTuple):
-    """A linear layer, with what is computed of its sums."""
+    """A linear layer, with what is computed of its sums. Modules are numbers of a line."""
 
-    linear: nn.Linear
-    norm: nn.BatchNorm1d | nn.LayerNorm | None
+    linear: int
+    norm: int | None
     activation: Activation
-    dropout: nn.Dropout | None
+    dropout: int | None
 
-    @property
-    def statistics(self) -> Buffers:
-        """Those that a batch norm updates."""
-        if not isinstance(self.norm, nn.BatchNorm1d) or self.norm.running_mean is None:
-            return None
-        assert self.norm.running_var is not None
-        return self.norm.running_mean, self.norm.running_var
-
-    def layer(self, dropped: float) -> Layer:
+    def layer(self, modules: Sequence[Any], dropped: float) -> Layer:
         """Return what the function has to know, with the probability that a number is dropped."""
-        linear, norm = self.linear, self.norm
+        linear, norm = modules[self.linear], None if self.norm is None else modules[self.norm]
         of_norm = None if norm is None else Norm.of(norm, linear.out_features)
-        has_bias = registered_parameters(linear).get("bias") is not None
+        has_bias = linear.bias is not None
         return Layer(linear.in_features, linear.out_features, has_bias, of_norm or Norm(), self.activation, dropped)
 
 
@@ -132,62 +125,75 @@ class _Segment:
 
     Parameters
     ----------
-    modules : sequence of torch.nn.Module
-        The modules.
+    begin, end : int
+        The numbers of the first module, and behind the last one.
     parts : sequence of _Part
         What they are together, or none.
+    batch_norms : sequence of int or None
+        Of each part, the number of its norm if that is a batch norm.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], parts: Sequence[_Part] = ()) -> None:
-        self.modules = tuple(modules)
+    def __init__(
+        self, begin: int, end: int, parts: Sequence[_Part] = (), batch_norms: Sequence[int | None] = ()
+    ) -> None:
+        self.modules = slice(begin, end)
         self.parts = tuple(parts)
-        self._with_parameters = [module for part in parts for module in (part.linear, part.norm) if module is not None]
+        self._with_parameters = [at for part in parts for at in (part.linear, part.norm) if at is not None]
         self._dropouts = [part.dropout for part in parts]
-        self._batch_norms = [part.norm for part in parts if isinstance(part.norm, nn.BatchNorm1d)]
+        self._batch_norms = batch_norms
+        self._has_batch_norms = any(at is not None for at in batch_norms)
         self._chains: dict[tuple[float, ...], Chain] = {}  # by the probabilities of the dropouts
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, modules: Sequence[Any], x: Any) -> Any:
         """Pass a value through the modules."""
-        computed = self._computed(x) if self.parts and type(x) is Tensor else None
+        computed = self._computed(modules, x) if self.parts and type(x) is Tensor else None
         if computed is not None:
             return computed
-        for module in self.modules:
+        for module in modules[self.modules]:
             x = module(x)
         return x
 
-    def _computed(self, x: Tensor) -> Tensor | None:
+    def _computed(self, modules: Sequence[Any], x: Tensor) -> Tensor | None:
         """Compute by the function, or return None where torch has to compute."""
         parameters: list[Tensor] = []
         is_trained = torch.is_grad_enabled()
-        for module in self._with_parameters:
-            for parameter in registered_parameters(module).values():
+        for at in self._with_parameters:
+            for parameter in registered_parameters(modules[at]).values():
                 if parameter is None:
                     continue
                 if type(parameter) is not nn.Parameter or (is_trained and not parameter.requires_grad):
                     return None
                 parameters.append(parameter)
-        chain = self._chain()
-        if len(parameters) != len(chain.shapes) or not all(norm.training for norm in self._batch_norms):
+        chain = self._chain(modules)
+        if len(parameters) != len(chain.shapes):
             return None
-        buffers = [part.statistics for part in self.parts] if self._batch_norms else ()
+        if not self._has_batch_norms:
+            return compute(chain, x, parameters, ())
+        norms = [None if at is None else modules[at] for at in self._batch_norms]
+        if not all(norm.training for norm in norms if norm is not None):
+            return None
+        buffers = [
+            None if norm is None or norm.running_mean is None else (norm.running_mean, norm.running_var)
+            for norm in norms
+        ]
         computed = compute(chain, x, parameters, buffers)
-        if computed is not None:
-            for norm in self._batch_norms:
-                if norm.num_batches_tracked is not None:
-                    norm.num_batches_tracked.add_(1)
+        for norm in norms:
+            if computed is not None and norm is not None and norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.add_(1)
         return computed
 
-    def _chain(self) -> Chain:
+    def _chain(self, modules: Sequence[Any]) -> Chain:
         """Return the layers with the dropouts that are in force now."""
-        key = tuple([0.0 if dropout is None or not dropout.training else dropout.p for dropout in self._dropouts])
+        key = tuple([0.0 if at is None or not modules[at].training else modules[at].p for at in self._dropouts])
         chain = self._chains.get(key)
         if chain is None:
-            chain = self._chains[key] = Chain(tuple(map(_Part.layer, self.parts, key)))
+            layers = [part.layer(modules, dropped) for part, dropped in zip(self.parts, key, strict=True)]
+            chain = self._chains[key] = Chain(layers)
         return chain
 
 
 class Line:
-    """The modules that a call passes its argument through, of which some make chains.
+    """The modules that a call passes its argument through, of which some make chains. It keeps none of them alive.
 
     Parameters
     ----------
@@ -196,11 +202,19 @@ class Line:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._children: dict[nn.Module, tuple[nn.Module | None, ...]] = {}
-        self._segments = tuple(_segments([*self._flattened(module)]))
-        chained = [module for segment in self._segments if segment.parts for module in segment.modules]
-        self._called = (*self._children, *dict.fromkeys(chained))
-        self._forwards = {type(module): type(module).forward for module in self._called}
+        containers: list[nn.Module] = []
+        modules = [*_flattened(module, containers)]
+        self._segments = tuple(_segments(modules))
+        self._modules = [weakref.ref(module) for module in modules]
+        self._containers = [
+            (weakref.ref(container), [weakref.ref(child) for child in container.children()]) for container in containers
+        ]
+        called = [
+            *containers,
+            *(module for segment in self._segments if segment.parts for module in modules[segment.modules]),
+        ]
+        self._called = [weakref.ref(module) for module in dict.fromkeys(called)]
+        self._forwards = {type(module): type(module).forward for module in called}
 
     @property
     def has_chains(self) -> bool:
@@ -211,20 +225,10 @@ class Line:
         """Call the module, in a place of `CallInterceptor.around_modules`."""
         if kwargs or len(args) != 1 or not self._is_plain(args[0]):
             return function(module, *args, **kwargs)
-        x = args[0]
+        x, modules = args[0], [reference() for reference in self._modules]
         for segment in self._segments:
-            x = segment(x)
+            x = segment(modules, x)
         return x
-
-    def _flattened(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield the modules; for those that only call others in turn, the others."""
-        children = None if type(module) in _LEAVES or module in self._children else children_in_turn(module)
-        if children is None:
-            yield module
-            return
-        self._children[module] = registered_children(module)
-        for child in children:
-            yield from self._flattened(child)
 
     def _is_plain(self, x: Any) -> bool:
         """Whether nothing sees a difference to torch: hooks, modes, transforms, other modules."""
@@ -234,47 +238,59 @@ class Line:
             return False
         if F.linear is not _LINEAR or any(kind.forward is not own for kind, own in self._forwards.items()):
             return False
-        if not all(map(calls_only_forward, self._called)):
-            return False
-        return all([registered_children(module) == children for module, children in self._children.items()])
+        for reference in self._called:
+            called = reference()
+            if called is None or not calls_only_forward(called):
+                return False
+        for reference, children in self._containers:
+            container = reference()
+            if container is None or registered_children(container) != tuple([child() for child in children]):
+                return False
+        return True
+
+
+def _flattened(module: nn.Module, containers: list[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules that a call goes through; add those that only call others in turn to `containers`."""
+    children = None if type(module) in _LEAVES or module in containers else children_in_turn(module)
+    if children is None or None in registered_children(module):
+        yield module
+        return
+    containers.append(module)
+    for child in children:
+        yield from _flattened(child, containers)
 
 
 def _segments(modules: Sequence[nn.Module]) -> Iterator[_Segment]:
     """Divide modules into those that make chains, and others."""
-    others: list[nn.Module] = []
-    at = 0
+    at = begin = 0
     while at < len(modules):
         parts, end = _parts(modules, at)
         if len(parts) < _FEWEST_LAYERS:
-            others.append(modules[at])
             at += 1
             continue
-        if others:
-            yield _Segment(others)
-        others = []
-        yield _Segment(modules[at:end], parts)
-        at = end
-    if others:
-        yield _Segment(others)
+        if begin < at:
+            yield _Segment(begin, at)
+        norms = [part.norm for part in parts]
+        yield _Segment(at, end, parts, [at if at and type(modules[at]) is nn.BatchNorm1d else None for at in norms])
+        at = begin = end
+    if begin < at:
+        yield _Segment(begin, at)
 
 
 def _parts(modules: Sequence[nn.Module], at: int) -> tuple[list[_Part], int]:
     """Return the parts of the chain that begins at a place, and the place behind it."""
     parts: list[_Part] = []
+    width: int | None = None
     while at < len(modules) and type(modules[at]) is nn.Linear:
         linear: Any = modules[at]
-        if parts and parts[-1].linear.out_features != linear.in_features:
+        if width not in (None, linear.in_features):
             break
-        norm, activation, dropout, at = _behind(modules, at + 1, linear.out_features)
-        parts.append(_Part(linear, norm, activation, dropout))
+        width, first = linear.out_features, at
+        norm = at + 1 if at + 1 < len(modules) and Norm.of(modules[at + 1], linear.out_features) else None
+        at += 1 if norm is None else 2
+        activation = Activation.of(modules[at]) if at < len(modules) else None
+        at += activation is not None
+        dropout = at if at < len(modules) and type(modules[at]) is nn.Dropout else None
+        at += dropout is not None
+        parts.append(_Part(first, norm, activation or Activation(), dropout))
     return parts, at
-
-
-def _behind(modules: Sequence[nn.Module], at: int, size: int) -> tuple[Any, Activation, Any, int]:
-    """Return the norm, the activation and the dropout that begin at a place, and the place behind them."""
-    norm: Any = modules[at] if at < len(modules) and Norm.of(modules[at], size) else None
-    at += norm is not None
-    activation = Activation.of(modules[at]) if at < len(modules) else None
-    at += activation is not None
-    dropout: Any = modules[at] if at < len(modules) and type(modules[at]) is nn.Dropout else None
-    return norm, activation or Activation(), dropout, at + (dropout is not None)

@@ -24,7 +24,7 @@ from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.rnn import lstm, lstm_layer, recurrence, rnn
 from nano_loop.patching.operators.operators import gives_kernels
 
-ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM, LAYERS = module.OPERATORS
+ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM, FP32_PRODUCT, LAYERS = module.OPERATORS
 NHWC = torch.channels_last
 
 
@@ -73,6 +73,11 @@ def loss_call(rows=40, reduction=1, smoothing=0.0):
 def norm_call(rows=40, width=48, is_affine=True):
     parameters = (normal(width).float(), normal(width).float()) if is_affine else (None, None)
     return fp32.Arguments("layer_norm", (normal(rows, width).float(), [width], *parameters, 1e-5))
+
+
+def fp32_product_call(rows=40, bias=False, transposed=False):
+    tensors = (None if tensor is None else tensor.float() for tensor in product_call(rows, bias, transposed))
+    return fp32.Arguments("product", (*tensors,))
 
 
 def by_convolution_kernel(*arguments):
@@ -148,6 +153,12 @@ CASES = {
         norm_call,
         dict.fromkeys((fp32.TORCH, fp32.COMPILED), torch.ops.aten.native_layer_norm),
         [{"rows": 33}, {}, {"rows": 64}, {"rows": 65}, {"width": 56}, {"is_affine": False}],
+        4,
+    ),
+    FP32_PRODUCT: (
+        fp32_product_call,
+        dict.fromkeys((fp32.TORCH, fp32.COMPILED), lambda a, b, bias: a @ b),
+        [{"rows": 33}, {}, {"rows": 64}, {"rows": 65}, {"bias": True}, {"transposed": True}],
         4,
     ),
     LAYERS: (
@@ -238,19 +249,21 @@ def test_one_algorithm_and_tensors_that_are_too_large_are_not_measured(operator,
     assert not budget.asked
     for place in (module, fp32_operators):
         monkeypatch.setattr(place, "MOST_ELEMENTS", 1)
-    monkeypatch.setattr(module, "_MIN_ROWS", 10)
+    monkeypatch.setattr(fp32_operators, "_MIN_ROWS", 10)
     chosen = Bench(operator)(torchs, other)
-    assert chosen == (other if operator is PRODUCT else torchs)  # of which some rows are measured
+    assert chosen == (other if operator in (PRODUCT, FP32_PRODUCT) else torchs)  # of which some rows are measured
 
 
 def test_of_large_products_and_losses_some_rows_and_of_long_sequences_some_steps_are_measured(monkeypatch):
     for place in (module, fp32_operators):
         monkeypatch.setattr(place, "MOST_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(module, "_MIN_ROWS", 1)
+    monkeypatch.setattr(fp32_operators, "_MIN_ROWS", 1)
     monkeypatch.setattr(module, "_MULTIPLICATIONS", 1)
-    products, layers, losses = Bench(PRODUCT), Bench(LSTM), Bench(LOSS)
-    products(linear.TORCH, rows=100)
-    assert {arguments[0].shape for arguments in products.calls} == {((1 << 12) // 56, 48)}
+    layers, losses = Bench(LSTM), Bench(LOSS)
+    for operator, guess in ((PRODUCT, linear.TORCH), (FP32_PRODUCT, fp32.TORCH)):
+        products = Bench(operator)
+        products(guess, rows=100)
+        assert {arguments[0].shape for arguments in products.calls} == {((1 << 12) // 56, 48)}
     losses(fp32.TORCH, rows=100)
     assert {arguments[0].shape for arguments in losses.calls} == {((1 << 12) // 48, 48)}
     layers(lstm.TORCH, batch=1)

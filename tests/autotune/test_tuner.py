@@ -29,6 +29,10 @@ class Workshop:
 
         return compute
 
+    def disturbed(self, name, *seconds):
+        """Return an algorithm that takes these times, one after another, and then the last one."""
+        return lambda: self.algorithm(name, seconds[min(self.computed.count(name), len(seconds) - 1)])()
+
     def race(self, reference=None, **race):
         return Race({name: self.algorithm(name, *given) for name, given in race.items()}, "torchs", reference)
 
@@ -56,7 +60,7 @@ def test_faster_algorithm_is_kept_and_its_gain_known(shop):
 
 def test_slower_algorithm_is_never_kept_and_not_timed_again_where_it_is_hopeless(shop):
     assert chosen(shop, torchs=[0.004], slow=[0.04], close=[0.0045]) == "torchs"
-    assert shop.computed.count("slow") == 1  # for its exactness
+    assert shop.computed.count("slow") == 2  # for its exactness, and once more
     assert shop.computed.count("close") > 2
 
 
@@ -75,13 +79,16 @@ def test_algorithm_that_is_less_exact_than_torch_s_replaces_it_only_by_more_and_
 
 
 def test_algorithm_that_was_slower_once_is_not_kept_for_a_disturbed_machine(shop):
-    def disturbed(name, seconds):
-        return lambda: shop.algorithm(name, seconds[min(shop.computed.count(name), len(seconds) - 1)])()
-
     # The first is for the exactness.
-    other = disturbed("other", [0, 0.004, 0.005, 0.004])
-    torchs = disturbed("torchs", [0, 0.006, 0.0045, 0.006])
+    other = shop.disturbed("other", 0, 0.004, 0.005, 0.004)
+    torchs = shop.disturbed("torchs", 0, 0.006, 0.0045, 0.006)
     assert winner(torchs, other, "torchs", shop.clock) == "torchs"
+
+
+@pytest.mark.parametrize("seconds", [(0.4, 0.004), (1e-5, 1e-3, 1e-5)], ids=["first", "timed"])
+def test_algorithm_that_took_long_once_is_tried_again(shop, seconds):
+    torchs, other = shop.disturbed("torchs", 2 * seconds[-1]), shop.disturbed("other", *seconds)
+    assert winner(torchs, other, "torchs", shop.clock) == "o"
 
 
 def test_guess_that_is_less_exact_than_torch_s_is_left(shop):
@@ -113,9 +120,9 @@ def test_algorithm_has_to_be_faster_with_what_its_calls_take_besides(shop):
         assert fastest(race, "torchs", 1e6, shop.clock).algorithm == expected
 
 
-def test_algorithm_that_is_hopeless_in_the_first_round_is_timed_no_further(shop):
+def test_algorithm_that_is_hopeless_in_two_rounds_is_timed_no_further(shop):
     assert chosen(shop, torchs=[0.004], slow=[0.008]) == "torchs"
-    assert shop.computed.count("slow") == 2
+    assert shop.computed.count("slow") == 3
 
 
 def test_measurement_that_would_take_too_long_is_given_up(shop):

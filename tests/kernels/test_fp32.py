@@ -11,9 +11,11 @@ from torch import nn
 from nano_loop import accelerated
 from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
+from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
-from nano_loop.kernels.norm import norms
+from nano_loop.kernels.norm import norms, rms_norm
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.steps.kernels import fast_linear, kernel_step
 
 SEEDS, WORDS = 25, 1000
 IMAGES, ROWS = (8, 32, 12, 12), (64, 5, 48)
@@ -41,6 +43,9 @@ class InNhwc(nn.Module):
 
 MODELS = {
     "layer norm": (lambda: nn.LayerNorm(48), ROWS),
+    "RMS norm": (lambda: nn.RMSNorm(48), ROWS),
+    "linear": (lambda: nn.Linear(48, 40), ROWS),
+    "linear of many inputs": (lambda: nn.Linear(600, 70), (40, 600)),
     "batch norm": (lambda: nn.BatchNorm2d(32), IMAGES),
     "batch norm in NHWC": (lambda: InNhwc(nn.BatchNorm2d(32)), IMAGES),
     "group norm in NHWC": (lambda: InNhwc(nn.GroupNorm(4, 32)), IMAGES),
@@ -56,7 +61,10 @@ def every_size_is_large(monkeypatch):
     monkeypatch.setattr(norms, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(cross_entropy, "MIN_LOGITS", 1)
-    monkeypatch.setattr(fp32, "_guess", lambda: fp32.COMPILED)
+    monkeypatch.setattr(rms_norm, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(fp32_product, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(fast_linear, "_LARGE_IN_FP32", 1)
+    monkeypatch.setattr(kernel_step, "by_guess", fp32.always)
 
 
 def computed(model, x, gradient):

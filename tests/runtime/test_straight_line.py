@@ -27,7 +27,7 @@ class Assigned(Net):
     def forward(self, x):
         x = self.second(x)
         y = self.first(self.second(x))
-        return y
+        return y  # noqa: RET504
 
 
 class Returned(Net):
@@ -43,7 +43,7 @@ class Counting(Net):
 
 class Forked(Net):
     def forward(self, x):
-        y = self.first(x)
+        y = self.first(x)  # noqa: F841
         return self.second(x)
 
 

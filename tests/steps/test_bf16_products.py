@@ -382,7 +382,7 @@ def counted(loop, rows, **options):
             optimizer.step()
             used.append(in_force())
 
-    run = nano(precision="auto", tune_operators=False, verbose=False, **options)(train)
+    run = nano(precision="auto", tune_operators=False, fast_linear=False, verbose=False, **options)(train)
     run(model, torch.optim.SGD(model.parameters(), 1e-3))
     return used
 

@@ -518,12 +518,13 @@ int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient
     return 1;
 }
 
-/* The mean of a contiguous row, and 1 / sqrt(variance + eps). */
+/* The mean of a contiguous row, and 1 / sqrt(variance + eps). An RMS norm has no mean: nothing is subtracted. */
 INLINE void statistics_of_row(const void *x, int64_t at, int64_t width, double eps, int bf16, float *mean,
                               float *inverse) {
+    const float none = 0;
     double sum, squares;
-    row(0, x, at, width, bf16, 0, &sum, &squares);
-    *mean = (float)(sum / (double)width);
+    row(0, x, at, width, bf16, mean ? 0 : &none, &sum, &squares);
+    if (mean) *mean = (float)(sum / (double)width);
     *inverse = (float)inverse_of(&squares, (double)width, eps);
 }
 
@@ -545,24 +546,28 @@ INLINE void normalized_row(const void *x, int64_t at, int64_t width, const float
 #undef NORMALIZE
 }
 
-/* Normalises `rows` of `width` elements. Writes each row's mean and 1 / sqrt(variance + eps). */
+/* Normalises `rows` of `width` elements. Writes each row's mean and 1 / sqrt(variance + eps). It is an RMS norm if
+   `means` is NULL, as in its backward. */
 void layer_norm(const void *x, int64_t rows, int64_t width, int64_t bf16, const float *weight, const float *bias,
                 double eps, void *out, float *means, float *inverses, int threads) {
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t at = 0; at < rows; at++) {
+        float *mean = means ? means + at : 0;
         if (bf16) {
-            statistics_of_row(x, at * width, width, eps, 1, means + at, inverses + at);
-            normalized_row(x, at * width, width, weight, bias, means[at], inverses[at], 1, out);
+            statistics_of_row(x, at * width, width, eps, 1, mean, inverses + at);
+            normalized_row(x, at * width, width, weight, bias, mean ? *mean : 0, inverses[at], 1, out);
         } else {
-            statistics_of_row(x, at * width, width, eps, 0, means + at, inverses + at);
-            normalized_row(x, at * width, width, weight, bias, means[at], inverses[at], 0, out);
+            statistics_of_row(x, at * width, width, eps, 0, mean, inverses + at);
+            normalized_row(x, at * width, width, weight, bias, mean ? *mean : 0, inverses[at], 0, out);
         }
     }
 }
 
 /* The gradient of a row, whose parts of the gradients of weight and bias are added to `of_weight` and `of_bias`. */
 INLINE void gradient_of_row(const void *gradient, const void *x, int64_t at, int64_t width, const float *weight,
-                            float mean, float inverse, int bf16, void *of_input, float *of_weight, float *of_bias) {
+                            const float *center, float inverse, int bf16, void *of_input, float *of_weight,
+                            float *of_bias) {
+    const float mean = center ? *center : 0;
     vector plain[PARTS] = {{0}}, products[PARTS] = {{0}}, mask[PARTS], normal, given;
     int64_t place = 0;
 #define READ(AT)                                                                                                       \
@@ -586,7 +591,8 @@ INLINE void gradient_of_row(const void *gradient, const void *x, int64_t at, int
         ADD(* mask[part])
     }
     if (!of_input) return;
-    float offset = (float)(sum_of(plain) / (double)width), slope = (float)(sum_of(products) / (double)width);
+    float offset = center ? (float)(sum_of(plain) / (double)width) : 0;
+    float slope = (float)(sum_of(products) / (double)width);
 #define WRITE                                                                                                          \
     {                                                                                                                  \
         READ(place)                                                                                                    \
@@ -621,13 +627,15 @@ int layer_norm_backward(const void *gradient, const void *x, int64_t rows, int64
         float *products = summed + part * width * 2, *plain = products + width;
         for (int64_t start = part * length; start < least(rows, (part + 1) * length); start += LEAST_ROWS) {
             memset(products, 0, (size_t)width * 2 * sizeof *summed);
-            for (int64_t at = start; at < least(start + LEAST_ROWS, least(rows, (part + 1) * length)); at++)
+            for (int64_t at = start; at < least(start + LEAST_ROWS, least(rows, (part + 1) * length)); at++) {
+                const float *mean = means ? means + at : 0;
                 if (bf16)
-                    gradient_of_row(gradient, x, at * width, width, weight, means[at], inverses[at], 1, of_input,
-                                    products, plain);
+                    gradient_of_row(gradient, x, at * width, width, weight, mean, inverses[at], 1, of_input, products,
+                                    plain);
                 else
-                    gradient_of_row(gradient, x, at * width, width, weight, means[at], inverses[at], 0, of_input,
-                                    products, plain);
+                    gradient_of_row(gradient, x, at * width, width, weight, mean, inverses[at], 0, of_input, products,
+                                    plain);
+            }
             for (int64_t c = 0; c < width; c++) {
                 first[part * width + c] += products[c];
                 second[part * width + c] += plain[c];

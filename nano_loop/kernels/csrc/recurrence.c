@@ -5,171 +5,17 @@
    waits for another one in a step, and an element is computed in an order that does not depend on their number.
 
    Steps may have fewer sequences than those before, as packed ones do: a step's rows are those from `offsets[step]` to
-   `offsets[step + 1]`, and those of the longest sequences come first.
-
-   Vectors are GCC's and clang's own, so that the file is one for all CPUs. Intrinsics only load and store parts of them. */
-#include <stdint.h>
-#include <string.h>
-
+   `offsets[step + 1]`, and those of the longest sequences come first. */
+#include "fp32_functions.h"
 #include "threads.h"
 
-#if defined(__AVX512F__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
-#if defined(__AVX512F__)
-#define WIDTH 16 /* numbers of a vector */
-#define ROWS 6   /* sequences whose sums are computed at a time: with a tile's vectors, as many as there are registers */
-#elif defined(__AVX2__)
-#define WIDTH 8
-#define ROWS 3
-#else
-#define WIDTH 4
-#define ROWS 6
-#endif
-#define VECTORS 4 /* of a tile, at most */
-#define TILE (VECTORS * WIDTH)
-#define CHUNK 20 /* products that are summed one after another, at most: sums of sums have smaller errors */
-#define MULTIPLICATIONS (1 << 19) /* for which one more thread is started */
-
-typedef float Vector __attribute__((vector_size(4 * WIDTH)));
-typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
-typedef float Unaligned __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t up_to(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
-
 /* ------------------------------------------------------------------------------------------------- vectors */
-
-/* The first numbers of a vector, as many as there are if those are fewer. The others are 0. */
-INLINE Vector load(const float *from, int64_t count) {
-    if (count >= WIDTH) return *(const Unaligned *)from;
-#if defined(__AVX512F__)
-    return (Vector)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
-#elif defined(__AVX2__)
-    const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    return (Vector)_mm256_maskload_ps(from, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), places));
-#else
-    Vector numbers = {0};
-    for (int64_t i = 0; i < count; i++) numbers[i] = from[i];
-    return numbers;
-#endif
-}
-
-INLINE void store(float *to, int64_t count, Vector numbers) {
-    if (count >= WIDTH) {
-        *(Unaligned *)to = numbers;
-        return;
-    }
-#if defined(__AVX512F__)
-    _mm512_mask_storeu_ps(to, (__mmask16)((1u << count) - 1), (__m512)numbers);
-#else
-    for (int64_t i = 0; i < count; i++) to[i] = numbers[i];
-#endif
-}
-
-/* The bits of `yes` where those of a comparison are set, and else of `no`. */
-#define CHOOSE(CONDITION, YES, NO)                                                                                     \
-    ({                                                                                                                 \
-        Words mask = (Words)(CONDITION);                                                                               \
-        (Vector)((mask & (Words)(YES)) | (~mask & (Words)(NO)));                                                       \
-    })
-
-INLINE Vector magnitude(Vector x) { return (Vector)((Words)x & 0x7fffffffu); }
-
-/* exp of numbers that are not larger than 0, by the scheme of Cephes' expf. Below -87 it is 0. A NaN stays one. */
-INLINE Vector exponential(Vector x) {
-    const Vector zero = {0};
-    Vector clipped = CHOOSE(x < -87.0f, zero - 87.0f, x);
-    Vector shifted = clipped * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
-    Vector n = shifted - 12582912.0f;
-    Vector r = clipped - n * 0.693359375f + n * 2.12194440e-4f;
-    Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    Vector scaled = p * (Vector)(((Words)shifted + 127u) << 23);
-    return CHOOSE(x < -87.0f, zero, scaled);
-}
-
-INLINE Vector sigmoid(Vector x) {
-    Vector e = exponential(-magnitude(x)), larger = 1.0f / (1.0f + e);
-    return CHOOSE(x < 0.0f, e * larger, larger);
-}
-
-/* Up to 1 a polynomial that was fitted to a relative error of 7e-9, beyond it 1 - 2e / (1 + e) with e = exp(-2|x|). */
-INLINE Vector hyperbolic_tangent(Vector x) {
-    Vector size = magnitude(x), square = x * x, e = exponential(-2.0f * size);
-    Vector p = square * -0.0003584508958738297f + 0.0023013607133179903f;
-    p = p * square - 0.007946101017296314f;
-    p = p * square + 0.02148665301501751f;
-    p = p * square - 0.05387980118393898f;
-    p = p * square + 0.13332344591617584f;
-    p = p * square - 0.33333295583724976f;
-    Vector beyond = 1.0f - 2.0f * e / (1.0f + e);
-    Vector with_sign = (Vector)((Words)beyond | ((Words)x & 0x80000000u));
-    return CHOOSE(size < 1.0f, x + x * (square * p), with_sign);
-}
 
 /* x (1 - x), the slope of a sigmoid by its value; and 1 - x², that of the hyperbolic tangent. */
 INLINE Vector slope(Vector x) { return x - x * x; }
 INLINE Vector slope_of_tangent(Vector x) { return 1.0f - x * x; }
 
 /* ------------------------------------------------------------------------------------------------ products */
-
-/* Sums of products of `rows` rows with the columns of a tile, which has `vectors` vectors for each number of a row. The
-   numbers of a row are so far apart as `a_step` says, and those of a column as `tile_step`. */
-INLINE void product_of_tile(const int rows, const int vectors, int64_t depth, const float *const *a, int64_t a_step,
-                            const float *tile, int64_t tile_step, float *sums) {
-    int64_t chunks = (depth + CHUNK - 1) / CHUNK, chunk = (depth + chunks - 1) / chunks;
-    for (int64_t first = 0; first < depth; first += chunk) {
-        Vector totals[ROWS][VECTORS] = {{{0}}};
-        int64_t end = least(depth, first + chunk);
-        for (int64_t k = first; k < end; k++) {
-            Vector columns[VECTORS];
-#pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++) columns[j] = *(const Unaligned *)(tile + k * tile_step + j * WIDTH);
-#pragma GCC unroll 6
-            for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-                for (int j = 0; j < vectors; j++) totals[i][j] += columns[j] * a[i][k * a_step];
-        }
-#pragma GCC unroll 6
-        for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++) {
-                Unaligned *sum = (Unaligned *)(sums + i * TILE + j * WIDTH);
-                if (first) totals[i][j] += *sum;
-                *sum = totals[i][j];
-            }
-    }
-}
-
-/* Functions for any number of rows, of tiles with this number of vectors. */
-#define OF_VECTORS(PRODUCT, VECTORS)                                                                                   \
-    static void PRODUCT##_##VECTORS(int64_t rows, int64_t depth, const float *const *a, int64_t a_step,                \
-                                    const float *tile, int64_t tile_step, float *sums) {                               \
-        switch (rows) {                                                                                                \
-            case 1: PRODUCT(1, VECTORS, depth, a, a_step, tile, tile_step, sums); break;                                      \
-            case 2: PRODUCT(2, VECTORS, depth, a, a_step, tile, tile_step, sums); break;                                      \
-            case 3: PRODUCT(3, VECTORS, depth, a, a_step, tile, tile_step, sums); break;                                      \
-            case 4: PRODUCT(least(4, ROWS), VECTORS, depth, a, a_step, tile, tile_step, sums); break;                         \
-            case 5: PRODUCT(least(5, ROWS), VECTORS, depth, a, a_step, tile, tile_step, sums); break;                         \
-            default: PRODUCT(ROWS, VECTORS, depth, a, a_step, tile, tile_step, sums);                                  \
-        }                                                                                                              \
-    }
-typedef void Product(int64_t, int64_t, const float *const *, int64_t, const float *, int64_t, float *);
-#define FUNCTIONS(NAME, PRODUCT)                                                                                       \
-    OF_VECTORS(PRODUCT, 1)                                                                                             \
-    OF_VECTORS(PRODUCT, 2)                                                                                             \
-    OF_VECTORS(PRODUCT, 3)                                                                                             \
-    OF_VECTORS(PRODUCT, 4)                                                                                             \
-    static Product *const NAME[] = {PRODUCT##_1, PRODUCT##_2, PRODUCT##_3, PRODUCT##_4};
-FUNCTIONS(IN_FP32, product_of_tile)
 
 #ifdef __AVX512BF16__
 #define MOST_ROUNDED 8192 /* numbers of a row that is rounded on the stack */
@@ -225,9 +71,6 @@ static void round_tile(float *tile, int64_t depth, int64_t width) {
 static void round_tile(float *tile, int64_t depth, int64_t width) {}
 #endif
 
-/* The vectors of a tile of columns that begins at this one. */
-INLINE int64_t vectors_at(int64_t column, int64_t columns) { return least(VECTORS, up_to(columns - column, WIDTH) / WIDTH); }
-
 /* Packs a tile of the columns of a matrix, whose rows begin with the one `from`. What is not there is 0. */
 static void pack_columns(const float *matrix, int64_t depth, int64_t from, int64_t columns, int64_t column, float *tile) {
     int64_t width = vectors_at(column, columns) * WIDTH, count = least(width, columns - column);
@@ -241,67 +84,6 @@ static void pack_columns(const float *matrix, int64_t depth, int64_t from, int64
 static void pack_rows(const float *matrix, int64_t depth, int64_t rows, int64_t width, float *tile) {
     for (int64_t i = 0; i < WIDTH; i++)
         for (int64_t k = 0; k < depth; k++) tile[k * width + i] = i < rows ? matrix[i * depth + k] : 0.0f;
-}
-
-/* A product of matrices of any strides: `a` of rows × depth, and `b` of depth × columns. */
-typedef struct {
-    int64_t rows, columns, depth, a_row, a_step, b_step, b_column;
-} Shape;
-
-#define BLOCK 256 /* numbers of a row whose products are summed at a time, for they and a tile stay in the cache */
-
-/* Packs a tile of some rows of `b`. What is not there is 0. */
-static void pack_block(const Shape *call, const float *b, int64_t first, int64_t depth, int64_t at, int64_t width,
-                       float *tile) {
-    b += first * call->b_step + at * call->b_column;
-    for (int64_t i = 0; i < width; i++) {
-        int is_there = at + i < call->columns;
-        for (int64_t k = 0; k < depth; k++) tile[k * width + i] = is_there ? b[k * call->b_step + i * call->b_column] : 0.0f;
-    }
-}
-
-/* Computes rows of a b, or of a b + bias. `packed` has place for a tile. */
-static void multiply_rows(const Shape *call, const float *a, const float *b, const float *bias, float *out, int64_t begin,
-                          int64_t end, float *packed) {
-    const float *from[ROWS];
-    float sums[ROWS * TILE] __attribute__((aligned(64)));
-    for (int64_t k = 0; k < call->depth; k += BLOCK)
-        for (int64_t at = 0; at < call->columns; at += TILE) {
-            int64_t depth = least(BLOCK, call->depth - k), vectors = vectors_at(at, call->columns);
-            const float *tile = b + k * call->b_step + at;
-            int64_t width = vectors * WIDTH, step = call->b_step;
-            if (call->b_column != 1 || at + width > call->columns) {
-                pack_block(call, b, k, depth, at, width, packed);
-                tile = packed, step = width;
-            }
-            for (int64_t row = begin; row < end; row += ROWS) {
-                int64_t rows = least(ROWS, end - row);
-                for (int64_t i = 0; i < rows; i++) from[i] = a + (row + i) * call->a_row + k * call->a_step;
-                IN_FP32[vectors - 1](rows, depth, from, call->a_step, tile, step, sums);
-                for (int64_t i = 0; i < rows; i++)
-                    for (int64_t j = 0; j < width; j += WIDTH) {
-                        int64_t count = call->columns - at - j;
-                        float *to = out + (row + i) * call->columns + at + j;
-                        Vector sum = *(const Unaligned *)(sums + i * TILE + j);
-                        if (k) sum += load(to, count);
-                        else if (bias) sum += load(bias + at + j, count);
-                        store(to, count, sum);
-                    }
-            }
-        }
-}
-
-/* Writes a b, or a b + bias if `bias` is not NULL. An element is summed in an order that does not depend on the threads. */
-void recurrence_product(const Shape *call, const float *a, const float *b, const float *bias, float *out, char *scratch,
-                        int threads) {
-    int64_t blocks = up_to(call->rows, ROWS) / ROWS, work = call->rows * call->columns * call->depth;
-    int64_t parts = least(least(threads, blocks), 1 + work / MULTIPLICATIONS);
-#pragma omp parallel num_threads((int)parts)
-    {
-        int64_t part = omp_get_thread_num(), count = omp_get_num_threads();
-        int64_t begin = blocks * part / count * ROWS, end = least(call->rows, blocks * (part + 1) / count * ROWS);
-        multiply_rows(call, a, b, bias, out, begin, end, (float *)scratch + part * BLOCK * TILE);
-    }
 }
 
 /* ------------------------------------------------------------------------------------------------- a layer */

@@ -18,12 +18,12 @@ from torch.autograd.graph import increment_version
 
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
-from nano_loop.kernels.memory import FP32, check, empty
+from nano_loop.kernels.memory import FP32, UnsupportedTensorError, check, empty
 from nano_loop.kernels.rounding import PRODUCT, may_round
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.torch_private import below_autocast, is_batched
 
-KERNEL = CompiledKernel("chain", {"chain_forward": (), "chain_backward": ()})
+KERNEL = CompiledKernel("chain", {"chain_forward": (FP32,) * 3, "chain_backward": (FP32,) * 6})
 #: The name of the rule of a model whose chains are computed in C.
 RULE = rule_of(KERNEL)
 #: Multiplications of a forward from which on a chain of linear layers alone is computed in C before it is measured.
@@ -32,10 +32,9 @@ _BYTES, _MATRIX = 4, 2
 
 #: The numbers of norms in the C file.
 _NO_NORM, _BATCH_NORM, _LAYER_NORM = range(3)
-#: The numbers of activations in the C file. The slopes of those from `_SILU` on are computed by their arguments.
-_NONE, _RELU, _LEAKY_RELU, _ELU, _SIGMOID, _TANH, _SILU, _GELU, _GELU_BY_TANH = range(9)
+#: The numbers of activations in the C file. The slope of the last is computed by its argument.
+_NONE, _RELU, _LEAKY_RELU, _ELU, _SIGMOID, _TANH, _SILU = range(7)
 _NUMBERS = {nn.ReLU: _RELU, nn.Sigmoid: _SIGMOID, nn.Tanh: _TANH, nn.SiLU: _SILU}
-_OF_GELU = {"none": _GELU, "tanh": _GELU_BY_TANH}
 _OPERATORS: dict[int, Callable[[Tensor, float], Tensor]] = {
     _NONE: lambda x, _: x,
     _RELU: lambda x, _: torch.relu(x),
@@ -44,8 +43,6 @@ _OPERATORS: dict[int, Callable[[Tensor, float], Tensor]] = {
     _SIGMOID: lambda x, _: torch.sigmoid(x),
     _TANH: lambda x, _: torch.tanh(x),
     _SILU: lambda x, _: F.silu(x),
-    _GELU: lambda x, _: F.gelu(x),
-    _GELU_BY_TANH: lambda x, _: F.gelu(x, approximate="tanh"),
 }
 
 
@@ -72,7 +69,7 @@ class Activation(NamedTuple):
         if type(module) is nn.ELU:
             limit = float(module.alpha)
             return cls(_ELU, limit) if limit > 0 else None
-        number = _OF_GELU.get(module.approximate) if type(module) is nn.GELU else _NUMBERS.get(type(module))
+        number = _NUMBERS.get(type(module))
         return None if number is None else cls(number)
 
 
@@ -116,7 +113,7 @@ class Layer(NamedTuple):
     @property
     def keeps_arguments(self) -> bool:
         """Whether the slope is computed by something else than the output, which is kept beside it."""
-        return self.activation.number >= _SILU or (bool(self.dropout) and self.activation.number > _RELU)
+        return self.activation.number == _SILU or (bool(self.dropout) and self.activation.number > _RELU)
 
     @property
     def is_linear(self) -> bool:
@@ -137,21 +134,10 @@ class Layer(NamedTuple):
 
 #: The running mean and the running variance of a batch norm, or None.
 Buffers = tuple[Tensor, Tensor] | None
-#: `Chain` and `Layer` of the C file: numbers and pointers.
-_CHAIN, _LAYER = "5q", "4q4d18q"
-
-
-class _Place(NamedTuple):
-    """Where the tensors of a layer are among all of them, with -1 for none, and numbers of its own."""
-
-    constants: tuple[float, ...]
-    weight: int
-    bias: int
-    norm_weight: int
-    norm_bias: int
-    mask: int
-    keeps_arguments: bool
-    norm: int
+#: `Call` and `Layer` of the C file: numbers, places in the call's memory, and pointers.
+_CALL, _LAYER = "2q", "4q4d18q"
+#: A place in the output, or in its gradient.
+_ELSEWHERE = -1
 
 
 class Chain:
@@ -175,17 +161,16 @@ class Chain:
         last = self.layers[-1]
         #: Whether the backward reads the output.
         self.reads_output = last.activation.number != _NONE and not last.keeps_arguments
-        self._places = [*self._find_places()]
-        self._pack = struct.Struct(_CHAIN + _LAYER * len(self.layers)).pack
+        self._tensors = [*self._find_tensors()]
+        self._pack = struct.Struct(_CALL + _LAYER * len(self.layers)).pack
 
-    def _find_places(self) -> Iterator[_Place]:
+    def _find_tensors(self) -> Iterator[tuple[tuple[float, ...], int, int, int, int, int]]:
+        """Yield of each layer its constants and the numbers of its tensors among all of them; -1 is none."""
         at, mask = 0, len(self.shapes)
         for layer in self.layers:
             norm = at + 1 + layer.has_bias if layer.norm.number else -1
-            yield _Place(
-                *(layer.constants, at, at + 1 if layer.has_bias else -1, norm, norm + 1 if layer.norm.number else -1),
-                *(mask if layer.dropout else -1, layer.keeps_arguments, layer.norm.number),
-            )
+            bias, norm_bias = at + 1 if layer.has_bias else -1, norm + 1 if layer.norm.number else -1
+            yield layer.constants, at, bias, norm, norm_bias, mask if layer.dropout else -1
             at, mask = at + len(layer.shapes), mask + bool(layer.dropout)
 
     def __str__(self) -> str:
@@ -261,26 +246,35 @@ class Chain:
             for tensor in statistics or ()
         )
 
-    def kept(self, rows: int) -> int:
-        """Return how many numbers are kept besides the output: those of other layers, and arguments and statistics."""
-        count = -rows * self.outputs
-        for layer in self.layers:
-            count += rows * layer.outputs * (1 + layer.keeps_arguments + bool(layer.norm.number))
-            count += 2 * (0, layer.outputs, rows)[layer.norm.number]
-        return count
+    def in_memory(self, rows: int) -> tuple[list[tuple[int, ...]], int, int]:
+        """Return where the numbers of each layer are, and how many are kept and how many are gradients of sums."""
+        places: list[tuple[int, ...]] = []
+        at = gradients = 0
+        for number, layer in enumerate(self.layers):
+            size, is_last, output = rows * layer.outputs, number + 1 == len(self.layers), _ELSEWHERE
+            if not is_last:
+                output, at = at, at + size
+            argument, at = (at, at + size) if layer.keeps_arguments else (output, at)
+            sums = mean = deviation = argument
+            if layer.norm.number:
+                statistics = layer.outputs if layer.norm.number == _BATCH_NORM else rows
+                sums, mean, deviation = at, at + size, at + size + statistics
+                at = deviation + statistics
+            of_normalized = of_sums = _ELSEWHERE
+            if not (is_last and layer.is_linear):
+                of_sums, gradients = gradients, gradients + size
+            if layer.norm.number == _LAYER_NORM:
+                of_normalized, gradients = gradients, gradients + size
+            places.append((sums, mean, deviation, argument, output, of_normalized, of_sums))
+        return places, at, gradients
 
     def packed(
         self,
         rows: int,
-        x: Tensor,
+        places: Sequence[tuple[int, ...]],
         tensors: Sequence[Tensor],
-        memory: Tensor,
-        out: Tensor,
-        buffers: Sequence[Buffers] = (),
         gradients: Sequence[Tensor] = (),
-        sums: Tensor | None = None,
-        of_out: Tensor | None = None,
-        of_x: Tensor | None = None,
+        buffers: Sequence[Buffers] = (),
     ) -> bytes:
         """Return a call as the C function reads it.
 
@@ -288,51 +282,27 @@ class Chain:
         ----------
         rows : int
             Of the input.
-        x, memory, out : torch.Tensor
-            The input, place for as many numbers as `kept` says, and the output.
+        places : sequence of tuple of int
+            What `in_memory` returns.
         tensors : sequence of torch.Tensor
             The parameters, and then the masks.
-        buffers : sequence of pair of torch.Tensor or None
-            See `computed`.
         gradients : sequence of torch.Tensor
             Those of the parameters.
-        sums, of_out, of_x : torch.Tensor, optional
-            Place for the gradients of sums, and the gradients of the output and of the input.
+        buffers : sequence of pair of torch.Tensor or None
+            See `computed`.
         """
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        pointers.append(0)
-        of_parameters = [tensor.data_ptr() for tensor in gradients] or [0] * len(pointers)
-        of_parameters.append(0)
-        place, of_sums = memory.data_ptr(), 0 if sums is None else sums.data_ptr()
-        of_output = 0 if of_out is None else of_out.data_ptr()
-        values: list[float] = [rows, len(self.layers), x.data_ptr(), of_output, 0 if of_x is None else of_x.data_ptr()]
-        for at, (constants, weight, bias, norm_weight, norm_bias, mask, keeps_arguments, norm) in enumerate(
-            self._places
-        ):
-            size = _BYTES * rows * self.layers[at].outputs
-            if at + 1 < len(self._places):
-                output, place = place, place + size
-            else:
-                output = out.data_ptr()
-                of_sums = of_output if self.layers[at].is_linear else of_sums
-            argument, place = (place, place + size) if keeps_arguments else (output, place)
-            summed, mean, deviation, of_normalized = argument, 0, 0, 0
-            if norm:
-                statistics = _BYTES * (self.layers[at].outputs if norm == _BATCH_NORM else rows)
-                summed, mean, deviation = place, place + size, place + size + statistics
-                place += size + 2 * statistics
-                of_normalized = of_sums + size if norm == _LAYER_NORM else 0
-            running = (0, 0)
-            if buffers and (pair := buffers[at]) is not None:
-                running = (pair[0].data_ptr(), pair[1].data_ptr())
+        pointers = [*[tensor.data_ptr() for tensor in tensors], 0]
+        of_parameters = [*[tensor.data_ptr() for tensor in gradients], 0] if gradients else [0] * len(pointers)
+        values: list[float] = [rows, len(self.layers)]
+        for at, (constants, weight, bias, norm_weight, norm_bias, mask) in enumerate(self._tensors):
+            pair = buffers[at] if buffers else None
             values += (
                 *constants,
-                *(pointers[weight], pointers[bias], pointers[norm_weight], pointers[norm_bias]),
-                *running,
-                *(pointers[mask], summed, mean, deviation, argument, output, of_normalized, of_sums),
+                *places[at],
+                *(pointers[weight], pointers[bias], pointers[norm_weight], pointers[norm_bias], pointers[mask]),
                 *(of_parameters[weight], of_parameters[bias], of_parameters[norm_weight], of_parameters[norm_bias]),
+                *((0, 0) if pair is None else (pair[0].data_ptr(), pair[1].data_ptr())),
             )
-            of_sums += size * (1 + (norm == _LAYER_NORM)) if of_sums else 0
         return self._pack(*values)
 
 
@@ -349,8 +319,11 @@ def compute(chain: Chain, x: Tensor, parameters: Sequence[Tensor], buffers: Sequ
         return None
     rows, timed = x.numel() // chain.inputs, chain.without_dropouts
     guess = TORCH if chain.is_plain and rows * sum(chain.multiplications) < LEAST else None
+    algorithms = {
+        TORCH: lambda leaf: timed.by_operators(x.detach(), [*map(leaf, parameters)]),
+        COMPILED: lambda leaf: timed.computed(x.detach(), [*map(leaf, parameters)]),
+    }
     call = Arguments("chain", (timed, x), torch.is_grad_enabled())
-    algorithms = {TORCH: (timed.by_operators, parameters), COMPILED: (timed.computed, parameters)}
     if not is_compiled(rule, call, lambda: algorithms, guess) or may_round(PRODUCT, rows * max(chain.multiplications)):
         return None
     return chain.computed(x, parameters, chain.masks(x.shape[:-1]), buffers)
@@ -362,8 +335,9 @@ class _ChainNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chain: Chain, buffers: Sequence[Buffers], x: Tensor, *tensors: Tensor) -> Tensor:
         rows = x.numel() // chain.inputs
-        memory, out = x.new_empty(chain.kept(rows)), x.new_empty((*x.shape[:-1], chain.outputs))
-        KERNEL("chain_forward", chain.packed(rows, x, tensors, memory, out, buffers))
+        places, kept, _ = chain.in_memory(rows)
+        memory, out = x.new_empty(kept), x.new_empty((*x.shape[:-1], chain.outputs))
+        KERNEL("chain_forward", chain.packed(rows, places, tensors, (), buffers), x, memory, out)
         if chain.has_batch_norms:
             increment_version([tensor for pair in buffers if pair is not None for tensor in pair])
         ctx.chain = chain
@@ -383,19 +357,17 @@ class _ChainNode(torch.autograd.Function):
             return None, None, *_differentiable(chain, x, parameters, masks, gradient, needs), *none
         gradient = gradient.contiguous()
         out = gradient if out is None else out  # then it is not read
-        check((memory, out, gradient, *masks), (FP32,) * (3 + len(masks)))
-        if not chain.accepts(x, parameters):  # what hooks return, or the user has put in place of a weight's data
-            return (
-                None,
-                None,
-                *_differentiable(chain, x, parameters, masks, gradient, ctx.needs_input_grad[2 : 3 + count]),
-                *none,
-            )
+        check(masks, (FP32,) * len(masks))
+        if not chain.accepts(x, parameters):
+            raise UnsupportedTensorError("the input or a weight was replaced between the forward and the backward")
         rows = x.numel() // chain.inputs
-        of_layers = sum(layer.outputs * (1 + (layer.norm.number == _LAYER_NORM)) for layer in chain.layers)
-        sums, gradients = x.new_empty(rows * of_layers), [torch.empty_like(parameter) for parameter in parameters]
+        places, kept, of_sums = chain.in_memory(rows)
+        if memory.numel() != kept:
+            raise UnsupportedTensorError("what was kept for the backward is not what hooks return")
+        sums, gradients = x.new_empty(of_sums), [torch.empty_like(parameter) for parameter in parameters]
         of_x = torch.empty_like(x) if ctx.needs_input_grad[2] else None
-        KERNEL("chain_backward", chain.packed(rows, x, tensors, memory, out, (), gradients, sums, gradient, of_x))
+        call = chain.packed(rows, places, tensors, gradients)
+        KERNEL("chain_backward", call, x, memory, out, gradient, sums, of_x)
         return None, None, of_x, *gradients, *none
 
 

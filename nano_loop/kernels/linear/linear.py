@@ -1,6 +1,7 @@
 """Linear layers and their gradients: ``aten::mm`` and ``aten::addmm`` by `nano_loop.kernels.linear.product`.
 
-Matrices are of bf16, or of fp32 where these are rounded: see `nano_loop.kernels.linear.rounded_product`.
+Matrices are of bf16, or of fp32: see `nano_loop.kernels.linear.rounded_product` and
+`nano_loop.kernels.linear.fp32_product`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_loop.kernels.linear import product, rounded_product
+from nano_loop.kernels.linear import fp32_product, product, rounded_product
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.kernels.rounding import PRODUCT, may_round
@@ -83,14 +84,19 @@ def supports(call: Arguments) -> bool:
 
 
 def _is_small(a: Tensor, b: Tensor) -> bool:
-    """Whether a product is in fp32 and too small to round, which is asked first, since it costs the least."""
-    return a.dtype is torch.float32 and not may_round(PRODUCT, a.numel() * (b.size(-1) if b.dim() else 0))
+    """Whether a product is in fp32 and too small for any function, which is asked first, since it costs the least."""
+    if a.dtype is not torch.float32:
+        return False
+    multiplications = a.numel() * (b.size(-1) if b.dim() else 0)
+    return multiplications < fp32_product.MIN_MULTIPLICATIONS and not may_round(PRODUCT, multiplications)
 
 
 def _computed(call: Arguments, kernel: _Kernel, kwargs: dict[str, Any]) -> Any:
     result, by_torch = None, rounded_product.factors_first(kernel)
     if call.a.dtype is torch.float32:
         result = attempt(rounded_product.rounded_product, by_torch, *call, **kwargs)
+        if result is None and not kwargs:
+            result = attempt(fp32_product.product_if_faster, by_torch, *call)
     elif _is_ours(call, **kwargs) and _algorithm(call, by_torch, "out" in kwargs) == BLOCKS:
         result = attempt(product.product, *call, kwargs.get("out"))
     return by_torch(*call, **kwargs) if result is None else result

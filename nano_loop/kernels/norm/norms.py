@@ -64,7 +64,8 @@ _FASTER_IN_FP32: Mapping[str, Callable[..., bool]] = {
 _Results = tuple[Tensor | None, Tensor | None, Tensor | None]
 #: Takes the arguments of an operator. Returns its results, or None where torch has to compute them.
 _Compute = Callable[..., _Results | None]
-_RULE = rule_of(KERNEL)
+#: The name of the rule of models whose fp32 tensors may be normalised by the functions.
+RULE = rule_of(KERNEL)
 
 
 def _for_set_up_models(compute: _Compute) -> Callable[[Kernel | None], Callable[..., Any]]:
@@ -79,7 +80,7 @@ def _for_set_up_models(compute: _Compute) -> Callable[[Kernel | None], Callable[
             is_ours = belongs_to_set_up_model()
         else:
             is_ours = _FASTER_IN_FP32[name](*args) and is_compiled(
-                rule_for(_RULE), Arguments(name, args), lambda: _repeatable(name, {TORCH: kernel, COMPILED: compute})
+                rule_for(RULE), Arguments(name, args), lambda: _repeatable(name, {TORCH: kernel, COMPILED: compute})
             )
         return compute(*args) if is_ours else None
 

@@ -16,27 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel, scratch
-from nano_loop.kernels.linear import product
-from nano_loop.kernels.memory import BYTES, FP32, INT64, STRIDED, empty
+from nano_loop.kernels.linear import fp32_product, product
+from nano_loop.kernels.memory import BYTES, FP32, INT64, empty
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.torch_private import below_autocast, is_batched
 
-_STRIDED = FP32._replace(layout=STRIDED)
 KERNEL = CompiledKernel(
     "recurrence",
     {
         "recurrence_forward": (INT64, *(FP32,) * 11, BYTES),
         "recurrence_backward": (INT64, *(FP32,) * 13, BYTES),
-        "recurrence_product": (_STRIDED, _STRIDED, FP32, FP32, BYTES),
     },
 )
 
 #: torch's numbers of the kinds of layers, and how many gates a unit of each has.
 RELU, TANH, LSTM, GRU = range(4)
 GATES = (1, 1, 4, 3)
-#: Bytes of a tile of the product, for each thread.
-_TILES = 4 * 256 * 64
 
 
 class _Call(ctypes.Structure):
@@ -44,14 +40,6 @@ class _Call(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_int64) for name in ("mode", "steps", "batch", "hidden", "outputs", "is_reversed", "in_bf16")
-    )
-
-
-class _Shape(ctypes.Structure):
-    """`Shape` of the C file."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int64) for name in ("rows", "columns", "depth", "a_row", "a_step", "b_step", "b_column")
     )
 
 
@@ -209,7 +197,7 @@ def _backward(
     input_gradients, hidden_gradients = (
         (of_gates[:, hidden:], of_gates[:, :-hidden]) if is_gru else (of_gates, of_gates)
     )
-    (sums,) = _in_c(torch.ones(1, rows, dtype=torch.float32, device="cpu"), of_gates)
+    (sums,) = fp32_product.product(torch.ones(1, rows, dtype=torch.float32, device="cpu"), of_gates)
     of_input_bias, of_hidden_bias = (sums[hidden:], sums[:-hidden]) if is_gru else (sums, sums)
 
     def in_order(gradient: Tensor) -> Tensor:
@@ -280,15 +268,7 @@ def _product(layer: Recurrence, a: Tensor, b: Tensor, bias: Tensor | None = None
     a, b, bias = a.float(), b.float(), _wide(bias)
     if rule_for(RULE) is not None:  # torch's operators may round
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-    return _in_c(a, b, bias)
-
-
-def _in_c(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a product of matrices in fp32, of any strides."""
-    call = _Shape(a.size(0), b.size(1), a.size(1), *a.stride(), *b.stride())
-    out = empty(call.rows, call.columns)
-    KERNEL("recurrence_product", call, a, b, bias, out, scratch(_TILES * torch.get_num_threads()))
-    return out
+    return fp32_product.product(a, b, bias)
 
 
 def _wide(tensor: Tensor | None) -> Tensor | None:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from nano_loop.kernels.fp32 import COMPILED, TORCH, rule_of
+from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.replacement import Choose, Replacement, unless_none
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.kernels.rnn.recurrence import GATES, GRU, LSTM, RELU, TANH, Recurrence
@@ -170,7 +170,7 @@ def _by_layers(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
 def _layer(call: Arguments) -> Recurrence | None:
     """Return what all layers of a call have in common, or None where torch computes it."""
     tensors = (call.inputs, *call.states, *call.weights)
-    if in_functorch() or in_dispatch_mode() or not all(map(_is_plain, tensors)):
+    if in_functorch() or in_dispatch_mode() or not all(map(is_plain, tensors)):
         return None
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     dtypes = {tensor.dtype for tensor in tensors}
@@ -185,14 +185,6 @@ def _layer(call: Arguments) -> Recurrence | None:
     if offsets is None or not _are_shapes_right(call) or not is_large(call, offsets.numel() - 1):
         return None
     return Recurrence(call.mode, offsets, False, in_bf16, _dtypes(call, in_bf16))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no subclass, has memory, and no derivative of a forward mode."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_cpu or tensor.layout is not torch.strided:
-        return False
-    dual: Any = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
-    return tensor.data_ptr() != 0 and dual.tangent is None
 
 
 def _dtypes(call: Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:

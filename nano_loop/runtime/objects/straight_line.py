@@ -62,7 +62,7 @@ def _names_called(forward: Callable[..., Any]) -> Names | None:
 def _has_one_argument(arguments: ast.arguments) -> bool:
     """Whether there are `self` and another argument, and nothing else."""
     others = (arguments.posonlyargs, arguments.kwonlyargs, arguments.defaults, arguments.vararg, arguments.kwarg)
-    return len(arguments.args) == 2 and not any(others)  # noqa: PLR2004
+    return len(arguments.args) == 2 and not any(others)
 
 
 def _passed(value: ast.expr | None, owner: str, called: dict[str, Names]) -> Names | None:

@@ -1,10 +1,10 @@
-"""Computes batch norms, group norms and layer norms, and their gradients, in two passes over their tensors."""
+"""Computes norms, and their gradients, in two passes over their tensors."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from nano_loop.kernels.norm import norms
+from nano_loop.kernels.norm import norms, rms_norm
 from nano_loop.steps.kernels.kernel_step import KernelStep
 from nano_loop.steps.step import SkipReason
 
@@ -18,7 +18,7 @@ class FastNorm(KernelStep):
 
     name = "fast_norm"
     takes_fp32 = True
-    replacements = norms.REPLACEMENTS
+    replacements = (*norms.REPLACEMENTS, *rms_norm.REPLACEMENTS)
     kernel = norms.KERNEL
     says = "two passes over the tensors, forward and backward"
     absent = SkipReason("no_norm", "no norm was found in the model")
@@ -27,7 +27,7 @@ class FastNorm(KernelStep):
         *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
         *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
         *(nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d),
-        *(nn.GroupNorm, nn.LayerNorm),
+        *(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
     )
-    functions = frozenset(("batch_norm", "instance_norm", "group_norm", "layer_norm"))
+    functions = frozenset(("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm"))
     finds_all = True

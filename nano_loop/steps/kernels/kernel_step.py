@@ -39,6 +39,8 @@ class KernelStep(Step):
     replacements: ClassVar[tuple[Replacement, ...]] = ()
     #: The compiled functions.
     kernel: ClassVar[CompiledKernel]
+    #: Those for fp32 tensors, where another file has them.
+    fp32_kernel: ClassVar[CompiledKernel | None] = None
     #: The line of the report.
     says: ClassVar[str]
     #: The line where plain operators replace functions that cannot be compiled, before the reason. None: none do.
@@ -71,6 +73,11 @@ class KernelStep(Step):
     def _is_in_fp32(self) -> bool:
         return self.takes_fp32 and self.options.kind.compute_name == "float32"
 
+    @property
+    def _kernel(self) -> CompiledKernel:
+        """The compiled functions of the run's precision."""
+        return self.kernel if self.fp32_kernel is None or not self._is_in_fp32 else self.fp32_kernel
+
     @classmethod
     def is_for(cls, model: nn.Module) -> bool:
         """Whether a model has modules that call the replaced operators, or calls functions that do."""
@@ -100,7 +107,7 @@ class KernelStep(Step):
             return SkipReason("old_torch", expected)
         if self.absent is not None and not self._is_wanted(parts):
             return self.absent
-        reason = self.kernel.unavailable if self.says_without_kernel is None else None
+        reason = self._kernel.unavailable if self.says_without_kernel is None else None
         if reason is None:
             return None
         return SkipReason("no_kernel", reason if self.required else for_report(reason))
@@ -111,15 +118,15 @@ class KernelStep(Step):
             interceptor = self.interceptors.for_model(model, self.name)
             if self.takes_fp32:
                 rule = by_guess if self._is_in_fp32 else always
-                interceptor.rules = {**interceptor.rules, rule_of(self.kernel): rule}
+                interceptor.rules = {**interceptor.rules, rule_of(self._kernel): rule}
         if self._in_force is None:
             self._in_force = self.undoing.enter_context(ExitStack())
             for context in self.contexts():
                 self._in_force.enter_context(context)
-        self._steps, self._calls = 0, self.kernel.calls
+        self._steps, self._calls = 0, self._kernel.calls
         if self._is_in_fp32:
             self._watch(parts)
-        reason = self.kernel.unavailable
+        reason = self._kernel.unavailable
         return self.says if reason is None else f"{self.says_without_kernel}{for_report(reason)}"
 
     def contexts(self) -> Iterable[AbstractContextManager[None]]:
@@ -145,11 +152,11 @@ class KernelStep(Step):
         self._steps += 1
         if self._steps < LOOKS_FROM or self._steps.bit_count() > 1 or self._in_force is None:
             return
-        if self.kernel.calls == self._calls:
+        if self._kernel.calls == self._calls:
             self._in_force.close()
             self._in_force = None
             self.interceptors.release(self.name)
-        self._calls = self.kernel.calls
+        self._calls = self._kernel.calls
 
     def _is_wanted(self, parts: TrainingObjects) -> bool:
         return self.required or any(map(self.is_for, parts.models))

@@ -11,6 +11,7 @@ from kernels.test_cross_entropy import logits_of
 from kernels.test_norms import EPS, MOMENTUM, bounded, case_of, rms
 from nano_loop.kernels.activation import activations
 from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import empty
 from nano_loop.kernels.norm import norm_arguments, norms
@@ -19,7 +20,7 @@ ATEN = torch.ops.aten
 #: Letters of the dtypes whose elements are compared as numbers.
 NUMBERS = {torch.bfloat16: "h", torch.float32: "f"}
 #: Functions that return nothing.
-VOID = ("tanh", "gelu", "exact_gelu", "gradient")
+VOID = ("tanh", "gelu", "exact_gelu", "gradient", "fp32_product")
 #: Relative rounding of a result by its dtype, which may be rounded some times in fp32.
 DIGITS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-22}
 
@@ -95,6 +96,24 @@ def norm(recorder, kind, shape, **named):
         recorder.expect(found, exact, bound, is_kept=kind == "batch_norm" and place in (3, 4))
 
 
+def rms_norm(recorder, rows, width, dtype, has_weight=True, seed=0):
+    """Record an RMS norm of rows, and its gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    x, gradient = (torch.randn(rows, width, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(width, generator=generator) if has_weight else None
+    leaves = [leaf.double().requires_grad_() for leaf in (x, weight) if leaf is not None]
+    exact = F.rms_norm(leaves[0], [width], *leaves[1:], eps=EPS)
+    gradients = torch.autograd.grad(exact, leaves, gradient.double())
+    out, inverses, of_x, of_weight = torch.empty_like(x), empty(rows), torch.empty_like(x), empty(width)
+    sizes = rows, width, dtype is torch.bfloat16
+    norms.KERNEL("layer_norm", x, *sizes, weight, None, EPS, out, None, inverses)
+    arguments = (gradient, x, *sizes, weight, None, inverses, of_x, of_weight if has_weight else None, None)
+    norms.KERNEL("layer_norm_backward", *arguments)
+    of_rows = (leaves[0].detach().square().mean(1) + EPS).rsqrt()
+    for found, numbers in zip((out, inverses, of_x, of_weight), (exact.detach(), of_rows, *gradients), strict=False):
+        recorder.expect(found, numbers, DIGITS[found.dtype] * 2 * max(rms(numbers), 1))
+
+
 def norms_of_nothing(recorder):
     """Record norms of tensors without elements: no call may divide by their number, or read one."""
     nothing, numbers = empty(0), functools.partial(empty, 16)
@@ -151,6 +170,18 @@ def losses(recorder, rows, width, dtype, smoothing=0.0, scale=3.0, seed=0):
         recorder.expect(found, gradient, DIGITS[to] * 2)
 
 
+def products(recorder, sizes, has_bias=True, seed=0):
+    """Record products of matrices that lie by rows or by columns."""
+    rows, depth, columns = sizes
+    generator = torch.Generator().manual_seed(seed)
+    a, b, bias = (torch.randn(made, generator=generator) for made in ((rows, depth), (depth, columns), (columns,)))
+    bias = bias if has_bias else None
+    exact = a.double() @ b.double() + (0 if bias is None else bias.double())
+    for one, other in itertools.product((a, a.t().contiguous().t()), (b, b.t().contiguous().t())):
+        out = fp32_product.product(one, other, bias)
+        recorder.expect(out, exact, DIGITS[torch.float32] * max(rms(exact), 1))
+
+
 def draws(recorder, count, dtype, p, skipped=0):
     """Record draws of torch's generator, which are torch's own."""
     ours, torchs = (torch.Generator().manual_seed(count) for _ in range(2))
@@ -168,26 +199,34 @@ def some_calls(recorder):
             norm(recorder, "batch_norm", (2, 33, 23, 14), dtype=dtype, nhwc=nhwc)
             norm(recorder, "group_norm", (2, 39, 23, 14), dtype=dtype, nhwc=nhwc, groups=3)
         norm(recorder, "layer_norm", (5, 9, 51), dtype=dtype)
+        rms_norm(recorder, 45, 51, dtype)
         for count in (0, 1, 4099):
             activation(recorder, count, dtype)
         for rows, width in ((0, 3), (3, 0), (2, 1), (5, 531)):
             losses(recorder, rows, width, dtype, smoothing=0.1)
     norm(recorder, "layer_norm", (3, 7, 17), dtype=torch.float32, affine=False)
+    rms_norm(recorder, 21, 17, torch.float32, has_weight=False)
     norms_of_nothing(recorder)
+    for place, sizes in enumerate([(1, 1, 1), (7, 300, 65), (13, 5, 130), (110, 40, 270)]):
+        products(recorder, sizes, has_bias=bool(place % 2))
     for dtype, count in itertools.product((torch.bool, torch.bfloat16, torch.float32, torch.float64), (0, 1, 1301)):
         draws(recorder, count, dtype, 0.3, skipped=count % 7)
 
 
 def random_calls(recorder, random, count):
     """Record calls of functions, sizes and kinds that are chosen at random."""
+    kinds = ["batch_norm", "group_norm", "layer_norm", "rms_norm", "activation", "losses", "draws", "products"]
     for seed in range(count):
         dtype, scale, offset = random.choice([*NUMBERS]), random.choice([0.01, 1.0, 30.0]), random.choice([0.0, 3.0])
         named = {"dtype": dtype, "scale": scale, "offset": offset * scale, "seed": seed}
-        kind = random.choice(["batch_norm", "group_norm", "layer_norm", "activation", "losses", "draws"])
+        kind = random.choice(kinds)
         if kind == "layer_norm":
             width = random.choice([16, 17, 63, 64, random.randint(16, 2200)])
             shape = (random.randint(1, 90), random.randint(1, 3), width)
             norm(recorder, kind, shape, affine=dtype is torch.bfloat16 or random.random() < 0.5, **named)
+        elif kind == "rms_norm":
+            sizes = random.randint(1, 90), random.randint(16, 2200)
+            rms_norm(recorder, *sizes, dtype, random.random() < 0.5, seed)
         elif kind.endswith("norm"):
             groups, nhwc = random.randint(1, 5), random.random() < 0.6
             channels = groups * random.randint(-(-16 // groups), 30)
@@ -198,6 +237,9 @@ def random_calls(recorder, random, count):
         elif kind == "losses":
             width = random.choice([1, 15, 16, 17, 512, 513, random.randint(1, 3000)])
             losses(recorder, random.randint(0, 20), width, dtype, random.choice([0.0, 0.1, 1.0]), scale, seed)
+        elif kind == "products":
+            sizes = tuple(random.choice([1, 6, 64, 256, random.randint(1, 400)]) for _ in range(3))
+            products(recorder, sizes, random.random() < 0.5, seed)
         else:
             size = random.choice([0, 1, 311, 312, 313, random.randint(0, 5000)])
             draws(recorder, size, random.choice([*bernoulli._ONES]), random.random(), random.randint(0, 1300))

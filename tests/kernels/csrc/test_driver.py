@@ -16,7 +16,7 @@ from nano_loop.kernels import compiler
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.dropout import bernoulli
 
-SOURCES = ("norms", "activations", "cross_entropy", "bernoulli")
+SOURCES = ("norms", "activations", "cross_entropy", "bernoulli", "fp32_product")
 NATIVE = compiler.NATIVE.flags
 
 

@@ -30,7 +30,10 @@ CALLING = {
     FastDropout: [nn.Dropout(0.1), nn.Linear(2, 2)],
     FastLinear: [nn.Linear(512, 256)],
     FastLstm: [nn.LSTM(2, 2)],
-    FastNorm: [nn.BatchNorm1d(2), nn.LazyBatchNorm2d(), nn.InstanceNorm2d(2), nn.GroupNorm(1, 2), nn.LayerNorm(2)],
+    FastNorm: [
+        *(nn.BatchNorm1d(2), nn.LazyBatchNorm2d(), nn.InstanceNorm2d(2)),
+        *(nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2)),
+    ],
     FastRnn: [nn.RNN(2, 2), nn.GRU(2, 2), nn.LSTM(2, 2, proj_size=1)],
 }
 #: Models without the operators, and the reason; without one, the report has no line about them. Any may call dropout.
@@ -111,6 +114,13 @@ def test_fp32_is_taken_unless_the_run_is_exact(step, kind, precision):
     assert not step(kind, exact=True).enabled
 
 
+def test_smaller_products_are_for_runs_in_fp32(step):
+    small, large = (TrainingObjects([nn.Linear(64, width)]) for width in (127, 128))
+    in_fp32, in_bf16 = (step(FastLinear, precision=precision) for precision in (32, "bf16"))
+    assert [in_fp32.is_relevant(parts) for parts in (small, large)] == [False, True]
+    assert not in_bf16.is_relevant(large)
+
+
 def test_gelu_by_the_error_function_has_a_gradient_in_fp32_alone(step):
     of_transformers = type("GELUActivation", (nn.Module,), {})
     for model in (nn.GELU(), of_transformers()):
@@ -121,8 +131,10 @@ def test_gelu_by_the_error_function_has_a_gradient_in_fp32_alone(step):
 
 def test_refusal_is_an_error_that_says_why_and_what_to_do():
     with (
-        pytest.raises(NanoConfigError, match=r'fast_linear=True: it is for bf16\. Leave it out, which means "auto"'),
-        accelerated(nn.Linear(512, 256), fast_linear=True, fast_dropout=False, verbose=False),
+        pytest.raises(
+            NanoConfigError, match=r'fast_convolution=True: it is for bf16\. Leave it out, which means "auto"'
+        ),
+        accelerated(nn.Conv1d(2, 2, 1), fast_convolution=True, fast_dropout=False, verbose=False),
     ):
         raise AssertionError
 

@@ -1,0 +1,79 @@
+"""Products of fp32 matrices by a C function (``fp32_product.c``), where that is faster than torch's kernel.
+
+MKL uses AVX-512 on CPUs of Intel alone. On others, as AMD's Zen 5, this function computes twice as many numbers at a
+time. Elsewhere MKL is as fast or faster, so torch's kernel is taken until the function was measured to be faster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
+from nano_loop.kernels.memory import FP32, STRIDED, empty
+from nano_loop.patching.ownership import rule_for
+
+_STRIDED = FP32._replace(layout=STRIDED)
+KERNEL = CompiledKernel("fp32_product", {"fp32_product": (_STRIDED, _STRIDED, FP32, FP32)})
+#: The name of the rule of models whose products may be computed by the function.
+RULE = rule_of(KERNEL)
+#: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
+MIN_MULTIPLICATIONS = 1 << 20
+_DIMENSIONS = 2
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` of the C file."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("rows", "columns", "depth", "a_row", "a_step", "b_step", "b_column")
+    )
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute a b, or a b + bias.
+
+    Parameters
+    ----------
+    a, b : torch.Tensor
+        float32, of shapes (M, K) and (K, N), with any strides. K is not 0.
+    bias : torch.Tensor, optional
+        float32, of shape (N,).
+
+    Returns
+    -------
+    torch.Tensor
+        Of shape (M, N). Sums do not depend on the number of threads.
+    """
+    call = _Shape(a.size(0), b.size(1), a.size(1), *a.stride(), *b.stride())
+    out = empty(call.rows, call.columns)
+    KERNEL("fp32_product", call, a, b, bias, out)
+    return out
+
+
+def product_if_faster(by_torch: Callable[..., Any], a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Compute what `product` does for a model with `RULE`, or return None where torch has to compute.
+
+    Parameters
+    ----------
+    by_torch : callable
+        torch's kernel. Takes a, b, and the bias or None.
+    a, b, bias : torch.Tensor
+        The arguments of an operator of torch.
+    """
+    rule = rule_for(RULE)
+    if rule is None or not _supports(a, b, bias) or a.numel() * b.size(1) < MIN_MULTIPLICATIONS:
+        return None
+    call, algorithms = Arguments("product", (a, b, bias)), {TORCH: by_torch, COMPILED: product}
+    return product(a, b, bias) if is_compiled(rule, call, lambda: algorithms, TORCH) else None
+
+
+def _supports(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
+    """Whether sizes are those of a product to whose rows the same is added. torch raises for others, or broadcasts."""
+    if a.dim() != _DIMENSIONS or b.dim() != _DIMENSIONS or a.size(1) != b.size(0):
+        return False
+    return bias is None or bias.shape == b.shape[1:]
