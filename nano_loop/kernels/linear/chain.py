@@ -27,7 +27,7 @@ KERNEL = CompiledKernel("chain", {"chain_forward": (FP32,) * 3, "chain_backward"
 #: The name of the rule of a model whose chains are computed in C.
 RULE = rule_of(KERNEL)
 #: Multiplications of a forward from which on a chain of linear layers alone is computed in C before it is measured.
-LEAST = 1 << 19
+LEAST = 3 << 18
 _BYTES, _MATRIX = 4, 2
 
 #: The numbers of norms in the C file.
@@ -163,6 +163,7 @@ class Chain:
         self.reads_output = last.activation.number != _NONE and not last.keeps_arguments
         self._tensors = [*self._find_tensors()]
         self._pack = struct.Struct(_CALL + _LAYER * len(self.layers)).pack
+        self._in_memory: tuple[int, Any] = 0, None  # of the last number of rows
 
     def _find_tensors(self) -> Iterator[tuple[tuple[float, ...], int, int, int, int, int]]:
         """Yield of each layer its constants and the numbers of its tensors among all of them; -1 is none."""
@@ -248,6 +249,13 @@ class Chain:
 
     def in_memory(self, rows: int) -> tuple[list[tuple[int, ...]], int, int]:
         """Return where the numbers of each layer are, and how many are kept and how many are gradients of sums."""
+        known, places = self._in_memory
+        if known != rows:
+            places = self._put_in_memory(rows)
+            self._in_memory = rows, places
+        return places  # type: ignore[no-any-return]
+
+    def _put_in_memory(self, rows: int) -> tuple[list[tuple[int, ...]], int, int]:
         places: list[tuple[int, ...]] = []
         at = gradients = 0
         for number, layer in enumerate(self.layers):
