@@ -49,15 +49,19 @@ PYTEST := -m pytest -n 2 --dist worksteal
 BENCHMARKS := tests/benchmarks
 # A Ray cluster takes both cores, and is started once for its tests.
 CLUSTERS := tests/clusters
+# Libraries that train by themselves have two environments of their own, by the versions of torch.
+LIBRARIES := tests/libraries
 
 # The same with any torch, so that they need not run again with IPEX's. Nor need what is slow of some more.
-ANY_TORCH := $(CLUSTERS) tests/cli tests/cpu $(wildcard tests/distributed/launch*) tests/faults tests/test_architecture.py \
+ANY_TORCH := $(CLUSTERS) $(LIBRARIES) tests/cli tests/cpu $(wildcard tests/distributed/launch*) tests/faults \
+    tests/test_architecture.py \
     tests/runtime/test_checks.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/config/test_options.py \
     tests/test_packaging.py tests/runtime/test_report.py tests/config/test_signatures.py tests/kernels/csrc \
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
-.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs docs-serve docs-faults docs-options docs-results planted-faults bench bench-overhead clean ready ready-ipex ready-jax wheel
+.PHONY: help demo test test-all test-benchmarks test-ray test-ipex test-libraries lint docs docs-serve docs-faults docs-options docs-results planted-faults bench bench-overhead clean ready ready-ipex ready-jax wheel
+.PHONY: test-libraries-2.13 test-libraries-2.8
 .NOTPARALLEL:
 
 help:
@@ -67,6 +71,8 @@ help:
 	@echo "make test-ray    run the tests with a Ray cluster of two nodes on this host"
 	@echo "make test-benchmarks   run the tests of the benchmarks alone"
 	@echo "make test-ipex   the tests that depend on torch, with IPEX and its torch, in .venv-ipex: a download of several GB"
+	@echo "make test-libraries   run programs of other libraries, in .venv-libraries-2.13 and, with another torch, in"
+	@echo "             .venv-libraries-2.8: a download of several GB, which make test-libraries-2.13 leaves out"
 	@echo "make lint    ruff, mypy, and that imports run downwards"
 	@echo "make planted-faults   plant the faults of tests/planted_faults.py one by one, and see that tests find them"
 	@echo "make docs    build the site of the documentation, to site; make docs-serve shows it while you write"
@@ -75,15 +81,20 @@ help:
 	@echo "make docs-results  write docs/results.md from the stored results of benchmarks"
 	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
 	@echo "make wheel   write the sdist and the wheels, without and with kernels in C, to dist"
-	@echo "make clean   remove .venv, .venv-ipex, .venv-jax, .venv-bench, .venv-wheel, .venv-docs, builds and caches"
+	@echo "make clean   remove .venv and other .venv-*, builds and caches"
 	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
 
-demo: ready
-	@$(RUN) examples/demo.py $(ARGS)
+# An environment of its own, unless that of the tests is there: a third of the packages.
+DEMO_VENV := .venv-demo
+demo:
+	$(if $(MISSING),$(error $(MISSING)))
+	@if test "$$(cat $(READY) 2>/dev/null)" = "$(CURDIR)"; then python=$(RUN); else \
+	    $(MAKE) -s ready VENV=$(DEMO_VENV) REQUIREMENTS=requirements/demo.txt && python=$(DEMO_VENV)/bin/python; \
+	fi && $$python examples/demo.py $(ARGS)
 
-test: TESTS := -m "not slow" --ignore=$(BENCHMARKS) --ignore=$(CLUSTERS)
+test: TESTS := -m "not slow" --ignore=$(BENCHMARKS) --ignore=$(CLUSTERS) --ignore=$(LIBRARIES)
 test-benchmarks: TESTS := $(BENCHMARKS)
-test-all: TESTS := --ignore=$(CLUSTERS)
+test-all: TESTS := --ignore=$(CLUSTERS) --ignore=$(LIBRARIES)
 test-ray: TESTS := $(CLUSTERS)
 test-ray: PYTEST := -m pytest
 # Threads that wait for their turn on a busy machine should sleep: spinning, two suites at once take ten times as long.
@@ -101,6 +112,13 @@ test-ipex:
 
 ready-ipex:
 	@+$(WITH_IPEX) ready
+
+test-libraries: test-libraries-2.13 test-libraries-2.8
+test-libraries-2.13 test-libraries-2.8: export CUDA_VISIBLE_DEVICES :=
+test-libraries-2.13 test-libraries-2.8: test-libraries-%:
+	$(if $(MISSING),$(error $(MISSING)))
+	$(if $(filter 3.10,$(VERSION)),$(error The libraries need Python 3.11 or later. Name one: make PYTHON=python3.12 $@))
+	@+$(MAKE) --no-print-directory VENV=.venv-libraries-$* REQUIREMENTS=requirements/libraries-$*.txt TESTS=$(LIBRARIES) test-all
 
 # The limit of the users' suite, for `make bench ARGS="--suite users"`.
 ready-jax:
@@ -131,7 +149,7 @@ docs docs-serve:
 	@$(LOCK) $(MAKE) -s VENV=$(DOCS_VENV) REQUIREMENTS=requirements/docs.txt $(DOCS_VENV)/pins-$(VERSION)
 	@$(MKDOCS)
 docs: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet $(ARGS)
-docs-serve: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs serve $(ARGS)
+docs-serve: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs serve --livereload $(ARGS)
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1
 
 # The peers have an environment of their own, so that nothing of ours comes to rely on them.
@@ -179,5 +197,5 @@ $(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py $(wildc
 	@printf '%s' "$(CURDIR)" > $@
 
 clean:
-	@rm -rf $(VENV) .venv-ipex .venv-jax $(BENCH_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(KERNELS)/prebuilt build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-ipex .venv-jax .venv-libraries-* $(DEMO_VENV) $(BENCH_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(KERNELS)/prebuilt build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

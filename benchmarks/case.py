@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import sys
 import warnings
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks import systems
+from benchmarks.fresh import keep_output
+from benchmarks.learning import curve
 from benchmarks.limits import matmul_gflops, step_flops
 from benchmarks.names import find
 from benchmarks.traffic import traffic
@@ -121,6 +122,7 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "between": between,
     "flops": flops,
     "matmul": matmul_gflops,
+    "learning": curve,
 }
 
 
@@ -138,14 +140,6 @@ def reason(error: BaseException) -> str:
     """Return an error in one line."""
     first_line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first_line}".rstrip(": ")
-
-
-def keep_output() -> Any:
-    """Send what anything prints to standard error from now on, and return the true standard output."""
-    sys.stdout.flush()
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return output
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from benchmarks.case import keep_output, perform
-from benchmarks.fresh import Job, Result, died, environment, too_long
+from benchmarks.case import perform
+from benchmarks.fresh import Job, Result, died, environment, keep_output, too_long
 
 #: What the workloads and systems import; those that are missing fail where they are used.
 MODULES = (

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,15 @@ Job = dict[str, Any]
 Result = dict[str, Any]
 
 
-def fresh(job: Job, *, limit: float, python: str = sys.executable, settings: Mapping[str, str] | None = None) -> Result:
-    """Do a job (see `benchmarks.case`) in a fresh process.
+def fresh(
+    job: Job,
+    *,
+    limit: float,
+    python: str = sys.executable,
+    settings: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("-m", "benchmarks.case"),
+) -> Result:
+    """Do a job in a fresh process.
 
     Parameters
     ----------
@@ -32,13 +39,15 @@ def fresh(job: Job, *, limit: float, python: str = sys.executable, settings: Map
         The Python that runs it.
     settings : mapping, optional
         Environment variables that it gets besides this process's.
+    program : sequence of str
+        What Python runs, which gets the job as JSON, and prints one line of JSON.
 
     Returns
     -------
     dict
         What it measured, or the ``reason`` why it did not.
     """
-    command = [python, "-m", "benchmarks.case", json.dumps(job)]
+    command = [python, *program, json.dumps(job)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with tempfile.TemporaryDirectory() as folder:  # it may be killed, and leave its files
         own = environment() | {"TMPDIR": folder} | dict(settings or {})
@@ -66,6 +75,14 @@ def died(code: int, err: str) -> str:
     """Say how a process ended that returned nothing: its exit code or signal, and the last line it wrote."""
     how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     return ": ".join([how, *err.strip().splitlines()[-1:]])
+
+
+def keep_output() -> Any:
+    """Send what anything prints to standard error from now on, and return the true standard output."""
+    sys.stdout.flush()
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return output
 
 
 def _end(process: subprocess.Popen[str]) -> None:

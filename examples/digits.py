@@ -132,6 +132,7 @@ optimizer = torch.optim.AdamW(model.parameters(), max_lr, weight_decay=weight_de
 steps = args.epochs * math.ceil(len(train_loader) / processes)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr, total_steps=steps)
 
+print(f"training on {len(train_set):,} images", flush=True)
 start = time.perf_counter()
 test_accuracy = train(model, optimizer, scheduler, train_loader, test_loader, args.epochs)
 seconds = time.perf_counter() - start

@@ -58,6 +58,7 @@ ROOMS = (
         "kernels.loss",
         "kernels.activation",
         "kernels.dropout",
+        "kernels.embedding",
         "optimizers",
     ),
     ("kernels",),

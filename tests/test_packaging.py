@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -97,7 +98,8 @@ def test_pins_are_what_setup_cfg_admits(python):
 EXTRAS = {
     "cli": {"click"},
     "ipex": {"intel-extension-for-pytorch", "torch"},
-    "lightning": {"lightning", "pytorch-lightning"},  # `nano_loop.lightning` and `nano_loop.pytorch_lightning`
+    "lightning": {"lightning"},  # `nano_loop.lightning`
+    "pytorch-lightning": {"pytorch-lightning"},  # `nano_loop.pytorch_lightning`
     "plot": {"matplotlib"},
     "ray": {"ray"},
 }
@@ -112,7 +114,7 @@ def test_extra_that_a_message_names_installs_what_is_imported_there(extra):
 
 def test_extras_that_messages_name_are_these():
     text = "".join(path.read_text() for path in (ROOT / "nano_loop").rglob("*.py"))
-    assert {*re.findall(r"nano-loop\[(\w+)\]", text)} == {*EXTRAS}
+    assert {*re.findall(r"nano-loop\[([\w-]+)\]", text)} == {*EXTRAS}
 
 
 def test_ray_s_pin_is_what_the_extra_admits():
@@ -271,6 +273,21 @@ def test_wheel_says_what_it_is(wheel):
     assert (ROOT / "README.md").read_text().strip() in metadata
 
 
+def test_sdist_has_all_that_is_tracked(tmp_path):
+    for path in files_of_the_project():
+        (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    tracked = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    build = "import setuptools.build_meta as backend; backend.build_sdist('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    assert tracked - names == set()
+    made = {name for name in names - tracked if "egg-info" not in name}
+    assert made == {"PKG-INFO"}
+
+
 WITH_GCC = pytest.mark.skipif(
     shutil.which("gcc") is None or platform.machine() != "x86_64", reason="kernels are built by gcc for x86-64"
 )
@@ -379,12 +396,14 @@ print(has_bf16)
 
 OUTER_MAKE = ("MAKE", "MFLAGS", "ARGS", "TESTS")
 
-# It writes down what it was asked for, and makes a .venv that holds itself.
+# It writes down what it was asked for, and makes an environment that holds itself.
 FAKE_PYTHON = """\
 #!/bin/sh
 case "$*" in
 *" -c "*) printf '{version}\\n{modules}\\n' ;;
-*"-m venv"*) echo venv >> calls; rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+*"-m venv"*)
+    for venv; do :; done
+    echo venv >> calls; rm -rf "$venv"; mkdir -p "$venv/bin"; cp "$0" "$venv/bin/python" ;;
 *"pip install"*" -r "*)
     echo pins >> calls
     sleep {seconds}
@@ -404,7 +423,7 @@ class Checkout:
         self.python = folder / "fake python"
         (folder / "requirements").mkdir(parents=True)
         (folder / "nano_loop").mkdir()
-        pins = ("requirements/default.txt", "requirements/optimizers.txt", "requirements/ray.txt")
+        pins = [f"requirements/{name}.txt" for name in ("default", "optimizers", "ray", "demo")]
         inputs = ("Makefile", *pins, "nano_loop/version.py", *BUILD_INPUTS[:3])
         for name in inputs:
             shutil.copy(ROOT / name, folder / name)
@@ -534,11 +553,32 @@ def test_all_that_is_left_out_with_ipex_is_there():
 
 
 def test_set_up_is_done_once(checkout):
-    checkout.make("demo")
+    checkout.make("lint")
     checkout.calls()
     code, out, err = checkout.make("test", "ARGS=-k 'a or b'")
     assert (code, out, err) == (0, "", "")
     assert checkout.calls() == [f"{OF_TEST} -k a or b"]
+
+
+def test_demo_sets_up_what_it_needs_alone_or_uses_what_is_there(checkout):
+    assert checkout.make("demo", "ARGS=--epochs 1")[0] == 0
+    assert checkout.calls() == [*SET_UP, "ran examples/demo.py --epochs 1"]
+    assert not (checkout.folder / ".venv").exists()
+    checkout.make("demo")
+    assert checkout.calls() == ["ran examples/demo.py"]
+    checkout.make("test")
+    checkout.make("clean")
+    assert not (checkout.folder / ".venv-demo").exists()
+
+
+def test_environment_of_the_demo_has_what_setup_cfg_asks_for_without_tests():
+    config = setup_cfg()
+    extras = config["options.extras_require"]
+    texts = (config["options"]["install_requires"], extras["examples"], extras["cli"])
+    names = {canonicalize_name(each.name) for text in texts for each in requirements_of(text)}
+    lines = [line for line in (ROOT / "requirements/demo.txt").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == "-c default.txt"  # the versions
+    assert {canonicalize_name(line) for line in lines[1:]} == names | {"setuptools"}
 
 
 def test_goals_share_one_set_up(checkout):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from nano_loop.cli.at_start import search_path
+from nano_loop.config.protocol import INSTALL
 from nano_loop.config.signatures import with_options
 from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch.alone import Alone
@@ -18,7 +21,7 @@ from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.ambient import Ambient
-from nano_loop.runtime.objects.report import LastPrinted, SetupReport, print_to_stderr
+from nano_loop.runtime.objects.report import LastPrinted, SetupReport, print_lines
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.settings import Settings
 
@@ -108,7 +111,7 @@ def running(
 def _warn_if_unused(run: Run) -> None:
     assert run.stepped is not None
     if run.report is None and not run.stepped.saw_inner_run:
-        got, expected = "accelerated() has set nothing up", "no optimizer of torch has stepped in its body"
+        got, expected = "accelerated() has set nothing up", "its body has trained no model"
         warn(error_message(got, expected, "Put it around the training, or call run.setup(model, optimizer)"))
 
 
@@ -117,9 +120,10 @@ def install(**options: Any) -> None:
     """Accelerate whatever this process trains from now on, until `uninstall`.
 
     Models, optimizers and loaders are set up where the program trains with them, in any thread and also inside of other
-    libraries, for as long as they exist. What they compute outside of a training is what they compute without
-    nano_loop. Explicit runs (`nano`, `TorchNano`, `accelerated`, the Trainer) have their own options. Models that
-    Fabric, `torch.compile` or several processes train are left as they are. A second call replaces the options.
+    libraries, for as long as they exist. So are those of each Python that it starts, unless ``NANO_LOOP_INSTALL=0`` is
+    set. What they compute outside of a training is what they compute without nano_loop. Explicit runs (`nano`,
+    `TorchNano`, `accelerated`, the Trainer) have their own options. Models that Fabric, `torch.compile` or several
+    processes train are left as they are. A second call replaces the options.
 
     Parameters
     ----------
@@ -160,7 +164,7 @@ def install(**options: Any) -> None:
         message = error_message(
             got, "install is for one, and does nothing", "Decorate the training function with @nano"
         )
-        print_to_stderr([f"nano-loop: {message}"])
+        print_lines([f"nano-loop: {message}"])
         return
     with ExitStack() as stack:
         slot = stack.enter_context(Alone(settings.options).joined(settings.machine, None))
@@ -169,9 +173,36 @@ def install(**options: Any) -> None:
         stack.callback(mode.close)
         mode.open()
         stack.callback(mode.warn_of_unused_options)
+        stack.enter_context(_installed_in_children(options))
         _last[:] = [run]
         _installed.append(stack.pop_all())
     atexit.register(uninstall)  # before the interpreter takes modules apart
+
+
+@contextmanager
+def _installed_in_children(options: Mapping[str, Any]) -> Iterator[None]:
+    """Let each Python that this process starts install nano_loop with these options when it trains."""
+    if os.environ.get(INSTALL, "").lower() in ("0", "false", "no", "off"):
+        yield
+        return
+    text = {name: value for name, value in options.items() if _is_text(value)}
+    variables = {INSTALL: json.dumps(text), "PYTHONPATH": search_path(os.environ)}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if os.environ.get(name) == variables[name]:  # else the program has set it since
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _is_text(value: Any) -> bool:
+    """Whether JSON has a value, which a function is not."""
+    try:
+        return json.loads(json.dumps(value)) is not None or value is None
+    except (TypeError, ValueError):
+        return False
 
 
 def uninstall() -> None:

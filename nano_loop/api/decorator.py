@@ -6,11 +6,12 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from typing_extensions import override
 
 from nano_loop.api.call_parts import arguments_of, owner_of, parts_in, variables_around
+from nano_loop.config.declarations import NanoDeclarations
 from nano_loop.config.options import Options
 from nano_loop.config.signatures import named, takes, with_options
 from nano_loop.distributed.comm.ranks import Loop
@@ -18,13 +19,18 @@ from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.distributed.payload.code_reductions import is_sent_by_name
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.runtime.objects.checks import check_loop
-from nano_loop.runtime.objects.report import LastPrinted
+from nano_loop.runtime.objects.report import LastPrinted, SetupReport
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.requested import measure, requested
 
 _METHODS = (staticmethod, classmethod)
+_P = ParamSpec("_P")
+_Q = ParamSpec("_Q")
+_S = TypeVar("_S")
+_R = TypeVar("_R")
+_R_co = TypeVar("_R_co", covariant=True)
 _AS_TORCH_NANO = """
 
     class Training(nano_loop.TorchNano):
@@ -37,11 +43,31 @@ _AS_TORCH_NANO = """
 """
 
 
+class Accelerated(Protocol[_P, _R_co]):
+    """A decorated function, as type checkers see it: it takes and returns what the function does."""
+
+    #: The report of the last call; None before the first.
+    report: SetupReport | None
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co:
+        """Call it."""
+
+    def __get__(self: Accelerated[Concatenate[_S, _Q], _R], instance: _S, owner: Any = None, /) -> Accelerated[_Q, _R]:
+        """Return the method of an object."""
+
+
+class Decorator(Protocol):
+    """What `nano` returns for options."""
+
+    def __call__(self, function: Callable[_P, _R], /) -> Accelerated[_P, _R]:
+        """Decorate a function."""
+
+
 @overload
-def nano(function: Callable[..., Any], /) -> Any: ...
+def nano(function: Callable[_P, _R], /) -> Accelerated[_P, _R]: ...
 @overload
-@takes(Options)
-def nano(*args: Any, **others: Any) -> Any: ...
+@takes(NanoDeclarations)
+def nano(*args: Any, **others: Any) -> Decorator: ...
 @with_options
 def nano(*args: Any, **others: Any) -> Any:
     """Accelerate a training function: ``@nano`` or ``@nano(precision="bf16", ...)`` above ``def train(...)``.

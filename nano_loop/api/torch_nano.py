@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from nano_loop.api.call_parts import parts_in
-from nano_loop.config.options import Options
+from nano_loop.config.declarations import Declarations
 from nano_loop.config.signatures import documented, method_takes, named
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.errors import NanoConfigError, NanoError, error_message
@@ -90,7 +90,7 @@ class TorchNano(OptionAttributes, RanksFabric):
     >>> MyNano(verbose=False).train(model, optimizer, torch.utils.data.DataLoader(data, batch_size=4))
     """
 
-    @method_takes(Options)
+    @method_takes(Declarations)
     def __init__(self, *args: Any, **others: Any) -> None:
         arguments = named("TorchNano", args, others)
         self._nano_settings = Settings.read(arguments)
@@ -147,7 +147,7 @@ class TorchNano(OptionAttributes, RanksFabric):
             raise NanoError(error_message(got, "it trains on the CPU", 'Assign "cpu", or call nano_loop.patch_cuda()'))
 
     def setup(  # type: ignore[override]
-        self, model: nn.Module, optimizer: Any, *dataloaders: DataLoader[Any], move_to_device: bool = True
+        self, model: nn.Module, optimizer: Any = (), *dataloaders: DataLoader[Any], move_to_device: bool = True
     ) -> Any:
         """Accelerate a model, its optimizers and its loaders in place, until ``train`` ends.
 
@@ -156,7 +156,7 @@ class TorchNano(OptionAttributes, RanksFabric):
         model : torch.nn.Module
             The model. It runs in the layout and the precision that the options select. Its parameters stay the same
             objects.
-        optimizer : torch.optim.Optimizer, or a list or tuple of them
+        optimizer : torch.optim.Optimizer, or a list or tuple of them, optional
             The optimizers. Those that support fused kernels are switched to them.
         *dataloaders : torch.utils.data.DataLoader
             The loaders. They keep their class and their attributes. With several processes, other loaders that
@@ -166,8 +166,8 @@ class TorchNano(OptionAttributes, RanksFabric):
 
         Returns
         -------
-        tuple
-            ``(model, optimizer)``, ``(model, optimizer, loader)``, or with several loaders
+        object
+            ``model`` if it is alone, ``(model, optimizer)``, ``(model, optimizer, loader)``, or with several loaders
             ``(model, optimizer, [loader, ...])``. These are the same objects that were passed.
 
         Raises

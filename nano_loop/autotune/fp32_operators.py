@@ -14,7 +14,12 @@ from nano_loop.autotune.tuned_operator import TunedOperator
 from nano_loop.autotune.tuner import Algorithm, Race
 from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
+<<<<<<< HEAD
 from nano_loop.kernels.linear import chain, fp32_product
+=======
+from nano_loop.kernels.attention import fp32_attention
+from nano_loop.kernels.linear import fp32_product
+>>>>>>> main
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import UnsupportedTensorError
 from nano_loop.kernels.norm import norms
@@ -156,7 +161,7 @@ def _chain_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any
 FP32_OPERATORS = (
     *(
         TunedOperator(fp32.rule_of(kernel), _fp32_key, _fp32_race, has_gradients=True)
-        for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL)
+        for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL, fp32_attention.KERNEL)
     ),
     TunedOperator(fp32_product.RULE, _fp32_key, _product_race, has_gradients=True),
     TunedOperator(rnn.ALGORITHM, _layers_key, _layers_race),

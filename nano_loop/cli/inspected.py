@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nano_loop.cli.cache_inspected import CacheFolder, inspect_cache
 from nano_loop.cli.kernels_inspected import Kernels, inspect_kernels
 from nano_loop.cpu import Host, Machine, read_machine
 from nano_loop.cpu.cgroup import read_cpuset, read_memory_limit
@@ -25,6 +26,8 @@ PACKAGES = (
 )
 SHARED_MEMORY = "/dev/shm"
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+#: There where a GPU is that torch's builds for CUDA compute on.
+_OF_GPUS = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class Inspected:
     torch: Mapping[str, Any] = field(default_factory=dict)  # what torch says of itself, if it was asked; else empty
     #: The kernels in C; None if they are not known, as on a recorded machine.
     kernels: Kernels | None = None
+    cache: CacheFolder | None = None  # None as on a recorded machine
+    #: The version of CUDA that torch was built for, on a machine without a GPU; empty for another build.
+    unused_cuda: str = ""
 
     def has_any(self, *instruction_sets: str) -> bool:
         """Whether the CPU has one of these instruction sets."""
@@ -98,6 +104,8 @@ def inspect_system(
         requirements={name: tuple(importlib.metadata.requires(name) or ()) for name in versions},
         torch={name: value for name, value in (torch or {}).items() if name != "maps"},
         kernels=inspect_kernels(environ, machine.instruction_sets) if is_live else None,
+        cache=inspect_cache() if is_live else None,
+        unused_cuda=_cuda_of_torch() if is_live and not any(map(os.path.exists, _OF_GPUS)) else "",
     )
 
 
@@ -110,6 +118,17 @@ def installed() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def _cuda_of_torch() -> str:
+    """Return the version of CUDA that the installed torch was built for, which its import would take seconds to say."""
+    try:
+        file = importlib.metadata.distribution("torch").locate_file("torch/version.py")
+        text = Path(str(file)).read_text(encoding="utf-8")
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        return ""
+    version = re.search(r"^cuda.*= '([\d.]+)'", text, re.MULTILINE)
+    return version[1] if version else ""
 
 
 def python_version() -> str:

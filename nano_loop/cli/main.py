@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -27,14 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         The exit code: 0 if all is well, 1 if `doctor` has found what hurts, 2 for bad input.
     """
+    arguments = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     if importlib.util.find_spec("click") is None:
+        if arguments[0] == "doctor":
+            return _doctor(arguments[1:])
         expected = "nano-loop's command line needs click"
         return _refused(error_message("click is not installed", expected, 'Run: pip install "nano-loop[cli]"'))
     import click
 
     from nano_loop.cli.app import app
 
-    arguments = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     # By default, click prints colours to terminals alone.
     color = False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
     try:
@@ -45,6 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except NanoError as error:
         return _refused(str(error))
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    """Run `doctor` without the command line's library, which it may be asked about."""
+    from nano_loop.cli.diagnosis import diagnose
+
+    parser = argparse.ArgumentParser("nano-loop doctor")
+    for flag in ("--json", "--torch"):
+        parser.add_argument(flag, action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        text, code = diagnose(options.json, options.torch, lambda words, **_: str(words))
+    except NanoError as error:
+        return _refused(str(error))
+    print(text)
+    return code
 
 
 def _refused(message: str) -> int:

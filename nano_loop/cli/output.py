@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import click
-
 #: The version of the shape of what `--json` prints. It is raised when an entry is removed or changes its meaning.
 SHAPE = 1
 
 
+def as_text(command: str, **content: Any) -> str:
+    """Return one JSON object, which says the version of its shape and the command."""
+    return json.dumps({"version": SHAPE, "command": command, **content}, indent=2)
+
+
 def print_json(command: str, **content: Any) -> None:
-    """Print one JSON object, which says the version of its shape and the command."""
-    click.echo(json.dumps({"version": SHAPE, "command": command, **content}, indent=2))
+    """Print what `as_text` returns."""
+    print(as_text(command, **content))

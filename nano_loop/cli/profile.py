@@ -8,7 +8,7 @@ import click
 
 from nano_loop.cli.output import print_json
 from nano_loop.cli.script import result_of
-from nano_loop.cli.script_options import Script, takes_script
+from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.profiling.kinds import lines_of
 
@@ -19,11 +19,11 @@ Examples:
 """
 
 
-@click.command(context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
+@click.command(cls=ScriptCommand, context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
 @click.option("--trace", type=click.Path(dir_okay=False, writable=True), help="Write a trace that Perfetto opens.")
 @takes_script()
 def profile(script: Script, as_json: bool, trace: str | None) -> None:
-    """Show where the time of a training step goes, and what could be changed.
+    """Show where the time of a step goes, and what to change.
 
     The script runs until some steps of its first run are timed and profiled, and then ends. Options override those in
     the code.
@@ -33,7 +33,7 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
             error_message(f"--trace {trace}", "its folder does not exist", "Name a file in one that does")
         )
     own = {"trace": None if trace is None else os.path.abspath(trace)}
-    content = result_of("profile", own, script, to_stderr=as_json)
+    content, _ = result_of("profile", own, script, to_stderr=as_json)
     if as_json:
         print_json("profile", **content)
     else:

@@ -9,7 +9,7 @@ import click
 
 from nano_loop.cli.at_start import with_line_at_end
 from nano_loop.cli.output import print_json
-from nano_loop.cli.script_options import Script, preload_options, takes_script
+from nano_loop.cli.script_options import Script, ScriptCommand, preload_options, takes_script
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
 from nano_loop.cpu import read_machine
 
@@ -20,15 +20,15 @@ Examples:
 """
 
 
-@click.command(context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
+@click.command(cls=ScriptCommand, context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
 @preload_options
 @click.option("--only-environment", is_flag=True, help="Accelerate nothing that the script does not ask for.")
 @takes_script("Print what would be run as JSON, and run nothing.")
 def run(script: Script, as_json: bool, preload: tuple[str, ...], only_environment: bool) -> None:
-    """Run a script in the environment that `nano-loop env` makes, and accelerate what it trains.
+    """Run a script, and accelerate what it trains.
 
-    The options of nano_loop override those in the code. Write them before the script; what follows it is passed to
-    the script.
+    Its environment is the one that `nano-loop env` makes. The options of nano_loop override those in the code. Write
+    them before the script; what follows it is passed to the script.
     """
     before = before_exports(os.environ)
     environ = {**exported(before, training_environment(read_machine(), before, preload)), **script.variables}

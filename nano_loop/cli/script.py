@@ -24,8 +24,10 @@ from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.profiling import STEPS
 
 
-def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr: bool) -> dict[str, Any]:
-    """Run a script until nano_loop has done in it what a command asks for, and return the result.
+def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr: bool) -> tuple[dict[str, Any], int]:
+    """Run a script until nano_loop has done in it what a command asks for; return the result and the exit code.
+
+    The code is 0, or that of Ctrl-C with a result so far.
 
     Parameters
     ----------
@@ -43,8 +45,7 @@ def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr
     """
     with _result_file() as file:
         variables = {COMMAND: Command(command, _path_of(file), dict(own)).encoded()}
-        if command == "profile":  # which begins with the first optimizer
-            variables |= {INSTALL: command, "PYTHONPATH": search_path(os.environ)}
+        variables |= begins_at_start(command)
         sys.stdout.flush()
         process = subprocess.Popen(
             script.command,
@@ -57,12 +58,16 @@ def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr
         result = _read(file)
     if result is not None and "error" in result:
         raise NanoConfigError(result["error"])
-    if code:
+    if code and not (result or {}).get("interrupted"):
         raise click.exceptions.Exit(code if code > 0 else 128 - code)
     if result is None:
         raise NanoConfigError(error_message(*_UNANSWERED[command](script.name)))
-    content: dict[str, Any] = result["result"]
-    return content
+    return result["result"], code
+
+
+def begins_at_start(command: str) -> dict[str, str]:
+    """Return the variables by which each Python does what a command asks for, from what it trains first on."""
+    return {INSTALL: command, "PYTHONPATH": search_path(os.environ)}
 
 
 #: What is said of a script that ends before its command has measured anything.
@@ -73,8 +78,8 @@ _UNANSWERED: Mapping[str, Callable[[str], tuple[str, str, str]]] = {
         "Let it train longer",
     ),
     "tune": lambda script: (
-        f"{script} never calls nano_loop",
-        "tune measures the first call of a function under @nano, or of TorchNano.train",
+        f"{script} has called no function under @nano, and no TorchNano.train",
+        "tune measures the first of these calls, or the steps of a script that does not import nano_loop",
         "Decorate its training function",
     ),
 }

@@ -15,11 +15,30 @@ from nano_loop.config import option_checks as checks
 from nano_loop.config.declarations import CHECKS, DECLARED
 from nano_loop.config.environment import read_options, variable_of
 from nano_loop.config.options import Options
+from nano_loop.cpu import partition, read_machine
+from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, error_message
 
 _T = TypeVar("_T")
+_HEADING = "Options of nano_loop, which override those in the code"
 _SWITCHES = (checks.boolean, checks.auto_or_boolean)
 _NO_TEXT = (checks.worker_init,)  # a function
+
+
+class NanoOption(click.Option):
+    """An option of nano_loop, which is for the script."""
+
+
+class ScriptCommand(click.Command):
+    """A command that runs a script: its help shows nano_loop's options under a heading, behind those of the command."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in two lists."""
+        for heading, is_nanos in (("Options", False), (_HEADING, True)):
+            parameters = [option for option in self.get_params(ctx) if isinstance(option, NanoOption) == is_nanos]
+            records = [record for parameter in parameters if (record := parameter.get_help_record(ctx)) is not None]
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 class Script(NamedTuple):
@@ -47,9 +66,11 @@ def takes_script(json_help: str = "Print JSON. docs/cli.md describes it.") -> Ca
             check, text = option.metadata["check"], option.metadata["help"]
             flag = flag_of(option.name)
             if check in _SWITCHES:
-                command = click.option(f"{flag}/--no-{flag[2:]}", option.name, default=None, help=text)(command)
+                command = click.option(f"{flag}/--no-{flag[2:]}", option.name, cls=NanoOption, default=None, help=text)(
+                    command
+                )
             elif check not in _NO_TEXT:
-                command = click.option(flag, option.name, metavar="VALUE", help=text)(command)
+                command = click.option(flag, option.name, cls=NanoOption, metavar="VALUE", help=text)(command)
         command = click.option("--json", "as_json", is_flag=True, help=json_help)(command)
         return click.option("--module", "-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")(
             command
@@ -93,8 +114,17 @@ def _variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:
     if problems:
         raise NanoConfigError("\n".join(problems))
     variables = {variable_of(name): text for name, text in texts.items()}
-    Options.from_call({}, variables)  # which contradict each other is an error here, and not in the script
+    # Those that contradict each other, or need more cores, are an error here, and not in the script.
+    _refuse_too_many_processes(Options.from_call({}, variables))
     return variables
+
+
+def _refuse_too_many_processes(options: Options) -> None:
+    """Raise the error of a run that starts more processes than there are cores, unless Ray may start them elsewhere."""
+    shares = options.cpu_for_each_process
+    on_this_host = options.distributed_backend == "subprocess" and importlib.util.find_spec("ray") is None
+    if options.num_processes and on_this_host and found_launch(os.environ) is None:
+        partition(read_machine(), options.num_processes, shares if isinstance(shares, int) else None)
 
 
 def _refuse_missing(script: str, is_module: bool) -> None:

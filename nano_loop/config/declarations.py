@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nano_loop.config import option_checks as checks
 
 
-def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = "", changes_bits: bool = False) -> Any:
+def option(default: Any, check: checks.Check, help: str, *, changes_bits: bool = False) -> Any:
     """Declare an option, whose name and type are those of the field.
 
     Parameters
@@ -25,12 +25,10 @@ def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = ""
         A check from `nano_loop.config.option_checks`, which defines the allowed values, including ``"auto"``.
     help : str
         A description for docstrings and `docs/options.md`.
-    by_name_in : str
-        A function that takes the option by name only, although others also take it by position.
     changes_bits : bool
         Whether it can change a bit of what plain torch computes in fp32. With ``exact=True`` its value is in `EXACT`.
     """
-    metadata = {"check": check, "help": help, "by_name_in": by_name_in, "changes_bits": changes_bits}
+    metadata = {"check": check, "help": help, "changes_bits": changes_bits}
     return field(default=default, metadata=metadata)
 
 
@@ -74,7 +72,6 @@ class Declarations:
         None,
         checks.process_group_backend,
         "Backend of torch.distributed between processes. `None`: shared memory on one host, gloo between hosts.",
-        by_name_in="nano",
     )
     precision: int | str = option(
         32,
@@ -105,7 +102,8 @@ class Declarations:
         "that changes a bit is off, and any other value that does is an error.",
     )
     fused_optimizer: bool | Literal["auto"] = step(
-        "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs.",
+        "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs, and functions in C "
+        "for RMSprop, NAdam, RAdam, Adamax, Adadelta and Rprop.",
         changes_bits=True,
     )
     allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.", changes_bits=False)
@@ -115,7 +113,8 @@ class Declarations:
     )
     fast_attention: bool | Literal["auto"] = step(
         "Attention in blocks by bf16 instructions, in reduced precision: several times as fast as torch's kernel. "
-        "Needs AVX-512; else by plain products, about twice as fast.",
+        "Needs AVX-512; else by plain products, about twice as fast. In fp32, in C where that is measured to be "
+        "faster.",
         changes_bits=True,
     )
     fast_activation: bool | Literal["auto"] = step(
@@ -150,6 +149,11 @@ class Declarations:
         "Cross-entropy over many classes in two passes over the logits: less time, and a third of the memory.",
         changes_bits=True,
     )
+    fast_embedding: bool | Literal["auto"] = step(
+        "Gradients of large embeddings by rows, in a tensor that stays, and steps of Adam, AdamW, SGD and Adagrad over "
+        "the rows that change. Needs torch 2.9 or later.",
+        changes_bits=True,
+    )
     fast_norm: bool | Literal["auto"] = step(
         "Batch, group and layer norms at twice the speed of torch's kernels in reduced precision, and in fp32 where "
         "that is faster, as of RMS norms. Needs torch 2.9 or later.",
@@ -165,7 +169,9 @@ class Declarations:
         "what `fast_*` replaces, from the third step on. The fastest ones are kept for later runs too.",
         changes_bits=True,
     )
-    fast_fetch: bool | Literal["auto"] = step("Whole batches out of a `TensorDataset` or a tensor.", changes_bits=False)
+    fast_fetch: bool | Literal["auto"] = step(
+        "Whole batches out of tensors and arrays in memory, in datasets of torch and of skorch.", changes_bits=False
+    )
     num_threads: int | None = option(
         None, checks.num_threads, "Compute threads of each process. `None`: one a physical core."
     )
@@ -250,6 +256,13 @@ class Declarations:
         False,
         "Comparison of the first batch with the plain model in fp32 and fp64. It names the layer that is off.",
     )
+
+
+@dataclass(frozen=True)
+class NanoDeclarations(Declarations):
+    """The options as `nano_loop.nano` takes them: one by name alone, which BigDL-Nano's did not have."""
+
+    process_group_backend: str | None = field(default=None, kw_only=True)
 
 
 #: What measures or compares a run, and changes nothing that it computes.

@@ -1,4 +1,4 @@
-"""The arguments of BigDL-Nano and LightningLite that have no effect: the values that are tolerated, and why."""
+"""Arguments of BigDL-Nano and LightningLite without effect, and what other trainers name the options."""
 
 from __future__ import annotations
 
@@ -25,4 +25,17 @@ LEFTOVERS = {
     "devices": Leftover((None, "auto", 1, "1"), "num_processes counts the processes", "Write num_processes instead"),
     "num_nodes": Leftover((None, 1), "several hosts take Ray, torchrun, srun or mpirun", "Leave it out"),
     "plugins": Leftover((None, [], ()), "nano_loop has no plugins", "Leave it out"),
+}
+
+#: What other trainers name what an option here is for: the option, by the name. Misspelled options are found without.
+NAMES_ELSEWHERE = {
+    **dict.fromkeys(("use_amp", "amp", "autocast", "mixed_precision", "fp16", "bf16", "half", "dtype"), "precision"),
+    **dict.fromkeys(("nproc", "nprocs", "world_size", "nproc_per_node", "n_jobs"), "num_processes"),
+    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "loader_workers"),
+    **dict.fromkeys(("memory_format", "nhwc"), "channels_last"),
+    **dict.fromkeys(("jit", "torch_compile", "compile_model"), "compile"),
+    **dict.fromkeys(("deterministic", "reproducible"), "exact"),
+    **dict.fromkeys(("threads", "omp_num_threads", "nthreads"), "num_threads"),
+    **dict.fromkeys(("backend", "ddp_backend"), "process_group_backend"),
+    **dict.fromkeys(("quiet", "silent"), "verbose"),
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 from nano_loop.config.declarations import CHECKS, DEFAULTS, EXACT, MEASURING, OPTIONS, Declarations
 from nano_loop.config.environment import kernels_choice, read_options, variable_of
-from nano_loop.config.leftovers import LEFTOVERS
+from nano_loop.config.leftovers import LEFTOVERS, NAMES_ELSEWHERE
 from nano_loop.config.option_checks import RefusedValueError, contradictions
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message, shown
@@ -156,6 +156,8 @@ def _inexact(values: Mapping[str, Any], as_written: Mapping[str, str]) -> Iterat
 def _unknown(name: str, got: str, known: Sequence[str]) -> str:
     if name in LEFTOVERS:
         return error_message(got, LEFTOVERS[name].expected, LEFTOVERS[name].hint)
+    if name in NAMES_ELSEWHERE:
+        return error_message(got, "there is no such option", f"Write {NAMES_ELSEWHERE[name]}")
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return error_message(got, "there is no such option", f"Write {close[0]}")

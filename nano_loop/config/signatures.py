@@ -1,6 +1,6 @@
 """The options as parameters of a function: in its signature, in its docstring, and for type checkers.
 
-Type checkers read the parameters of `Options`, so editors complete the names of options.
+Type checkers read the parameters of the declarations, so editors complete the names of options.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
-from nano_loop.config.declarations import DECLARED
+from nano_loop.config.declarations import DECLARED, Declarations, NanoDeclarations
 from nano_loop.config.leftovers import LEFTOVERS
-from nano_loop.config.options import Options
 from nano_loop.errors import NanoWarning, error_message, shown
 
 _P = ParamSpec("_P")
@@ -22,11 +21,15 @@ _T = TypeVar("_T")
 _Self = TypeVar("_Self")
 _PLACE = re.compile(r"^( *)\{options\}$", re.MULTILINE)
 _WIDTH = 116
-# Resolved types, since annotations are strings that are valid only in the module of `Options`.
-_TYPES = get_type_hints(Options)
-_PARAMETERS = [
-    parameter.replace(annotation=_TYPES[parameter.name]) for parameter in inspect.signature(Options).parameters.values()
-]
+# Resolved types, since annotations are strings that are valid only in the module of `Declarations`.
+_TYPES = get_type_hints(Declarations)
+
+
+def _parameters_of(function: str) -> list[inspect.Parameter]:
+    """Return the options as the parameters of a function: those that it takes by position first."""
+    kind = NanoDeclarations if function == "nano" else Declarations
+    parameters = inspect.signature(kind).parameters.values()
+    return [parameter.replace(annotation=_TYPES[parameter.name]) for parameter in parameters]
 
 
 def with_options(function: _T) -> _T:
@@ -39,7 +42,7 @@ def with_options(function: _T) -> _T:
     *own, others = signature.parameters.values()
     takes_positions = bool(own) and own[-1].kind is inspect.Parameter.VAR_POSITIONAL and own[-1].name == "args"
     if not takes_positions:
-        options = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in _PARAMETERS]
+        options = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in _parameters_of("")]
     else:
         own = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
         options = _parameters_of(function.__name__)  # type: ignore[attr-defined]
@@ -48,13 +51,13 @@ def with_options(function: _T) -> _T:
     return documented(function)
 
 
-def takes(options: Callable[_P, Options]) -> Callable[[Callable[..., _T]], Callable[_P, _T]]:
+def takes(options: Callable[_P, object]) -> Callable[[Callable[..., _T]], Callable[_P, _T]]:
     """Type `with_options` for a function."""
     return with_options
 
 
 def method_takes(
-    options: Callable[_P, Options],
+    options: Callable[_P, object],
 ) -> Callable[[Callable[Concatenate[_Self, ...], _T]], Callable[Concatenate[_Self, _P], _T]]:
     """Type `with_options` for a method."""
     return with_options
@@ -65,18 +68,6 @@ def documented(owner: _T) -> _T:
     if owner.__doc__:  # python -OO removes docstrings
         owner.__doc__ = _PLACE.sub(lambda place: textwrap.indent(_entries(), place[1]), owner.__doc__)
     return owner
-
-
-def _parameters_of(function: str) -> list[inspect.Parameter]:
-    """Return the options as the parameters of a function: those that it takes by position first."""
-    by_name = {option.name for option in DECLARED if option.metadata["by_name_in"] == function}
-    positional = [
-        parameter
-        for parameter in _PARAMETERS
-        if parameter.kind is not parameter.KEYWORD_ONLY and parameter.name not in by_name
-    ]
-    rest = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in _PARAMETERS if parameter not in positional]
-    return [*positional, *rest]
 
 
 def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import hashlib
 import itertools
 import os
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -32,10 +32,12 @@ from nano_loop.kernels.compiler import (
     UnavailableError,
     chosen_level,
     compile_library,
+    compiler_command,
     library_name,
     packaged,
 )
 from nano_loop.kernels.memory import Pointer, check, empty
+from nano_loop.patching.patch_table import process_wide
 from nano_loop.storage.cache_folder import cache_folder
 from nano_loop.storage.trusted_files import open_file, opened_folder, path_of, trusted_parent, write_file
 
@@ -44,6 +46,8 @@ _DIGEST = hashlib.sha256().digest_size  # bytes of the hash at a library's end, 
 _AMX = frozenset(("amx_bf16", "amx_tile"))
 _NONE = "there are no C kernels"
 _numbers = itertools.count()
+#: Take a line when a compilation begins.
+_listeners: list[Callable[[str], object]] = process_wide("listeners to compilations", [])
 
 #: Maximum number of bytes that a call takes for what it packs and sums up, in all threads together.
 SCRATCH_BOUND = 256 * 2**20
@@ -221,6 +225,8 @@ def _cached(name: str, file: str, is_threaded: bool) -> ctypes.CDLL:
     if kept is not None:
         with suppress(OSError, NanoError):  # it is missing or damaged, or another user could change it
             return _loaded(file, kept, is_threaded)
+    compiler_command()  # if there is none, nothing takes long
+    _announce_compilation()
     parent = trusted_parent((kept, Path(tempfile.gettempdir())))
     with tempfile.TemporaryDirectory(prefix="making-", dir=parent) as making:
         library = Path(making, file)
@@ -230,6 +236,22 @@ def _cached(name: str, file: str, is_threaded: bool) -> ctypes.CDLL:
         with suppress(OSError, NanoError):  # the cache folder is full or closed, or programs in it cannot run
             return _kept(file, kept or library.parent, content, is_threaded)
         return _kept(file, library.parent, content, is_threaded)
+
+
+@contextmanager
+def compilation_announced(listener: Callable[[str], object]) -> Iterator[None]:
+    """Let a function take a line when the process begins to compile kernels, which takes seconds."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@functools.cache  # once in a process
+def _announce_compilation() -> None:
+    for listener in _listeners[-1:]:
+        listener("nano_loop: compiling kernels in C for this CPU, which takes some seconds and is kept for later runs")
 
 
 def _kept(file: str, folder: Path, content: bytes, is_threaded: bool) -> ctypes.CDLL:

@@ -28,8 +28,9 @@ OFF, COMPILE = "off", "compile"
 
 # gcc comes first: the directives of OpenMP call GNU's functions then, which every runtime has.
 _COMPILERS = ("gcc", "cc", "clang")
-# No function reads the flags of floating-point exceptions. For them, gcc would compute comparisons one by one.
-_FLAGS = ("-O3", "-fPIC", "-fno-trapping-math")
+# No function reads the flags of floating-point exceptions, or errno. For them, gcc would compute comparisons and square
+# roots one by one.
+_FLAGS = ("-O3", "-fPIC", "-fno-trapping-math", "-fno-math-errno")
 # The directives are compiled with it, and linked without: a second OpenMP runtime would start more threads beside
 # torch's. The functions that the directives call are found in the runtime that torch has loaded for all libraries.
 _PARALLEL = ("-fopenmp",)

@@ -1,4 +1,4 @@
-"""Calls the fused kernels of optimizers without what torch does around them in each ``step()`` and ``zero_grad()``.
+"""Calls the kernels of optimizers without what torch does around them in each ``step()`` and ``zero_grad()``.
 
 torch labels each call for its profiler, breaks graphs that nobody compiles, and sorts the tensors by device and dtype.
 For a small model that is a tenth of a training step. Here the same hooks run, and the same kernel on the same tensors.
@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from nano_loop.errors import error_message
+from nano_loop.optimizers import own_kernels, row_steps
+from nano_loop.optimizers.row_steps import RowStep, Rule
 from nano_loop.patching.attributes import replaced
+from nano_loop.patching.objects.gradients import drop_gradients, gradient_of
 from nano_loop.patching.patch_table import listed, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import (
     foreach_increment,
-    fused_adam,
-    fused_sgd,
     hooks_after_step,
     hooks_before_step,
     is_profiling,
@@ -30,6 +31,7 @@ from nano_loop.patching.torch_private_optimizers import (
 )
 
 _Method = Callable[..., Any]
+_Group = dict[str, Any]
 
 #: Calls a kernel with what was gathered for a group.
 _Kernel = Callable[[], None]
@@ -43,13 +45,13 @@ _labelled: set[str] = process_wide("observers of torch's labels", set())
 
 @contextmanager
 def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
-    """Call the kernels of this optimizer directly, where it is exactly an Adam, an AdamW or an SGD.
+    """Call the kernels of this optimizer directly, where it is exactly one of the kinds that have some.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        It keeps its class and its attributes; two methods of the class are replaced. Groups without ``fused=True`` are
-        stepped by torch. The context does not hold it, and is to be left when it is freed.
+        It keeps its class and its attributes; two methods of the class are replaced. Groups of Adam and the like
+        without ``fused=True`` are stepped by torch. The context does not hold it, and is to be left when it is freed.
     """
     kind, number = type(optimizer), id(optimizer)
     del optimizer
@@ -109,11 +111,11 @@ def _zero_grad(original: _Method) -> _Method:
 
     @functools.wraps(original)
     def zero_grad(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or _is_left_to_torch(self):
+        sets_none = not args and kwargs in ({}, {"set_to_none": True})
+        if not sets_none or _is_left_to_torch(self):
             return original(self, *args, **kwargs)
         for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+            drop_gradients(group["params"])
         return None
 
     return zero_grad
@@ -126,8 +128,6 @@ def _called_directly(optimizer: Optimizer) -> bool:
     gather = _GATHER[type(optimizer)]
     kernels: list[_Kernel] = []
     for group in optimizer.param_groups:
-        if not group["fused"] or group["differentiable"] or not isinstance(group["lr"], (int, float)):
-            return False
         kernel = gather(optimizer, group)
         if kernel is None:
             return False
@@ -138,78 +138,65 @@ def _called_directly(optimizer: Optimizer) -> bool:
     return True
 
 
-def _gather_adam(optimizer: Optimizer, group: dict[str, Any]) -> _Kernel | None:
-    """Return what steps a group of Adam or AdamW, or None where torch has to do it."""
+def _gather_fused(
+    rule: Rule, settings_of: Callable[[_Group], _Group | None], optimizer: Optimizer, group: _Group
+) -> _Kernel | None:
+    """Return what steps a group by one of torch's fused kernels, or None where torch has to do it."""
+    if not group["fused"] or group["differentiable"] or not isinstance(group["lr"], (int, float)):
+        return None
+    settings = settings_of(group)
+    if settings is None:
+        return None
+    names = (*rule.states(settings), *("step",) * rule.has_counter)
+    lists: list[list[Tensor]] = [[] for _ in range(2 + len(names))]
+    by_rows: list[RowStep] = []
+    for parameter in group["params"]:
+        gradient = gradient_of(parameter)
+        if gradient is None:
+            continue
+        tensors = [parameter, gradient, *map(optimizer.state.get(parameter, {}).get, names)]
+        if any(tensor is None for tensor in tensors):
+            return None
+        row_step = row_steps.row_step(rule, tensors, settings)
+        if row_step is not None:
+            by_rows.append(row_step)
+            continue
+        for values, tensor in zip(lists, tensors, strict=True):
+            values.append(tensor)
+    if lists[0] and not _are_alike(*lists[: len(lists) - rule.has_counter]):
+        return None
+
+    def kernel() -> None:
+        counters = (
+            [*lists[-1], *(step.counter for step in by_rows if step.counter is not None)] if rule.has_counter else []
+        )
+        if counters:
+            foreach_increment(counters)
+        if lists[0]:
+            rule.by_torch(*lists, **settings)
+        for step in by_rows:
+            step()
+
+    return kernel
+
+
+def _settings_of_adam(group: _Group) -> _Group | None:
+    """Return the settings of a group of Adam or AdamW by the names of the kernel, or None where torch steps it."""
     beta1, beta2 = group["betas"]
     if group["amsgrad"] or group["capturable"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return None
-    parameters, gradients, means, squares, steps = [], [], [], [], []
-    for parameter in group["params"]:
-        gradient = parameter.grad
-        if gradient is not None:
-            state = optimizer.state.get(parameter)
-            if not state:
-                return None
-            parameters.append(parameter)
-            gradients.append(gradient)
-            means.append(state["exp_avg"])
-            squares.append(state["exp_avg_sq"])
-            steps.append(state["step"])
-    if not parameters:
-        return _nothing
-    if not _are_alike(parameters, gradients, means, squares):
-        return None
-
-    def kernel() -> None:
-        foreach_increment(steps)
-        fused_adam(
-            parameters,
-            gradients,
-            means,
-            squares,
-            steps,
-            is_decoupled=group["decoupled_weight_decay"],
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
-
-    return kernel
+    names = ("lr", "weight_decay", "eps", "maximize")
+    settings = {name: group[name] for name in names}
+    return {**settings, "beta1": beta1, "beta2": beta2, "is_decoupled": group["decoupled_weight_decay"]}
 
 
-def _gather_sgd(optimizer: Optimizer, group: dict[str, Any]) -> _Kernel | None:
-    """Return what steps a group of SGD, or None where torch has to do it."""
-    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-    if not parameters:
-        return _nothing
-    gradients = [parameter.grad for parameter in parameters]
-    momenta = []
-    if group["momentum"]:
-        momenta = [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in parameters]
-    if any(momentum is None for momentum in momenta) or not _are_alike(parameters, gradients, momenta):
-        return None
-
-    def kernel() -> None:
-        fused_sgd(
-            parameters,
-            gradients,
-            momenta,
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-        )
-
-    return kernel
+def _settings_of_sgd(group: _Group) -> _Group:
+    names = ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
+    return {name: group[name] for name in names}
 
 
-def _nothing() -> None:
-    """Step a group without gradients."""
+def _settings_of_adagrad(group: _Group) -> _Group:
+    return {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
 
 
 def _are_alike(*lists: list[Tensor]) -> bool:
@@ -224,8 +211,10 @@ def _are_alike(*lists: list[Tensor]) -> bool:
     return True
 
 
-_GATHER: dict[type, Callable[[Optimizer, dict[str, Any]], _Kernel | None]] = {
-    Adam: _gather_adam,
-    AdamW: _gather_adam,
-    SGD: _gather_sgd,
+_GATHER: dict[type, Callable[[Optimizer, _Group], _Kernel | None]] = {
+    Adam: functools.partial(_gather_fused, row_steps.ADAM, _settings_of_adam),
+    AdamW: functools.partial(_gather_fused, row_steps.ADAM, _settings_of_adam),
+    SGD: functools.partial(_gather_fused, row_steps.SGD, _settings_of_sgd),
+    Adagrad: functools.partial(_gather_fused, row_steps.ADAGRAD, _settings_of_adagrad),
+    **dict.fromkeys(own_kernels.KINDS, own_kernels.gathered),
 }

@@ -33,8 +33,9 @@ FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 #: groups. The public functions that call it are imported by name, so a replacement of them would not be seen.
 FLATTENED_STATES = ("torch.distributed.checkpoint.state_dict", "_unflatten_optim_state_dict")
 
-#: An operator without a public name: attention by blocks on the CPU.
+#: Operators without public names: attention by blocks on the CPU, and bags of rows with a gradient.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+BAGS_KERNEL = "_embedding_bag"
 
 #: The attributes of a leaf tensor that hold its hooks, which pickling omits.
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -178,6 +179,21 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def has_lone_storage(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor has the memory of this one. torch has no public count."""
+    return _users_of_storage(tensor) == _users_of_lone_storage()
+
+
+def _users_of_storage(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()  # which is another user
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+@functools.cache
+def _users_of_lone_storage() -> int:
+    return _users_of_storage(torch.empty(1, device="cpu"))
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that another one is a view of, or the tensor itself. torch documents no public name."""
     base: torch.Tensor | None = tensor._base
@@ -245,6 +261,12 @@ def is_loss(module: nn.Module) -> bool:
 def softmax_backward(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Return the input gradient of a softmax over the last dimension, in the dtype of `output`."""
     return torch.ops.aten._softmax_backward_data(gradient, output, -1, output.dtype)  # type: ignore[no-any-return]
+
+
+def sums_of_bags(weight: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Call ``aten::_embedding_bag``, the operator of `torch.nn.functional.embedding_bag` with a gradient."""
+    results: tuple[torch.Tensor, ...] = torch.ops.aten._embedding_bag(weight, *args)
+    return results
 
 
 def destroy_library(library: torch.library.Library) -> None:
@@ -326,3 +348,8 @@ def put_back_signal_handlers(trainer: Any) -> None:
     connector = getattr(trainer, "_signal_connector", None)
     if connector is not None:
         connector.teardown()
+
+
+def connect_again(trainer: Any) -> None:
+    """Let a Trainer of Lightning set up its strategy as when it was made. It has no public name for it."""
+    trainer._accelerator_connector._lazy_init_strategy()

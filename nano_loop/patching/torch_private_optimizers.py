@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -79,10 +79,24 @@ def fused_adam(
 
 
 def fused_sgd(
-    parameters: list[torch.Tensor], gradients: list[torch.Tensor], momenta: list[torch.Tensor], **numbers: Any
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    momenta: Sequence[torch.Tensor] = (),
+    **numbers: Any,
 ) -> None:
     """Call the kernel of SGD after its first step, likewise."""
-    torch._fused_sgd_(parameters, gradients, momenta, is_first_step=False, **numbers)
+    torch._fused_sgd_(parameters, gradients, [*momenta], is_first_step=False, **numbers)
+
+
+def fused_adagrad(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    sums: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    **numbers: Any,
+) -> None:
+    """Call the kernel of Adagrad, likewise."""
+    torch._fused_adagrad_(parameters, gradients, sums, steps, **numbers)
 
 
 def foreach_increment(counters: list[torch.Tensor]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from traceback import FrameSummary
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,14 @@ import torch
 from nano_loop.errors import NanoWarning
 
 _PACKAGES = Path(str(torch.__file__)).parents[1]
+_PACKAGE = str(Path(__file__).parents[1])
+_STANDARD = sysconfig.get_path("stdlib")
+#: What nano_loop calls for itself.
+_CALLED = tuple(str(_PACKAGES / name) for name in ("numpy", "psutil", "cloudpickle"))
+_MODULES = str(_PACKAGES / "torch" / "nn" / "modules")
 _NOT_THE_USERS = (
     *(str(_PACKAGES / name) for name in ("torch", "lightning_fabric", "lightning_utilities")),
-    str(Path(__file__).parents[1]),
+    _PACKAGE,
     str(contextlib.__file__),  # between two frames of nano_loop
 )
 
@@ -38,6 +44,38 @@ def users_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
 def leads_to_user(error: BaseException) -> bool:
     """Whether the traceback of `error` shows a line of the user's."""
     return any(is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def users_traceback(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of nano_loop through which it leads to the user's code, or to a module.
+
+    Those below the last such frame stay: where nano_loop, or what it calls, has raised is seen.
+    """
+    entries: list[TracebackType] = []
+    while traceback is not None:
+        entries.append(traceback)
+        traceback = traceback.tb_next
+    files = [entry.tb_frame.f_code.co_filename for entry in entries]
+    last = max((place for place, file in enumerate(files) if _is_led_to(file)), default=-1)
+    kept = None
+    for place, entry in reversed([*enumerate(entries)]):
+        if place > last or not _is_between(files, place):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept
+
+
+def _is_led_to(file: str) -> bool:
+    """Whether nano_loop calls code of a file for the user: it calls the standard library and others for itself."""
+    if file.startswith(_MODULES):
+        return True
+    of_library = file.startswith((_STANDARD, "<frozen")) and _PACKAGES.name not in Path(file).parts
+    return is_users(file) and not of_library and not file.startswith(_CALLED)
+
+
+def _is_between(files: Sequence[str], place: int) -> bool:
+    """Whether a file is nano_loop's, or contextlib's beside one of nano_loop's."""
+    beside = files[max(place - 1, 0) : place + 2] if files[place] == contextlib.__file__ else [files[place]]
+    return any(file.startswith(_PACKAGE) for file in beside)
 
 
 def users_line() -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 #: The kinds of work, in the order of the table.
 PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products and convolutions", "attention", "norms and elementwise"
@@ -24,16 +25,69 @@ _LOSSES = ("_Losses", "_LossesBackward")  # of fast_cross_entropy
 #: Of fast_lstm and fast_rnn.
 _RECURRENCES = ("_LstmLayer", "_LstmLayerBackward", "_RecurrentLayer", "_RecurrentLayerBackward")
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
-#: A part of the step from which on a kind of work is worth a change, and what to change.
-_ADVICE = {
-    PRODUCTS: (0.4, 'use precision="bf16", and channels_last=True for images, if they are off: nano-loop tune says'),
-    ATTENTION: (0.1, 'use precision="bf16", in which fast_attention applies, if it is off'),
-    ELEMENTWISE: (0.2, "try compile=True, which fuses these operators"),
-    OPTIMIZER: (0.1, "use Adam, AdamW, SGD or Adagrad, which have fused kernels, or step less often"),
-    CASTS: (0.1, "see log_casts=True, and channels_last for images"),
-    LOADER: (0.1, "try loader_workers, or keep decoded samples in memory"),
-    AVERAGING: (0.1, 'try gradient_compression="bf16", larger batches, or fewer processes'),
-    PYTHON: (0.15, "use larger batches: this time does not grow with them"),
+#: The optimizers that have fused kernels in torch, and those for which nano_loop has functions in C.
+FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+IN_C = ("RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop")
+
+
+class Circumstances(NamedTuple):
+    """What advice depends on, as it is in the steps."""
+
+    options: Mapping[str, Any] = MappingProxyType({})  # of the run of nano_loop; empty without one
+    is_reduced: bool = False  # whether products are computed in bf16 or fp16, also by the user's own autocast
+    has_convolutions: bool = False
+    optimizer: str = ""  # its class
+    is_fused: bool = False  # whether it steps by a fused kernel
+
+
+def _for_products(now: Circumstances) -> str | None:
+    options = [] if now.is_reduced else ['precision="bf16"']
+    if now.has_convolutions and not now.options.get("channels_last"):
+        options.append("channels_last=True")
+    return f"use {' and '.join(options)}: nano-loop tune says what that gains" if options else None
+
+
+def _for_attention(now: Circumstances) -> str | None:
+    if not now.is_reduced:
+        return 'use precision="bf16", in which fast_attention applies'
+    is_off = not now.options.get("fast_attention", False)
+    return "use fast_attention, which is faster in bf16" if is_off else None
+
+
+def _for_elementwise(now: Circumstances) -> str | None:
+    return None if now.options.get("compile") else "try compile=True, which fuses these operators"
+
+
+def _for_optimizer(now: Circumstances) -> str | None:
+    if now.is_fused:
+        return "step less often, after several backwards: its kernel is fused already"
+    if now.optimizer in FUSED:
+        return f'{now.optimizer} has a fused kernel, not in use: leave fused_optimizer at "auto", or pass fused=True'
+    if now.optimizer in IN_C:
+        return f'leave fused_optimizer at "auto": it steps {now.optimizer} by a function in C'
+    return f"use {', '.join(FUSED[:-1])} or {FUSED[-1]}, which have fused kernels, or step less often"
+
+
+def _for_casts(now: Circumstances) -> str | None:
+    images = now.has_convolutions and not now.options.get("channels_last")
+    return "see log_casts=True" + (", and channels_last=True for the images" if images else "")
+
+
+def _for_averaging(now: Circumstances) -> str | None:
+    compression = "" if now.options.get("gradient_compression") else 'gradient_compression="bf16", '
+    return f"try {compression}larger batches, or fewer processes"
+
+
+#: A part of the step from which on a kind of work is worth a change, and what to change; None if all of it is on.
+_ADVICE: Mapping[str, tuple[float, Callable[[Circumstances], str | None]]] = {
+    PRODUCTS: (0.4, _for_products),
+    ATTENTION: (0.1, _for_attention),
+    ELEMENTWISE: (0.2, _for_elementwise),
+    OPTIMIZER: (0.1, _for_optimizer),
+    CASTS: (0.1, _for_casts),
+    LOADER: (0.1, lambda now: "try loader_workers, or keep decoded samples in memory"),
+    AVERAGING: (0.1, _for_averaging),
+    PYTHON: (0.15, lambda now: "use larger batches: this time does not grow with them"),
 }
 
 
@@ -95,23 +149,25 @@ def kind_of_operator(name: str) -> str:
     return PRODUCTS if name in _PRODUCTS or any(part in name for part in _IN_PRODUCTS) else ELEMENTWISE
 
 
-def advice_for(times: Mapping[str, float]) -> list[str]:
+def advice_for(times: Mapping[str, float], now: Circumstances) -> list[str]:
     """Return what could be changed, for the three largest kinds of work that are worth it."""
     whole = sum(times.values()) or 1.0
     largest = sorted(times, key=lambda kind: -times[kind])
     worthwhile = [kind for kind in largest if times[kind] / whole >= _ADVICE[kind][0]]
-    return [f"{kind}, {times[kind] / whole:.0%}: {_ADVICE[kind][1]}" for kind in worthwhile[:3]]
+    changes = [(kind, change) for kind in worthwhile if (change := _ADVICE[kind][1](now))]
+    return [f"{kind}, {times[kind] / whole:.0%}: {change}" for kind, change in changes[:3]]
 
 
 def lines_of(profile: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a profile as text."""
     rows: Sequence[Mapping[str, Any]] = profile["kinds"]
     width = max(len(row["kind"]) for row in rows)
+    yield f"  {'kind of work':<{width}}  {'ms a step':>9}  share"
     for row in rows:
         note = f"  {row['share_of_rate']:.0%} of the machine's rate" if row.get("share_of_rate") else ""
         note += f"  {row['share_of_memory_rate']:.0%} of its memory's rate" if row.get("share_of_memory_rate") else ""
-        yield f"  {row['kind']:<{width}}  {row['milliseconds']:9.3f} ms  {row['share']:4.0%}{note}"
-    yield f"  {'a step, profiled':<{width}}  {profile['profiled_ms']:9.3f} ms"
-    yield f"  {'a step, not profiled':<{width}}  {profile['step_ms']:9.3f} ms"
+        yield f"  {row['kind']:<{width}}  {row['milliseconds']:9.3f}  {row['share']:5.0%}{note}"
+    yield f"  {'a step, profiled':<{width}}  {profile['profiled_ms']:9.3f}"
+    yield f"  {'a step, not profiled':<{width}}  {profile['step_ms']:9.3f}"
     for number, text in enumerate(profile["advice"], 1):
         yield f"{number}. {text}"

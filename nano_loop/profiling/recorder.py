@@ -31,13 +31,19 @@ from nano_loop.profiling.kinds import (
     KINDS,
     OPTIMIZER_EVENT,
     PRODUCTS,
+    Circumstances,
     advice_for,
+    kind_of,
     times_of,
 )
 from nano_loop.profiling.machine_rates import memory_rate, product_rate
 from nano_loop.profiling.rates import moves_in, products_in, rate_of
+from nano_loop.runtime.objects.report import SetupReport
+from nano_loop.runtime.run import active_run
 
 _MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
+#: By the names that the profiler gives dtypes, and those of precisions.
+_REDUCED, _FULL = ("c10::BFloat16", "c10::Half"), ("32-true", "64-true")
 
 
 def record_requested() -> None:
@@ -160,8 +166,30 @@ class _Recorder:
             "kinds": rows,
             "step_ms": statistics.median(self._plain[:TIMED]) * 1e3,
             "profiled_ms": wall / PROFILED * 1e3,
-            "advice": advice_for(times),
+            "advice": advice_for(times, self._circumstances(shaped.events)),
         }
+
+    def _circumstances(self, events: list[Any]) -> Circumstances:
+        """Return what the advice depends on, by the run that is under way and by what was computed."""
+        run, optimizer = active_run(), self._optimizer
+        options, kernels = ({}, []) if run is None else (run.options.as_dict(), _optimizers_with_kernels(run.report))
+        name = type(optimizer).__name__
+        products = [event for event in events if kind_of(event) == PRODUCTS]
+        dtypes = {dtype for event in products for dtype in getattr(event, "input_dtypes", None) or ()}
+        return Circumstances(
+            options=options,
+            is_reduced=not dtypes.isdisjoint(_REDUCED) or options.get("precision", _FULL[0]) not in _FULL,
+            has_convolutions=any("conv" in event.name for event in products),
+            optimizer=name,
+            is_fused=name in kernels or any(group.get("fused") for group in getattr(optimizer, "param_groups", ())),
+        )
+
+
+def _optimizers_with_kernels(report: SetupReport | None) -> list[str]:
+    """Return the names of the optimizers that the report says to step by fused kernels, or by functions in C."""
+    results = [] if report is None else report.results
+    details = [result.detail for result in results if (result.name, result.status) == ("fused_optimizer", "applied")]
+    return [name for detail in details for name in detail.partition(";")[0].split(", ")]
 
 
 def _marked(event: str) -> Any:

@@ -1,9 +1,9 @@
 """The ambient mode: models, optimizers and loaders are set up where a program trains with them, without a line of it.
 
-A training shows by an optimizer. Its models are the modules that the program calls, outside of calls of other modules
-and with gradients enabled, and that hold parameters of the optimizer. So it does not matter how a model was made, and
-whether it is older than the mode. A loss that holds the model, and a model in several parts, are set up as they are
-called.
+A training shows by an optimizer of torch, or by parameters that have other values after a backward has reached them.
+Its models are the modules that the program calls, outside of calls of other modules and with gradients enabled, and
+that hold such parameters. So it does not matter how a model was made, and whether it is older than the mode. A loss
+that holds the model, and a model in several parts, are set up as they are called.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
+from nano_loop.patching.calls.backward import backwards_watched
 from nano_loop.patching.calls.entry import through_interceptor
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.members import parameters_of
@@ -60,10 +62,18 @@ class Ambient:
         self._lock = threading.RLock()
         self._optimizers: Any = WeakIdKeyDictionary()
         self._known = 0  # how many optimizers were seen
+        self._has_begun = False  # whether anything may be trained
+        self._looks = False  # whether calls of modules are looked at
+        self._looking = ExitStack()  # what is replaced for that
+        self._known_calls = 0  # how many calls of modules that had been looked at there were in turn
         self._called: Any = WeakIdKeyDictionary()  # modules, with what was known when they were looked at
+        self._others: Any = WeakIdKeyDictionary()  # modules without an optimizer, with the backwards that they may miss
+        self._reached: Any = WeakIdKeyDictionary()  # those that a backward has reached, with copies of parameters
+        self._trains_others = False  # whether a model was set up that no optimizer of torch trains
         self._trainings: Any = WeakIdKeyDictionary()  # by the optimizer, and by each module of a model
         self._postponed: Any = WeakIdKeyDictionary()  # optimizers
         self._loaders: Any = WeakIdKeyDictionary()
+        self._is_woken = False  # by new modules
         self._loader_run: Run | None = None
         self._ending = ExitStack()
 
@@ -75,7 +85,9 @@ class Ambient:
             return
         _modes.append(self)
         self._ending.callback(_modes.remove, self)
+        self._ending.callback(self._look_away)
         self._ending.enter_context(replaced(Optimizer, "__init__", _noting))
+        self._looking.enter_context(backwards_watched(_note_backward))
         assert self._run.stepped is not None
         self._run.stepped.take = self._take
 
@@ -99,21 +111,80 @@ class Ambient:
     def note(self, optimizer: Optimizer) -> None:
         """Look out for what an optimizer trains."""
         with self._lock:
-            if not self._known:  # until there is one, nothing else is replaced
-                self._ending.enter_context(replaced(nn.Module, "__call__", through_interceptor))
-                call_state.watchers.append(_watched)
-                self._ending.callback(call_state.watchers.remove, _watched)
-                self._watch_loaders()
+            self._look()
             self._known += 1
             self._optimizers[optimizer] = None
 
-    def look_at(self, module: nn.Module) -> None:
-        """Set up a module that the program calls, if it is trained."""
-        if self._called.get(module) == self._known or is_exporting() or in_functorch() or in_dispatch_mode():
+    def note_backward(self) -> None:
+        """Look out for what is trained, and not by an optimizer of torch: gradients come, and then other values."""
+        if not self._has_begun:
+            self.wake(begins=True)
+        if not self._others:
             return
         with self._lock:
+            for module, chances in [*self._others.items()]:
+                reached = [parameter for parameter in parameters_of(module) if _has_plain_gradient(parameter)]
+                if reached or not chances:
+                    del self._others[module]
+                else:
+                    self._others[module] = chances - 1
+                if reached:
+                    smallest = sorted(reached, key=torch.Tensor.numel)[:_COPIED]
+                    self._reached[module] = [(parameter, parameter.detach().clone()) for parameter in smallest]
+
+    def wake(self, *, begins: bool = False) -> None:
+        """Look at calls of modules again, of which there may be new ones."""
+        with self._lock:
+            if self._has_begun or begins:
+                self._look()
+
+    def look_at(self, module: nn.Module) -> None:
+        """Set up a module that the program calls, if it is trained."""
+        if self._called.get(module) == self._known and not (self._reached and module in self._reached):
+            self._known_calls += 1
+            if self._known_calls >= _CALLS_BEFORE_REST:
+                self._rest()
+            return
+        if is_exporting() or in_functorch() or in_dispatch_mode():
+            return
+        with self._lock:
+            self._known_calls = 0
             self._called[module] = self._known
-            self._set_up(module)
+            copies = self._reached.pop(module, [])
+            has_changed = any(not torch.equal(parameter.detach().to(copy.dtype), copy) for parameter, copy in copies)
+            self._set_up(module, by_others=has_changed)
+            if self._training_of([module]) is None and next(iter(parameters_of(module)), None) is not None:
+                self._others.setdefault(module, _CHANCES)
+
+    def _look(self) -> None:
+        """Look at calls of modules, and at loaders. Until something may be trained, nothing of these is replaced."""
+        self._known_calls = 0
+        if not self._has_begun:
+            self._has_begun = True
+            self._watch_loaders()
+        if not self._looks:
+            self._looks = True
+            self._looking.enter_context(backwards_watched(_note_backward))
+            self._looking.enter_context(replaced(nn.Module, "__call__", through_interceptor))
+            call_state.watchers.append(_watched)
+            self._looking.callback(call_state.watchers.remove, _watched)
+
+    def _rest(self) -> None:
+        """Look at calls no more, if all that optimizers train is set up, until there is a new module or optimizer."""
+        with self._lock:
+            models = [model for training in {*self._trainings.values()} for model in [*training.models]]
+            held = {id(parameter) for model in models for parameter in parameters_of(model)}
+            if self._others or not all(held.issuperset(_parameters_of(optimizer)) for optimizer in [*self._optimizers]):
+                self._known_calls = 0
+                return
+            if not self._is_woken:
+                self._is_woken = True
+                self._ending.callback(register_module_module_registration_hook(_wake).remove)
+            self._look_away()
+
+    def _look_away(self) -> None:
+        self._looks = False
+        self._looking.close()
 
     def _take(self, optimizer: Optimizer, has_closure: bool) -> bool:
         """Set up an optimizer that steps. Return False to be called before its next step, too."""
@@ -140,7 +211,7 @@ class Ambient:
             training.apply(TrainingObjects(optimizers=[optimizer]), result)
             return True
 
-    def _set_up(self, module: nn.Module) -> None:
+    def _set_up(self, module: nn.Module, by_others: bool = False) -> None:
         held = set(map(id, parameters_of(module)))
         assert self._run.stepped is not None
         optimizers = [
@@ -148,7 +219,7 @@ class Ambient:
             for optimizer in [*self._optimizers]
             if not held.isdisjoint(_parameters_of(optimizer)) and not self._run.stepped.trains_set_up_model(optimizer)
         ]
-        is_model = bool(optimizers) and self._training_of([module]) is None
+        is_model = (bool(optimizers) or by_others) and self._training_of([module]) is None
         new = [optimizer for optimizer in optimizers if self._training_of([optimizer]) is None]
         if not is_model and not new:
             return
@@ -165,7 +236,8 @@ class Ambient:
             training.hold(part)
         if is_model:
             training.models[module] = None
-        names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+        self._trains_others |= not optimizers
+        names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)) or _OTHERS
         result = StepResult("model", "applied", f"{class_name(module)}, trained by {names}")
         training.apply(TrainingObjects([module] if is_model else [*training.models], new), result)
 
@@ -174,13 +246,17 @@ class Ambient:
         trainings = (self._trainings.get(part) for part in parts)
         return next((training for training in trainings if training is not None and not training.has_ended), None)
 
+    @property
+    def _may_train(self) -> bool:
+        return bool(self._optimizers) or self._trains_others
+
     def _watch_loaders(self) -> None:
         in_all_threads = self._run.in_all_threads
         self._ending.enter_context(implicit_loaders_changed(self._find_loader, in_all_threads=in_all_threads))
 
     def _find_loader(self, loader: DataLoader[Any]) -> None:
         """Set up a loader that is used, where something may be trained."""
-        if loader in self._loaders or not self.is_here() or (self._finds_models and not self._optimizers):
+        if loader in self._loaders or not self.is_here() or (self._finds_models and not self._may_train):
             return
         with self._lock:
             self._loaders[loader] = None
@@ -248,6 +324,13 @@ class _Training:
             self.end()
 
 
+#: Calls of modules that had been looked at, after which no more are.
+_CALLS_BEFORE_REST = 64
+#: Backwards by which a module may have a gradient, and parameters of one that are looked at.
+_CHANCES, _COPIED = 8, 16
+_OTHERS = "an optimizer that is none of torch's"
+
+
 def _mode_here() -> Ambient | None:
     return next((mode for mode in reversed(_modes) if mode.is_here()), None)
 
@@ -261,6 +344,19 @@ def _noting(original: Callable[..., None]) -> Callable[..., None]:
             mode.note(self)
 
     return init
+
+
+def _note_backward() -> None:
+    mode = _mode_here()
+    if mode is not None:
+        mode.note_backward()
+
+
+def _wake(*_: object) -> None:
+    """Note that a module has got another one, as a new model has."""
+    mode = _mode_here()
+    if mode is not None:
+        mode.wake()
 
 
 def _watched(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -280,6 +376,11 @@ def _watched(original: Callable[..., Any], module: nn.Module, /, *args: Any, **k
 def _parameters_of(optimizer: Optimizer) -> Iterator[int]:
     """Yield the ids of the parameters of an optimizer."""
     return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _has_plain_gradient(parameter: nn.Parameter) -> bool:
+    is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.is_cpu
+    return is_plain and parameter.grad is not None
 
 
 def _size(module: nn.Module) -> int:

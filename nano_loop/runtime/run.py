@@ -26,14 +26,24 @@ from nano_loop.distributed.launch.join_run import joined
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.task import Task
 from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, error_message
+from nano_loop.kernels.build import compilation_announced
 from nano_loop.patching.calls.calls import CallInterceptors
-from nano_loop.patching.user_code import leads_to_user
-from nano_loop.runtime.objects.report import LastPrinted, SetupReport, StepResult
+from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.user_code import leads_to_user, users_traceback
+from nano_loop.runtime.objects.report import LastPrinted, SetupReport, StepResult, print_lines
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run_report import RunReport
 from nano_loop.runtime.settings import Settings
 from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import STEPS, Step, StepContext
+
+#: The runs that are under way, the innermost last.
+_active: list[Run] = process_wide("runs", [])
+
+
+def active_run() -> Run | None:
+    """Return the run that was begun last, of those that are under way; None outside of all runs."""
+    return _active[-1] if _active else None
 
 
 class RunTask(Task):
@@ -142,6 +152,11 @@ class Run:
         """The ranks of the run, from the view of this process."""
         return self._place.ranks
 
+    def __repr__(self) -> str:
+        report = self.report
+        steps = "nothing is set up" if report is None else f"applied {', '.join(report.applied) or 'nothing'}"
+        return f"<nano_loop run: {steps}>"
+
     def __enter__(self) -> Run:
         try:
             self._enter(self._ending)
@@ -153,6 +168,8 @@ class Run:
     def _enter(self, ending: ExitStack) -> None:
         slot = self._slot = ending.enter_context(self._joined)
         ending.callback(self._leave)
+        _active.append(self)
+        ending.callback(_active.remove, self)
         accelerated = partial(accelerated_copy, Settings(self.options, slot.machine))
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated)
         self._steps = [step(context) for step in self._kinds]
@@ -162,6 +179,8 @@ class Run:
         ending.push(self._close_report)
         if slot.ranks.size > 1:
             ending.enter_context(forked_children_ending())
+        if self.options.verbose and slot.ranks.rank == 0:
+            ending.enter_context(compilation_announced(lambda line: print_lines([line])))
         if not self._is_inner:
             self.scope = RunScope(slot.ranks, self.in_all_threads)
             hint = _SET_UP if self._task is None else self._task.set_up
@@ -185,6 +204,8 @@ class Run:
             if leads_to_user(error):
                 raise
             raise error.with_traceback(None) from error.__cause__  # dozens of lines that say nothing about the loop
+        except BaseException as error:
+            raise error.with_traceback(users_traceback(error.__traceback__))  # noqa: B904 - it is the same
         finally:
             self.end()
 
@@ -213,15 +234,15 @@ class Run:
         model : torch.nn.Module, or a list or tuple of them
             The models. They run in the layout and the precision that the options select. Their parameters stay the
             same objects.
-        optimizer : torch.optim.Optimizer, or a list or tuple of them
+        optimizer : torch.optim.Optimizer, or a list or tuple of them, optional
             The optimizers. Those that support fused kernels are switched to them.
         *dataloaders : torch.utils.data.DataLoader
             The loaders. They keep their class and their attributes.
 
         Returns
         -------
-        tuple
-            ``(model, optimizer)``, ``(model, optimizer, loader)``, or with several loaders
+        object
+            ``model`` if it is alone, ``(model, optimizer)``, ``(model, optimizer, loader)``, or with several loaders
             ``(model, optimizer, [loader, ...])``. These are the same objects that were passed.
 
         Raises
@@ -232,6 +253,8 @@ class Run:
             If the run has not started or has ended.
         """
         self.apply(TrainingObjects.of(model, optimizer, dataloaders))
+        if isinstance(optimizer, tuple) and not (optimizer or dataloaders):
+            return model
         if not dataloaders:
             return model, optimizer
         return model, optimizer, dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
@@ -315,7 +338,8 @@ class Run:
             raise NanoConfigError(
                 error_message(f"{step.name}=True", reason.detail, f'Leave it out, which means "auto": {step.name}')
             )
-        return StepResult(step.name, "skipped", reason.detail, code=reason.code)
+        asked_for = getattr(self.options, step.name, "auto") != "auto"
+        return StepResult(step.name, "skipped", reason.detail, code=reason.code, asked_for=asked_for)
 
 
 _SET_UP = "Call run.setup(model, optimizer) before the first step"

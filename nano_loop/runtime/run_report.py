@@ -40,7 +40,8 @@ class RunReport:
         self._final: set[tuple[str, str, str | None]] = set()  # names, statuses and codes
 
     def add(self, slot: RankSlot, results: list[StepResult]) -> None:
-        """Add results, and print those that are new."""
+        """Add results, and print those that are new: last those of steps that have nothing to do, in one line."""
+        results = sorted(results, key=lambda result: result.is_idle)
         new: Sequence[SetupReport | StepResult]
         if self.report is None:
             self.report = _empty_report(slot, self._options)

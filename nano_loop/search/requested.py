@@ -13,14 +13,16 @@ from nano_loop.config.options import Options
 from nano_loop.config.protocol import Command, take_command
 from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch_external.environment import found_launch
-from nano_loop.errors import NanoConfigError, NanoError, error_message
+from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, error_message
+from nano_loop.runtime.objects.report import print_lines
 from nano_loop.runtime.run import RunTask
 from nano_loop.runtime.settings import Settings
+from nano_loop.storage.cache_folder import cache_folder
 
 #: Several processes train with larger batches, which nobody has asked for who asks for speed alone.
 _NOT_BEFORE_TRAINING = ("num_processes",)
 
-_INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
 
 
 def requested(options: Options) -> Command | None:
@@ -61,25 +63,39 @@ def _searched(task: RunTask, written: Collection[str]) -> Settings:
 
     options = task.settings.options
     _refuse_launch()
-    tuning = search(task, task.settings, {*written, *options_of_environment(options), *_NOT_BEFORE_TRAINING})
+    tuning = search(
+        task,
+        task.settings,
+        {*written, *options_of_environment(options), *_NOT_BEFORE_TRAINING},
+        verbose=bool(options.verbose),
+    )
     if options.verbose:
-        print(tuning if not tuning.cached else f"tune: {tuning.line} (kept from an earlier search)", file=sys.stderr)
+        kept = f"kept from {tuning.date}; delete options-*.json in {cache_folder()} to measure anew"
+        print_lines([f"tune: {tuning.line} ({kept})" if tuning.cached else tuning])
     return tuning.settings(task.settings)
 
 
 def _answer(command: Command, task: RunTask) -> NoReturn:
-    from nano_loop.search.search import search
+    from nano_loop.search.search import SearchInterrupted, search
 
     code = 0
     try:
         _refuse_launch()
-        tuning = search(task, task.settings, options_of_environment(task.settings.options), **command.arguments)
+        tuning = search(
+            task, task.settings, options_of_environment(task.settings.options), **command.arguments, verbose=True
+        )
         command.answer(result=tuning.as_dict())
+    except NanoWorkerError as error:  # the loop itself, which ends as under python
+        print(error.traceback or error, file=sys.stderr)
+        code = 1 if error.exitcode is None else error.exitcode if error.exitcode >= 0 else 128 - error.exitcode
     except NanoError as error:
         command.answer(error=str(error))
         code = 2
+    except SearchInterrupted as interrupt:
+        command.answer(result=interrupt.tuning.as_dict(), interrupted=True)
+        code = INTERRUPTED
     except KeyboardInterrupt:
-        code = _INTERRUPTED
+        code = INTERRUPTED
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the script may have closed or replaced it
             stream.flush()

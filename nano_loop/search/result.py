@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 from nano_loop.config.declarations import MEASURING
 from nano_loop.config.options import Options
 from nano_loop.config.precisions import SHORT_NAMES
-from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.candidates import STEPS_BY_DEFAULT
+from nano_loop.search.chart import Bar, draw
 
 _GIB = 1 << 30
 _MANY = 3  # steps left out, which the table only counts
-_CHOSEN, _OTHER = "#1f6f4a", "#9aa5b1"  # colours of bars
+_WIDTH = 100  # columns of the text
+_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # words
 _PLAIN, _AS_IT_IS = "plain PyTorch", "as it is"
 
 
@@ -31,11 +32,12 @@ class Row:
     plain : bool
         Whether it is the loop without nano_loop.
     milliseconds : float or None
-        The median time of a step, for one batch. Several processes take as many batches a step.
+        The time of a step with the options as they are, over the median of how many times as fast this one was, turn by
+        turn. It is for one batch. Several processes take as many batches a step.
     spread : tuple of float, or None
-        The quartiles of that time, in milliseconds.
+        The quartiles of that time.
     speed_up : float or None
-        How many times as fast as the first row, by turns that both took.
+        How many times as fast as the loop without nano_loop, by turns that both took with the options as they are.
     memory : int or None
         The most memory that the processes of the candidate have had together, in bytes.
     loss, gradients : float or None
@@ -75,8 +77,7 @@ class Row:
             "–" if self.memory is None else f"{self.memory / _GIB:.2f}",
             _error(self.loss),
             _error(self.gradients),
-            self.name,
-            self.note,
+            f"{self.name}  {self.note}".rstrip(),
         )
 
 
@@ -102,6 +103,11 @@ class Tuning:
         Whether all of this was found by an earlier search.
     remarks : list of str
         What to know about the choice.
+    load : float
+        The part of the time in which other programs kept the CPUs busy during the search. If it is large, nothing is
+        kept.
+    date : str
+        When the search ended.
     """
 
     options: dict[str, Any]
@@ -112,6 +118,8 @@ class Tuning:
     changes: dict[str, Any] = field(default_factory=dict)
     cached: bool = False
     remarks: list[str] = field(default_factory=list)
+    load: float = 0.0
+    date: str = ""
 
     def settings(self, before: Settings) -> Settings:
         """Return the settings of a run with the chosen options."""
@@ -142,50 +150,38 @@ class Tuning:
         NanoConfigError
             If the file cannot be written, or its format is not known.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError('a picture needs matplotlib: pip install "nano-loop[plot]"') from error
-        bars = [(row, row.milliseconds) for row in self.rows if row.milliseconds is not None]
-        spreads = [(ms, *(row.spread or (ms, ms))) for row, ms in bars]
-        errors = [[max(ms - low, 0) for ms, low, _ in spreads], [max(high - ms, 0) for ms, _, high in spreads]]
-        colours = [_CHOSEN if row is self.rows[self.chosen] else _OTHER for row, _ in bars]
-        figure = Figure(figsize=(9, 1.2 + 0.32 * len(bars)), layout="constrained")  # without a window
-        axes = figure.add_subplot()
-        axes.barh(range(len(bars)), [ms for _, ms in bars], xerr=errors, color=colours, ecolor="#444444", capsize=2)
-        axes.set_yticks(range(len(bars)), [row.name for row, _ in bars])
-        axes.invert_yaxis()
-        axes.set_xlabel("milliseconds a step (median and quartiles)")
-        for place, (row, _) in enumerate(bars):
-            if row.speed_up is not None:
-                axes.annotate(f" {row.speed_up:.2f}×", (0, place), va="center", color="white")
-        try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:
-            got = f"the picture {os.fspath(path)!r} cannot be written ({error})"
-            hint = "Name a file such as tune.png in a folder that exists"
-            expected = "its name says the format, which matplotlib must know"
-            raise NanoConfigError(error_message(got, expected, hint)) from error
+        chosen = self.rows[self.chosen]
+        bars = [
+            Bar(row.name, row.milliseconds, row.spread, row.speed_up, row is chosen)
+            for row in self.rows
+            if row.milliseconds is not None
+        ]
+        draw(bars, path)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        heads = ("ms a step", "speed", "GiB", "loss", "gradients", "options", "")
+        heads = ("ms a step", "speed", "GiB", "loss", "gradients", "options")
         table = [heads, *(row.cells() for row in self.rows)]
-        widths = [max(len(cells[place]) for cells in table) for place in range(len(heads))]
-        for number, cells in enumerate(table):
+        widths = [max(len(cells[place]) for cells in table) for place in range(len(heads) - 1)]
+        for number, (*cells, options) in enumerate(table):
             mark = "→" if number == self.chosen + 1 else " "
-            padded = (
-                cell.ljust(width) if place >= 5 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            )
-            yield f"{mark} {'  '.join(padded)}".rstrip()
+            numbers = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+            yield _wrapped(options, f"{mark} {numbers}  ")
         yield ""
-        yield from self.remarks
-        took = "kept from an earlier search" if self.cached else f"found in {self.seconds:.0f} s"
+        yield from map(_wrapped, self.remarks)
+        took = f"found in {self.seconds:.0f} s"
+        if self.cached:
+            took = f"kept from {self.date}; --again, or again=True, measures anew"
         yield f"fastest ({took}):"
         yield f"  {self.line}"
+
+
+def _wrapped(text: str, start: str = "") -> str:
+    """Return a text in lines that are short enough for a terminal, those after the first below its beginning."""
+    indent = " " * len(start)
+    return textwrap.fill(text, _WIDTH, initial_indent=start, subsequent_indent=indent, **_WHOLE)
 
 
 def _error(value: float | None) -> str:

@@ -12,11 +12,13 @@ from typing import Any
 from nano_loop.config.declarations import MEASURING
 from nano_loop.config.options import Options
 from nano_loop.distributed.payload.payload import dump
-from nano_loop.errors import NanoError, error_message
+from nano_loop.errors import NanoError, NanoWorkerError, error_message
+from nano_loop.runtime.objects.report import print_lines
 from nano_loop.runtime.run import RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.candidates import OF_NUMBERS, Changes, candidates
 from nano_loop.search.key import key_of
+from nano_loop.search.load import BUSY, load_of
 from nano_loop.search.result import Row, Tuning, as_text, differing
 from nano_loop.search.trial import Trial
 from nano_loop.search.trial_processes import TrialFailedError, TrialProcesses, trial_server
@@ -39,7 +41,7 @@ TOLERANCE = 0.1
 _LEAST, _STEPS = 3.0, 8
 _FIRST = 10.0  # seconds that the loop without nano_loop may take, if less is left
 _NOT_IN_TRIALS = dict.fromkeys(("verbose", *MEASURING), False)
-_FORMAT = 2  # of the file of a kept result
+_FORMAT = 3  # of the file of a kept result
 
 
 @dataclass(eq=False)
@@ -70,6 +72,11 @@ class Measured:
         return len(self.ratios) >= _EARLY and often and (self.speed or 0.0) >= PAYS
 
     @property
+    def changes_batch(self) -> bool:
+        """Whether it trains with other batches than the options as they are, which speed alone is no reason for."""
+        return "num_processes" in self.row.options
+
+    @property
     def numbers(self) -> Changes:
         """The options that change its numbers. Candidates with equal ones are compared once."""
         return {name: value for name, value in self.row.options.items() if name in OF_NUMBERS}
@@ -83,20 +90,43 @@ class Measured:
         elif (self.row.loss or 0.0) > TOLERANCE:
             self.row.note = f"not exact: the loss is off by {self.row.loss:.0%}"
 
-    def finish(self, own_speed: float) -> Row:
-        """Return the row with the times, by the speed of the options as they are over the loop without nano_loop."""
-        times = [1e3 * step for step in self.seconds]
+    def finish(self, own_seconds: float, own_speed: float) -> Row:
+        """Return the row with the times, which are those of the options as they are by the ratios of the turns.
+
+        So a row with a shorter time has a higher speed, although the machine may have been slower in its turns.
+
+        Parameters
+        ----------
+        own_seconds : float
+            The time of a step with the options as they are.
+        own_speed : float
+            How many times as fast that is as the loop without nano_loop.
+        """
+        times = [1e3 * own_seconds / ratio for ratio in self.ratios]
         if len(times) > 1:
             low, _, high = statistics.quantiles(times, n=4, method="inclusive")
             self.row.spread = low, high
         if self.speed is not None:
-            self.row.milliseconds = statistics.median(times)
+            self.row.milliseconds = 1e3 * own_seconds / self.speed
             self.row.speed_up = 1.0 if self.row.plain else own_speed * self.speed
         return self.row
 
 
+class SearchInterrupted(KeyboardInterrupt):
+    """Ctrl-C in a search, with the result so far."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        super().__init__(f"\n{tuning}")
+        self.tuning = tuning
+
+
 def search(
-    task: RunTask, settings: Settings, fixed: Collection[str], seconds: float = SECONDS, again: bool = False
+    task: RunTask,
+    settings: Settings,
+    fixed: Collection[str],
+    seconds: float = SECONDS,
+    again: bool = False,
+    verbose: bool = False,
 ) -> Tuning:
     """Return the fastest options for a task, or what an earlier search for such a task has chosen.
 
@@ -110,6 +140,8 @@ def search(
         How long a search may take, about.
     again : bool
         Whether to search also if there was a search before.
+    verbose : bool
+        Whether to print a line where a search begins.
 
     Raises
     ------
@@ -121,41 +153,92 @@ def search(
     with suppress(TypeError, KeyError, AttributeError):  # nothing is kept, or it is damaged
         if not again:
             return Tuning.of_dict({**file.read()["tuning"], "cached": True})
-    tuning = Search(task, settings, fixed, seconds).run()
-    file.write({"tuning": tuning.as_dict()})
+    tuning = Search(task, settings, fixed, seconds, verbose).run()
+    if tuning.load < BUSY:
+        file.write({"tuning": tuning.as_dict()})
     return tuning
 
 
 class Search:
     """One search. Its arguments are those of `search`."""
 
-    def __init__(self, task: RunTask, settings: Settings, fixed: Collection[str], seconds: float) -> None:
+    def __init__(
+        self,
+        task: RunTask | None,
+        settings: Settings,
+        fixed: Collection[str],
+        seconds: float,
+        verbose: bool = False,
+    ) -> None:
         self._task = task
+        self._written = RunTask.written if task is None else task.written
         self._start = settings
         self._fixed = fixed
         self._began = time.monotonic()
         self._seconds = seconds
+        self._verbose = verbose
         self._own = Measured(Row({}))
+        self._longest = 0.0  # seconds that a trial may take to begin, at the least
+        self._measured = [self._own]  # then the loop without nano_loop, and the candidates
+        self._loads: list[float] = []
 
     def run(self) -> Tuning:
-        """Time the candidates, and return the result."""
-        with ExitStack() as stack:
-            base = self._start.changed(**_NOT_IN_TRIALS)
-            self._server, folder = stack.enter_context(trial_server(base, self._task.modules))
-            self._payload = folder / "loop"
-            self._payload.mkdir()
-            self._modules = dump(self._task, self._payload, self._task.names).modules
-            with self._reference_fails():
-                self._reference = stack.enter_context(self._trial(self._own))
-                answer = self._reference.answers(max(self._left, 60.0))[0]
-            plain = Measured(Row({}, plain=True))
-            proposals = candidates(self._start, self._fixed, answer, self._task.parts)
-            others = [Measured(Row(changes)) for changes in proposals]
-            for number, candidate in enumerate([plain, *others]):
-                # Twice its share of what is left: most take less than theirs.
-                share = 2 * (self._left - (1 - _TIMING) * self._seconds) / (len(others) + 2 - number)
-                self._time(candidate, max(share, _FIRST) if candidate is plain else share)
-            return self._result(self._chosen(others), plain, others)
+        """Time the candidates, and return the result.
+
+        Raises
+        ------
+        SearchInterrupted
+            If Ctrl-C comes after the first candidate.
+        """
+        try:
+            with ExitStack() as stack:
+                chosen = self._measure(stack)
+        except KeyboardInterrupt:
+            if not self._own.seconds:
+                raise
+            for candidate in self._measured[1:]:
+                del candidate.seconds[len(candidate.reference) :], candidate.reference[len(candidate.seconds) :]
+                if not candidate.seconds and not candidate.row.note:
+                    candidate.row.note = "not measured: interrupted"
+            raise SearchInterrupted(self._result(self._own)) from None
+        return self._result(chosen)
+
+    def _measure(self, stack: ExitStack) -> Measured:
+        """Time the candidates in processes that end with the stack, and return the one that is chosen."""
+        self._prepare(stack)
+        if self._verbose:
+            print_lines([f"tune: timing candidates in other processes, for about {self._seconds:.0f} s"])
+        self._note_load()
+        with self._reference_fails():
+            self._reference = stack.enter_context(self._trial(self._own))
+            answer = self._reference.answers(max(self._left, 60.0))[0]
+        self._measured.append(Measured(Row({}, plain=True)))
+        proposals = candidates(self._start, self._fixed, answer, None if self._task is None else self._task.parts)
+        self._measured += [Measured(Row(changes)) for changes in proposals]
+        timed = self._measured[1:]
+        for number, candidate in enumerate(timed):
+            # Twice its share of what is left: most take less than theirs.
+            share = 2 * (self._left - (1 - _TIMING) * self._seconds) / (len(timed) + 1 - number)
+            self._time(candidate, max(share, _FIRST) if candidate.row.plain else share)
+            self._note_load()
+        return self._chosen(timed[1:])
+
+    def _note_load(self) -> None:
+        """Note how busy other programs keep the CPUs, while the options as they are wait for their next turn."""
+        self._loads.append(load_of(self._start.machine.allowed))
+
+    def _prepare(self, stack: ExitStack) -> None:
+        assert self._task is not None
+        base = self._start.changed(**_NOT_IN_TRIALS)
+        self._server, folder = stack.enter_context(trial_server(base, self._task.modules))
+        self._payload = folder / "loop"
+        self._payload.mkdir()
+        self._modules = dump(self._task, self._payload, self._task.names).modules
+
+    def _begun(self, settings: Settings, *, is_plain: bool) -> Any:
+        """Return the processes of a trial with these settings."""
+        task = Trial(self._payload, settings, is_plain=is_plain)
+        return TrialProcesses(self._server, task, self._modules, settings)
 
     @property
     def _left(self) -> float:
@@ -172,7 +255,7 @@ class Search:
         until = time.monotonic() + seconds
         try:
             with self._trial(candidate) as trial:
-                steps = trial.answers(max(seconds, 10.0))[0]["steps"]
+                steps = trial.answers(max(seconds, _FIRST, self._longest))[0]["steps"]
                 candidate.row.note = _without_effect(candidate.row.options, steps)
                 if not candidate.row.note:
                     self._take_turns(candidate, trial, until)
@@ -186,6 +269,7 @@ class Search:
             return seconds
 
         def take_own(count: int) -> float:
+            seconds: float
             with self._reference_fails():
                 seconds, self._own.row.memory = self._reference.take(count, max(self._left, 60.0))
             return seconds
@@ -205,12 +289,11 @@ class Search:
         self._own.seconds += candidate.reference
 
     @contextmanager
-    def _trial(self, candidate: Measured, **others: Any) -> Iterator[TrialProcesses]:
+    def _trial(self, candidate: Measured, **others: Any) -> Iterator[Any]:
         """Give the processes of a candidate, with more changes of its options."""
         try:
             settings = self._start.changed(**{**_NOT_IN_TRIALS, **candidate.row.options, **others})
-            task = Trial(self._payload, settings, is_plain=candidate.row.plain)
-            trial = TrialProcesses(self._server, task, self._modules, settings)
+            trial = self._begun(settings, is_plain=candidate.row.plain)
         except (NanoError, OSError) as error:
             raise TrialFailedError(str(error)) from error
         with closing(trial):
@@ -223,13 +306,23 @@ class Search:
         except TrialFailedError as error:
             got = f"the loop fails in a trial: it {_first_line(error)}"
             expected = "a trial calls it on copies, in another process, and repeats it"
-            raise NanoError(error_message(got, expected, "Run it without tune to see the error")) from error
+            message = error_message(got, expected, "Run it without tune to see the error")
+            failure = error.failure
+            if failure is None or failure.traceback is None:
+                raise NanoError(message) from error
+            raise NanoWorkerError(
+                f"{message}\n\n{failure.traceback.rstrip()}",
+                rank=failure.rank,
+                exitcode=failure.exitcode,
+                traceback=failure.traceback,
+            ) from error
 
     # --- numbers ---
 
     def _chosen(self, others: Sequence[Measured]) -> Measured:
-        """Return the fastest candidate that computes what the plain model does, but for rounding."""
-        for candidate in sorted((other for other in others if other.pays), key=lambda other: -(other.speed or 0.0)):
+        """Return the fastest candidate with the same batches and with numbers that differ by rounding alone."""
+        paying = (other for other in others if other.pays and not other.changes_batch)
+        for candidate in sorted(paying, key=lambda other: -(other.speed or 0.0)):
             if not candidate.is_compared:
                 comparison = self._comparison(candidate)
                 for other in others:
@@ -242,29 +335,47 @@ class Search:
     def _comparison(self, candidate: Measured) -> dict[str, Any]:
         try:
             with self._trial(candidate, verify=True, num_processes=None) as trial:
-                comparison: dict[str, Any] = trial.answers(max(self._left, 10.0))[0]["comparison"]
+                comparison: dict[str, Any] = trial.answers(max(self._left, _FIRST, self._longest))[0]["comparison"]
                 return comparison
         except TrialFailedError as error:
             return {"remark": _first_line(error)}
 
     # --- the result ---
 
-    def _result(self, chosen: Measured, plain: Measured, others: Sequence[Measured]) -> Tuning:
+    def _result(self, chosen: Measured) -> Tuning:
         options = self._start.changed(**chosen.row.options).options
-        before, after = self._task.written
-        values, own_speed = differing(options), 1 / (plain.speed or 1.0)
-        self._own.reference = self._own.seconds
-        measured = [self._own, plain, *others]
-        rows = [candidate.finish(own_speed) for candidate in measured]
+        before, after = self._written
+        values, load = differing(options), statistics.fmean(self._loads or [0.0])
+        own_seconds = statistics.median(self._own.seconds or [0.0])
+        own_speed = 1 / (self._measured[1].speed or 1.0)
+        self._own.reference = [own_seconds] * len(self._own.seconds)
+        rows = [candidate.finish(own_seconds, own_speed) for candidate in self._measured]
+        remarks = [*_remarks(options, chosen.row.speed_up, chosen.remark), *self._of_other_batches(chosen)]
+        if load >= BUSY:
+            remarks.append(
+                f"Other programs kept {load:.0%} of the CPUs busy: these times are unsure, and are not kept."
+            )
         return Tuning(
             options=values,
             line=f"{before}{as_text(values)}{after}",
             rows=rows,
-            chosen=measured.index(chosen),
+            chosen=self._measured.index(chosen),
             seconds=time.monotonic() - self._began,
             changes=chosen.row.options,
-            remarks=[*_remarks(options, chosen.row.speed_up, chosen.remark)],
+            remarks=remarks,
+            load=load,
+            date=time.strftime("%Y-%m-%d %H:%M"),
         )
+
+    def _of_other_batches(self, chosen: Measured) -> Iterator[str]:
+        """Mark the candidates with other batches, and yield a remark if one is faster than the choice."""
+        others = [candidate for candidate in self._measured if candidate.changes_batch and candidate.seconds]
+        for candidate in others:
+            candidate.row.note = candidate.row.note or "other batches"
+        fastest = max((other for other in others if other.pays), key=lambda other: other.speed or 0.0, default=None)
+        gain = 0.0 if fastest is None else (fastest.speed or 0.0) / (chosen.speed or 1.0)
+        if fastest is not None and gain >= PAYS:
+            yield f"{fastest.row.name} is {gain:.2f} times as fast as the choice, with other batches."
 
 
 def _without_effect(changes: Changes, steps: dict[str, list[str]]) -> str:

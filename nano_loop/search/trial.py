@@ -6,9 +6,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,6 +20,7 @@ from nano_loop.distributed.files.private_files import guard_files
 from nano_loop.distributed.payload.payload import load
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.objects.optimizers import hook_after_steps
+from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.trial_processes import Line
@@ -55,16 +56,16 @@ class Trial(RunTask):
 
     @override
     def run_in(self, slot: RankSlot) -> Any:
-        self._line = Line(slot)
+        self._line = Line.of(slot)
         run = Run(self.settings, self, slot=slot)
         run.complete()
-        self._line.answer(comparison=_comparison(run))
+        self._line.answer(comparison=comparison_in(run.report))
 
     @override
     def do(self, run: Run) -> Any:
         task = load(self._payload)
         guard_files()
-        gate = _Gate(self._line, run, ends_after_one=self.settings.options.verify)
+        gate = Gate(self._line, lambda: run.report, at_first=_leave if self.settings.options.verify else None)
         try:
             task.do(run)
             while gate.took_steps():
@@ -77,14 +78,27 @@ class Trial(RunTask):
         raise NanoError(error_message(got, "a trial times steps", "Call optimizer.step() in the loop"))
 
 
-class _Gate:
+def _leave() -> NoReturn:
+    raise _EnoughStepsError
+
+
+class Gate:
     """A hook that counts the steps of the first optimizer, and stops the loop at the end of those that were asked for.
 
-    Its answers have the report of the run.
+    Parameters
+    ----------
+    line : Line
+        Where it answers.
+    report : callable
+        Returns the report of the run, which its answers have.
+    at_first : callable, optional
+        Is called after the first step, in place of all that follows.
     """
 
-    def __init__(self, line: Line, run: Run, *, ends_after_one: bool) -> None:
-        self._line, self._run, self._ends_after_one = line, run, ends_after_one
+    def __init__(
+        self, line: Line, report: Callable[[], SetupReport | None], *, at_first: Callable[[], NoReturn] | None = None
+    ) -> None:
+        self._line, self._report, self._at_first = line, report, at_first
         self._left = FIRST_STEPS
         self._place = os.getpid(), threading.get_ident()
         self._optimizer: Optimizer | None = None
@@ -111,19 +125,19 @@ class _Gate:
         self._seconds.append(time.perf_counter() - self._last)
         self._took_steps = True
         self._left -= 1
-        if self._ends_after_one:
-            raise _EnoughStepsError
+        if self._at_first is not None:
+            self._at_first()
         if not self._left:
-            answer = {"steps": _steps(self._run), "convolutions": _has_convolutions(optimizer)}
+            answer = {"steps": _steps(self._report()), "convolutions": _has_convolutions(optimizer)}
             self._line.answer(seconds=self._seconds, peak=peak_memory(), **answer)
             self._seconds = []
             self._left = self._line.wait()
         self._last = time.perf_counter()
 
 
-def _steps(run: Run) -> dict[str, list[str]]:
+def _steps(report: SetupReport | None) -> dict[str, list[str]]:
     """Return the status and the detail of each step in the report of a run."""
-    return {} if run.report is None else {result.name: [result.status, result.detail] for result in run.report.results}
+    return {} if report is None else {result.name: [result.status, result.detail] for result in report.results}
 
 
 def _has_convolutions(optimizer: Optimizer) -> bool:
@@ -136,10 +150,10 @@ def _largest(errors: Iterable[float]) -> float | None:
     return max(known) if known and all(map(math.isfinite, known)) else None
 
 
-def _comparison(run: Run) -> dict[str, Any]:
+def comparison_in(report: SetupReport | None) -> dict[str, Any]:
     """Return what `verify` says: the fault, if there is one, and the largest errors, or why nothing is compared."""
     try:
-        result = run.report["verify"] if run.report is not None else None
+        result = report["verify"] if report is not None else None
     except KeyError:
         result = None
     if result is None or result.data is None:

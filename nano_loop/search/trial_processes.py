@@ -37,7 +37,19 @@ _BETWEEN_EPOCHS = 20.0
 
 
 class TrialFailedError(Exception):
-    """A process of a trial has ended, or has not answered in time."""
+    """A process of a trial has ended, or has not answered in time.
+
+    Parameters
+    ----------
+    message : str
+        What has happened.
+    failure : Failure, optional
+        That of the process, if it has ended.
+    """
+
+    def __init__(self, message: str, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class TrialProcesses:
@@ -74,7 +86,7 @@ class TrialProcesses:
         for descriptor in self._requests:
             os.write(descriptor, f"{count}\n".encode())
         answers = self.answers(timeout)
-        slowest = max(_mean_without_pauses(answer["seconds"]) for answer in answers)
+        slowest = max(mean_without_pauses(answer["seconds"]) for answer in answers)
         return slowest / len(answers), sum(answer["peak"] for answer in answers)
 
     def answers(self, timeout: float) -> list[dict[str, Any]]:
@@ -93,7 +105,7 @@ class TrialProcesses:
             sources = {*self._answers, *(source for process in self._processes for source in process.sources)}
             wait(sources, min(left, _INTERVAL))
             if not self._have_all_answered() and (failure := self._failure()):
-                raise TrialFailedError(_in_words(failure))
+                raise TrialFailedError(_in_words(failure), failure)
         return [answers.pop(0) for _, answers in self._frames]
 
     def close(self) -> None:
@@ -141,12 +153,24 @@ class TrialProcesses:
 
 
 class Line:
-    """The side of a process of a trial: it waits until it is asked for steps, and answers."""
+    """The side of a process of a trial: it waits until it is asked for steps, and answers.
 
-    def __init__(self, slot: RankSlot) -> None:
+    Parameters
+    ----------
+    requests, answers : int
+        Descriptors of pipes.
+    """
+
+    def __init__(self, requests: int, answers: int) -> None:
+        self._requests, self._answers = requests, answers
+
+    @classmethod
+    def of(cls, slot: RankSlot) -> Line:
+        """Return that of a rank of `TrialProcesses`."""
         folder, rank = slot.ranks.folder, slot.ranks.rank
-        self._requests = os.open(f"{folder}/{_REQUESTS}-{rank}", os.O_RDONLY)
-        self._answers = os.open(f"{folder}/{_ANSWERS}-{rank}", os.O_WRONLY)
+        return cls(
+            os.open(f"{folder}/{_REQUESTS}-{rank}", os.O_RDONLY), os.open(f"{folder}/{_ANSWERS}-{rank}", os.O_WRONLY)
+        )
 
     def wait(self) -> int:
         """Return the number of steps that are asked for, when they are."""
@@ -179,7 +203,8 @@ def _slots(options: Options, machine: Machine, folder: Path) -> list[RankSlot]:
     return slots_of(machine, shares_of(options, machine, range(count)), folder, options.timeout)
 
 
-def _mean_without_pauses(seconds: list[float]) -> float:
+def mean_without_pauses(seconds: list[float]) -> float:
+    """Return the mean of the seconds of steps, without evaluations and checkpoints between them."""
     most = _BETWEEN_EPOCHS * statistics.median(seconds)
     return statistics.fmean(step for step in seconds if step <= most)
 

@@ -89,7 +89,7 @@ class ChannelsLast(Step):
                 if optimizer not in self._optimizers:
                     self._optimizers[optimizer] = True
                     self.undoing.callback(optimizer.register_step_pre_hook(self._time).remove)
-            return "the faster layout"
+            return "the faster layout, timed after the first batch"
         count = sum(self._turn(model, to_nhwc=True) for model in models)
         inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_converted(parts.parameters())))
         return f"{count} convolution{'s' * (count != 1)}, {inputs} inputs"

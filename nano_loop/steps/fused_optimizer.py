@@ -1,4 +1,4 @@
-"""Switches Adam, AdamW, SGD and Adagrad to their fused CPU kernels, which update a parameter in one pass."""
+"""Switches optimizers to kernels that update a parameter in one pass: torch's fused ones, and those in C for others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from nano_loop.kernels.build import for_report
+from nano_loop.optimizers import own_kernels
 from nano_loop.optimizers.direct_steps import stepped_directly
 from nano_loop.patching.lifetime import undone_with, weakly
+from nano_loop.patching.objects.gradients import gradient_of
 from nano_loop.patching.objects.optimizers import guard_layout, is_dense, once_gradients_exist
 from nano_loop.patching.torch_private_optimizers import forget_fused_check, fused_check_pending
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -22,11 +25,12 @@ _FLAGS = ("fused", "foreach")
 
 
 class FusedOptimizer(Step):
-    """Sets ``fused`` in the live optimizer's parameter groups.
+    """Sets ``fused`` in the live optimizer's parameter groups, or has it stepped in C where torch has no such kernel.
 
     The layouts of gradients and state are guarded (see `nano_loop.patching.objects.optimizers`). ``state_dict()``
     returns the user's flags. After ``load_state_dict()``, which overwrites the flags, the step sets them again.
-    Where they can, steps of the optimizer call the kernels directly (see `nano_loop.optimizers.direct_steps`).
+    Where they can, steps of the optimizer call the kernels directly (see `nano_loop.optimizers.direct_steps`). Those in
+    C are in `nano_loop.optimizers.own_kernels`.
     """
 
     name = "fused_optimizer"
@@ -58,6 +62,11 @@ class FusedOptimizer(Step):
         return [None if optimizer in self._switches else _refusal(optimizer, sparse) for optimizer in parts.optimizers]
 
     def _switch(self, optimizer: Optimizer, switch: _Switch) -> None:
+        if type(optimizer) not in own_kernels.KINDS:
+            self._switch_flags(optimizer, switch)
+        undone_with(optimizer, self.undoing).enter_context(stepped_directly(optimizer))
+
+    def _switch_flags(self, optimizer: Optimizer, switch: _Switch) -> None:
         if fused_check_pending(optimizer):
             self.undoing.callback(weakly(forget_fused_check, optimizer))
         self.undoing.callback(weakly(switch.off, optimizer))
@@ -69,7 +78,6 @@ class FusedOptimizer(Step):
             optimizer.register_state_dict_post_hook(switch.users_flags),
         ):
             self.undoing.callback(handle.remove)
-        undone_with(optimizer, self.undoing).enter_context(stepped_directly(optimizer))
 
 
 class _Switch:
@@ -115,9 +123,12 @@ class _Switch:
 def _refusal(optimizer: Optimizer, sparse: set[int]) -> SkipReason | None:
     """Return the reason why no group of `optimizer` can be switched, or None."""
     name = type(optimizer).__name__
-    kernel = next((kind for kind in _HAVE_KERNELS if isinstance(optimizer, kind)), None)
+    own = type(optimizer) if type(optimizer) in own_kernels.KINDS else None
+    kernel = own or next((kind for kind in _HAVE_KERNELS if isinstance(optimizer, kind)), None)
     if kernel is None:
         return SkipReason("no_kernel", f"{name} has no fused CPU kernel")
+    if own is not None and own_kernels.KERNEL.unavailable is not None:
+        return SkipReason("no_kernel", f"{name}: {for_report(own_kernels.KERNEL.unavailable)}")
     if type(optimizer).step is not kernel.step:
         return SkipReason("own_step", f"{name} overrides step()")
     reasons = [_group_refusal(group, sparse) for group in optimizer.param_groups]
@@ -153,7 +164,7 @@ def _sparse_parameters(models: list[nn.Module]) -> set[int]:
 def _is_ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether the fused kernel supports the gradients and the state of `group` in this step."""
     for parameter in group["params"]:
-        gradient = parameter.grad
+        gradient = gradient_of(parameter)
         if gradient is not None and gradient.layout is not torch.strided:
             return False
     return not group.get("momentum") or _has_all_momenta(optimizer, group)
@@ -165,7 +176,7 @@ def _has_all_momenta(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     torch's fused SGD raises if only some parameters have a momentum buffer. Without dampening, a first step equals a
     step from zero momentum. With dampening it does not, and the unfused kernel has to do this step.
     """
-    stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+    stepped = [parameter for parameter in group["params"] if gradient_of(parameter) is not None]
     late = [parameter for parameter in stepped if optimizer.state[parameter].get("momentum_buffer") is None]
     if not late or len(late) == len(stepped):
         return True

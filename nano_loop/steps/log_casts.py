@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.precision.diagnostics.cast_log import CastLog, CastRecorder
-from nano_loop.runtime.objects.report import StepResult, print_to_stderr
+from nano_loop.runtime.objects.report import StepResult, print_lines
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import Step
 
@@ -80,7 +80,7 @@ class LogCasts(Step):
             self._result = StepResult(self.name, "skipped", f"the log could not be written: {error}")
             return
         if self.options.log_casts is True and self.options.verbose:
-            print_to_stderr([log])
+            print_lines([log])
 
     def _written(self, log: CastLog) -> str:
         if self.options.log_casts is True:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, fit, in_bf16, is_fused, loader, make, seeded  # noqa: F401 - a fixture
 
+import nano_loop
 from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, patch_cuda, unpatch_cuda
 from nano_loop.cpu import read_machine
 from nano_loop.runtime.objects.report import StepResult
@@ -56,6 +57,17 @@ def test_setup_gives_back_the_very_objects(job, count):
     if count > 1:
         assert type(result[2]) is list
         assert all(found is given for found, given in zip(result[2], loaders, strict=True))
+
+
+def test_setup_of_a_model_alone_gives_it_back_as_fabric_does(job):
+    model, _ = job
+    loop = Loop(precision="bf16")
+    assert loop.train(lambda self: self.setup(model)) is model
+    assert "precision" in loop.report.applied
+    assert loop.train(lambda self: self.setup(model, move_to_device=False)) is model
+    with nano_loop.accelerated(model, verbose=False) as run:
+        assert run.setup(model) is model
+        assert repr(run).startswith("<nano_loop run: applied ")
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -581,11 +593,11 @@ def test_variables_that_the_loop_sets_stay(monkeypatch):
 
 
 def test_failed_setup_is_undone_and_the_loop_may_go_on(job):
-    rms = torch.optim.RMSprop(job[0].parameters())
+    asgd = torch.optim.ASGD(job[0].parameters())
 
     def train(self):
         with pytest.raises(NanoConfigError, match="fused_optimizer=True"):
-            self.setup(job[0], rms)
+            self.setup(job[0], asgd)
         self.setup(*job)
         return is_fused(job[1])
 

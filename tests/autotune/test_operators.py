@@ -24,7 +24,7 @@ from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.rnn import lstm, lstm_layer, recurrence, rnn
 from nano_loop.patching.operators.operators import gives_kernels
 
-ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM, FP32_PRODUCT, LAYERS = module.OPERATORS
+ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM, FP32_ATTENTION, FP32_PRODUCT, LAYERS = module.OPERATORS
 NHWC = torch.channels_last
 
 
@@ -78,6 +78,16 @@ def norm_call(rows=40, width=48, is_affine=True):
 def fp32_product_call(rows=40, bias=False, transposed=False):
     tensors = (None if tensor is None else tensor.float() for tensor in product_call(rows, bias, transposed))
     return fp32.Arguments("product", (*tensors,))
+
+
+def fp32_attention_call(batch=2, length=40, is_causal=False, mask=None):
+    tensors = (normal(batch, 3, length, 16).float() + i for i in range(3))
+    return fp32.Arguments("attention", (*tensors, mask, is_causal))
+
+
+def by_flash_kernel(query, key, value, mask, is_causal):
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(query, key, value, 0.0, is_causal, attn_mask=mask)
 
 
 def by_convolution_kernel(*arguments):
@@ -154,6 +164,12 @@ CASES = {
         dict.fromkeys((fp32.TORCH, fp32.COMPILED), torch.ops.aten.native_layer_norm),
         [{"rows": 33}, {}, {"rows": 64}, {"rows": 65}, {"width": 56}, {"is_affine": False}],
         4,
+    ),
+    FP32_ATTENTION: (
+        fp32_attention_call,
+        dict.fromkeys((fp32.TORCH, fp32.COMPILED), by_flash_kernel),
+        [{}, {"batch": 1}, {"batch": 3}, {"length": 41}, {"is_causal": True}, {"mask": torch.zeros(40, 40)}],
+        6,
     ),
     FP32_PRODUCT: (
         fp32_product_call,

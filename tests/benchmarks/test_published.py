@@ -7,6 +7,7 @@ import pytest
 from command_line import ROOT
 from PIL import Image
 
+from benchmarks import learning
 from benchmarks.published import PARTS, headline, layers, overview, page, speed_ups
 
 RESULTS = {path.name: json.loads(path.read_text()) for path in sorted(Path(ROOT, "benchmarks/results").glob("2*.json"))}
@@ -31,6 +32,7 @@ def test_pages_have_the_tables_of_the_results():
     assert overview(SHOWN) in text_of("performance.md")
     for results in RESULTS.values():
         assert "layers" not in results or layers(results) in text_of("layers.md")
+        assert "learning" not in results or learning.page(results) == text_of("learning.md")
 
 
 def test_readme_has_the_headline_of_the_results():

@@ -25,6 +25,23 @@ def test_help_has_an_example(name, flag, capsys):
     assert "--json" in out
 
 
+def test_list_of_commands_shows_whole_sentences(capsys):
+    main([])
+    lines = capsys.readouterr().out.partition("Commands:")[2].splitlines()
+    assert [line.split()[0] for line in lines if line.endswith(".")] == sorted(app.commands)
+    assert not [line for line in lines if line.endswith("...")]
+
+
+@pytest.mark.parametrize("name", ["run", "tune", "profile"])
+def test_options_of_nano_loop_stand_behind_those_of_the_command(name, capsys):
+    main([name, "--help"])
+    own, nanos = capsys.readouterr().out.split("\nOptions of nano_loop", 1)
+    assert "--json" in own
+    assert "--help" in own
+    assert not {"--precision", "--tune"} & {*own.partition("\nOptions:")[2].split()}
+    assert {"--num-processes", "--precision", "--channels-last"} <= {*nanos.replace("/", " ").split()}
+
+
 def test_no_command_waits_for_torch():
     calls = "; ".join(f"main({[*arguments]})" for arguments in (["env"], ["run", "--json", "--precision", "bf16", "-"]))
     program = f"import sys; from nano_loop.cli.main import main; {calls}; sys.exit('torch' in sys.modules)"

@@ -17,13 +17,18 @@ def kinds_in_the_code():
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "Finding":
                 name = re.sub(r"^f'{.*}|'", "*", ast.unparse(call.args[0])).strip("*")
-                kinds[name] = not any(each.arg == "hurts" for each in call.keywords)
+                flags = [ast.unparse(each.value) for each in call.keywords if each.arg == "hurts"]
+                kinds[name] = {(): True, ("False",): False}.get(tuple(flags))  # None: it depends
     return kinds
 
 
 def kinds_in_the_table():
-    rows = re.findall(r"^\| (`[\w-]+`.*?) \| (hurts|note) \|", TEXT, flags=re.MULTILINE)
-    kinds = {name: kind == "hurts" for names, kind in rows for name in re.findall(r"`([\w-]+)`", names)}
+    rows = re.findall(r"^\| (`[\w-]+`.*?) \| (hurts|note|\*) \|", TEXT, flags=re.MULTILINE)
+    kinds = {
+        name: {"hurts": True, "note": False}.get(kind)
+        for names, kind in rows
+        for name in re.findall(r"`([\w-]+)`", names)
+    }
     return {name.removeprefix("omp-num-threads"): hurts for name, hurts in kinds.items()}
 
 

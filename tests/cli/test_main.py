@@ -1,6 +1,7 @@
 """The entry point: the console script, the module, and a Python without click."""
 
 import importlib.metadata
+import json
 import subprocess
 import sys
 
@@ -27,11 +28,24 @@ def test_arguments_are_those_of_the_process(monkeypatch, capsys):
 
 def test_python_without_click_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(entry.importlib.util, "find_spec", lambda name: None)
-    assert main(["doctor"]) == 2
+    assert main(["env"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
     assert 'pip install "nano-loop[cli]"' in err
+
+
+def test_doctor_needs_neither_click_nor_torch():
+    program = (
+        "import sys\nfor name in ('click', 'torch', 'packaging'): sys.modules[name] = None\n"
+        "from nano_loop.cli.main import main\nsys.exit(main(['doctor', '--json']))"
+    )
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode in (0, 1), done.stderr) == (True, "")
+    found = json.loads(done.stdout)
+    assert (found["command"], found["version"]) == ("doctor", 1)
+    assert found["facts"]["cpu"]["cores"] >= 1
 
 
 @pytest.mark.parametrize(

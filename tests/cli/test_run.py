@@ -21,7 +21,7 @@ from nano_loop.cpu.glibc import is_glibc
 NANO_LOOP = [sys.executable, "-m", "nano_loop", "run"]
 SWITCHES = (checks.boolean, checks.auto_or_boolean)
 LINE = (
-    "nano-loop: {} has trained nothing: what an optimizer of torch trains is accelerated, and it has made none. If it "
+    "nano-loop: {} has trained nothing: what it trains is accelerated, and it has run no backward. If it "
     "is not to be accelerated, pass --only-environment.\n"
 )
 SHOW = """
@@ -290,6 +290,33 @@ def test_script_without_a_line_is_accelerated_with_its_children(script):
     assert (code, out) == (0, plain)
 
 
+# `install` in a script, whose children train: joblib's do not execute the script.
+INSTALLED = (
+    WITHOUT_A_LINE.partition('if __name__ == "__main__":')[0]
+    + """
+import joblib, nano_loop
+
+if __name__ == "__main__":
+    nano_loop.install(precision="bf16", verbose=False, worker_init=int)
+    results = [joblib.Parallel(n_jobs=2)(joblib.delayed(fit)() for _ in range(2))[0]]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        results.append(pool.apply(fit))
+    nano_loop.uninstall()
+    print(results)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", [None, "0"])
+def test_children_of_a_process_that_installs_are_accelerated(script, variable):
+    path = script(INSTALLED)
+    code, out, err = ran(path, by=[sys.executable], **({"NANO_LOOP_INSTALL": variable} if variable else {}))
+    assert (code, err) == (0, "")
+    dtypes = [dtypes for _, dtypes in json.loads(out.replace("'", '"'))]
+    assert dtypes == [["torch.bfloat16" if variable is None else "torch.float32"]] * 2
+
+
 @pytest.mark.slow
 def test_request_of_several_processes_is_refused_with_what_works(script):
     path = script("import torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters())")
@@ -307,3 +334,16 @@ def test_variables_of_env_install_in_each_python(script):
     changes = json.loads(done.stdout)["changes"]
     assert ran(path, by=[sys.executable], **changes) == (0, "True\n", "")
     assert ran(path, by=[sys.executable], **{**changes, "NANO_LOOP_INSTALL": "0"}) == (0, "False\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["--num-processes", "4096"], ["--cpu-for-each-process", "4096"]], ids=str)
+def test_more_processes_than_cores_are_refused_before_the_script_starts(monkeypatch, capsys, tmp_path, arguments):
+    find_spec = module.importlib.util.find_spec
+    without_ray = lambda name: None if name == "ray" else find_spec(name)  # noqa: E731 - which has other hosts
+    monkeypatch.setattr(module.importlib.util, "find_spec", without_ray)
+    (tmp_path / "train.py").touch()
+    assert main(["run", "--json", "--num-processes=1", *arguments, str(tmp_path / "train.py")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "num_processes=" in err
+    assert "physical cores" in err

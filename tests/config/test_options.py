@@ -71,6 +71,19 @@ def test_bad_and_unknown_arguments_and_variables_are_told_together(monkeypatch):
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("use_amp", "precision"),
+        ("num_workers", "loader_workers"),
+        ("nprocs", "num_processes"),
+        ("precison", "precision"),
+    ],
+)
+def test_name_that_others_have_for_an_option_suggests_it(name, option):
+    assert refusal(TorchNano, **{name: True}).endswith(f"Write {option}.")
+
+
 def test_oneccl_is_refused_with_its_reason():
     message = refusal(TorchNano, process_group_backend="ccl")
     assert re.match(r"process_group_backend='ccl': .*oneCCL.*retired.*\. .*gloo\.$", message)

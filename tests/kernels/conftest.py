@@ -7,7 +7,7 @@ from nano_loop.kernels import build
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.dropout import bernoulli
 
-_CACHES = (build.level, build.why_none, build.compiled)
+_CACHES = (build.level, build.why_none, build.compiled, build._announce_compilation)
 
 
 def forget_libraries():

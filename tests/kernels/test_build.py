@@ -89,7 +89,10 @@ def test_choice_that_does_not_exist_is_refused(compiled_here, monkeypatch):
 
 
 def test_filled_cache_folder_works_without_a_compiler(compiled_here, monkeypatch):
-    assert CompiledKernel("cross_entropy", {}).unavailable is None
+    lines = []
+    with build.compilation_announced(lines.append):
+        assert CompiledKernel("cross_entropy", {}).unavailable is None
+    assert [line.partition(":")[0] for line in lines] == ["nano_loop"]  # one for two libraries, while it happens
     assert build.level() is NATIVE
     libraries = {path.name.partition("-")[0]: path.read_bytes() for path in compiled_here.iterdir()}
     assert libraries.keys() == {"cross_entropy", "openmp"}
@@ -97,9 +100,11 @@ def test_filled_cache_folder_works_without_a_compiler(compiled_here, monkeypatch
     forget_libraries()
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
-    assert CompiledKernel("cross_entropy", {}).unavailable is None
-    assert build.summary() == "C kernels compiled here"
-    reason = CompiledKernel("norms", {}).unavailable
+    with build.compilation_announced(lines.append):
+        assert CompiledKernel("cross_entropy", {}).unavailable is None
+        assert build.summary() == "C kernels compiled here"
+        reason = CompiledKernel("norms", {}).unavailable
+    assert len(lines) == 1  # nothing was compiled
     assert reason == build.for_report(reason) == "no C compiler was found (gcc, cc, clang)"
 
 

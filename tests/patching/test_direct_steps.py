@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -17,13 +17,14 @@ KINDS = {
     "Adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),
     "AdamW": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "AdamW, maximized": (AdamW, {"lr": 0.01, "maximize": True}),
+    "Adagrad": (Adagrad, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1}),
     "SGD": (SGD, {"lr": 0.1, "weight_decay": 0.1}),
     "SGD with momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
     "SGD of Nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
 }
 OF_EACH_KIND = pytest.mark.parametrize(("kind", "settings"), KINDS.values(), ids=KINDS)
 #: What torch's ``step()`` calls and a direct one does not.
-SORTING = {Adam: "adam", AdamW: "adam", SGD: "sgd"}
+SORTING = {Adam: "adam", AdamW: "adam", SGD: "sgd", Adagrad: "adagrad"}
 
 
 def model():

@@ -16,8 +16,26 @@ from nano_loop.patching.operators.operators import overridden
 
 def test_operators_without_a_public_name_are_there():
     assert private.is_operator(private.FLASH_KERNEL)
+    assert private.is_operator(private.BAGS_KERNEL)
     assert private.is_operator("softmax.int")
     assert not private.is_operator("softmax.integer")
+
+
+def test_bags_are_summed_up_as_by_the_public_function():
+    weight, indices, offsets = torch.rand(5, 2), torch.tensor([4, 1, 1, 0]), torch.tensor([0, 1])
+    bags, *_ = private.sums_of_bags(weight, indices, offsets)
+    assert torch.equal(bags, nn.functional.embedding_bag(indices, weight, offsets, mode="sum"))
+
+
+def test_memory_of_another_tensor_is_known():
+    tensor = torch.zeros(3)
+    view = tensor[1:]
+    assert not private.has_lone_storage(tensor)
+    del view
+    assert private.has_lone_storage(tensor)
+    kept = tensor.numpy()
+    assert not private.has_lone_storage(tensor)
+    del kept
 
 
 def test_preset_of_torchvision_is_that_of_its_weights():
@@ -283,3 +301,9 @@ def test_leaf_is_reached_by_the_backward_that_does_not_say_what_to_reach():
         torch.autograd.grad(out, inputs, retain_graph=True)
         out.backward(inputs=inputs, retain_graph=True)
     assert seen == [True, *[False] * 6]
+
+
+def test_trainer_sets_up_its_strategy_again():
+    trainer = Mock()
+    private.connect_again(trainer)
+    trainer._accelerator_connector._lazy_init_strategy.assert_called_once_with()

@@ -1,14 +1,18 @@
 """Warnings name the line of the user's code, past all lines of nano_loop and torch."""
 
+import contextlib
 import inspect
+import pathlib
+import traceback
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 import nano_loop
 from nano_loop.errors import NanoWarning
-from nano_loop.patching.user_code import is_running, users_place, warn
+from nano_loop.patching.user_code import is_running, users_place, users_traceback, warn
 
 
 def test_line_is_the_users_through_torch():
@@ -44,3 +48,59 @@ def test_function_runs_until_it_returns():
 
     assert function()
     assert not is_running(function.__code__)
+
+
+def fail_through(*files):
+    """Raise in the last of functions in some files, each of which calls the next; return the traceback's files."""
+    call = "raise ZeroDivisionError"
+    for number, file in enumerate(reversed(files)):
+        names = {"call": None if number == 0 else function}  # noqa: F821 - of the turn before
+        exec(compile(f"def function():\n    {call}", file, "exec"), names)
+        function, call = names["function"], "call()"
+    try:
+        function()
+    except ZeroDivisionError as error:
+        kept = users_traceback(error.__traceback__)
+    return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(kept)][1:]  # without this function
+
+
+OURS, TORCH = str(Path(nano_loop.__file__).parent / "x.py"), str(Path(torch.__file__).parent / "x.py")
+LINEAR = str(Path(torch.__file__).parent / "nn/modules/linear.py")
+
+
+@pytest.mark.parametrize(
+    ("files", "kept"),
+    [
+        ([OURS, OURS, "user.py"], ["user.py"]),
+        (["user.py", OURS, contextlib.__file__, OURS, "model.py", TORCH], ["user.py", "model.py", TORCH]),
+        (["user.py", OURS, LINEAR, TORCH], ["user.py", LINEAR, TORCH]),
+        (["user.py", contextlib.__file__, "model.py"], ["user.py", contextlib.__file__, "model.py"]),
+        (["user.py", OURS, OURS], ["user.py", OURS, OURS]),  # an error of nano_loop's
+        (["user.py", OURS, LINEAR, OURS, TORCH], ["user.py", LINEAR, OURS, TORCH]),  # in a kernel of it
+        (["user.py", OURS, pathlib.__file__], ["user.py", OURS, pathlib.__file__]),
+        (["user.py", OURS, numpy.__file__], ["user.py", OURS, numpy.__file__]),
+        (["user.py", OURS, "model.py", pathlib.__file__], ["user.py", "model.py", pathlib.__file__]),
+    ],
+)
+def test_traceback_leads_through_the_user_s_code_and_to_where_it_was_raised(files, kept):
+    assert fail_through(*files) == kept
+
+
+def test_error_of_a_model_has_the_frames_that_it_has_without_nano_loop():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    def train(model):
+        model(torch.rand(2, 5))
+
+    counts = []
+    for function in (train, nano_loop.nano(precision="bf16", verbose=False)(train)):
+        with pytest.raises(RuntimeError, match="mat1") as caught:
+            function(Net())
+        counts.append(len([*traceback.walk_tb(caught.value.__traceback__)]))
+    assert counts[1] <= counts[0] + 2  # the decorated function, and where it is called

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nano_loop.profiling import kinds
-from nano_loop.profiling.kinds import KINDS, advice_for, kind_of, lines_of, times_of
+from nano_loop.profiling.kinds import KINDS, Circumstances, advice_for, kind_of, lines_of, times_of
 from profiling.events import Event
 
 
@@ -44,9 +44,40 @@ def test_times_add_up_to_the_time_of_the_steps():
 
 def test_no_more_than_three_kinds_get_advice_the_largest_first():
     times = dict.fromkeys(KINDS, 1.0) | {kinds.PYTHON: 6.0, kinds.LOADER: 5.0, kinds.OPTIMIZER: 4.0, kinds.CASTS: 3.0}
-    found = advice_for(times)
+    found = advice_for(times, Circumstances())
     assert [each.partition(",")[0] for each in found] == [kinds.PYTHON, kinds.LOADER, kinds.OPTIMIZER]
-    assert advice_for(dict.fromkeys(KINDS, 0.0)) == []
+    assert advice_for(dict.fromkeys(KINDS, 0.0), Circumstances()) == []
+
+
+ON = {"channels_last": True, "compile": True, "fast_attention": "auto", "gradient_compression": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "now", "words"),
+    [
+        (kinds.PRODUCTS, Circumstances(has_convolutions=True), ('precision="bf16"', "channels_last=True")),
+        (kinds.PRODUCTS, Circumstances(is_reduced=True, has_convolutions=True), ("channels_last=True",)),
+        (kinds.PRODUCTS, Circumstances(ON, is_reduced=True, has_convolutions=True), None),
+        (kinds.PRODUCTS, Circumstances(is_reduced=True), None),
+        (kinds.ATTENTION, Circumstances(), ('precision="bf16"',)),
+        (kinds.ATTENTION, Circumstances(ON, is_reduced=True), None),
+        (kinds.ELEMENTWISE, Circumstances(), ("compile=True",)),
+        (kinds.ELEMENTWISE, Circumstances(ON), None),
+        (kinds.OPTIMIZER, Circumstances(optimizer="AdamW", is_fused=True), ("step less often",)),
+        (kinds.OPTIMIZER, Circumstances(optimizer="AdamW"), ("fused_optimizer", "fused=True")),
+        (kinds.OPTIMIZER, Circumstances(optimizer="RMSprop"), ("fused_optimizer",)),
+        (kinds.OPTIMIZER, Circumstances(optimizer="RMSprop", is_fused=True), ("step less often",)),
+        (kinds.OPTIMIZER, Circumstances(optimizer="Lion"), ("use Adam, AdamW, SGD or Adagrad",)),
+        (kinds.AVERAGING, Circumstances(), ("gradient_compression",)),
+        (kinds.AVERAGING, Circumstances(ON), ("larger batches",)),
+    ],
+)
+def test_advice_is_about_what_is_not_on_yet(kind, now, words):
+    advice = advice_for(dict.fromkeys(KINDS, 0.0) | {kind: 1.0}, now)
+    assert len(advice) == (words is not None)
+    assert all(word in advice[0] for word in words or ())
+    if kind in (kinds.PRODUCTS, kinds.AVERAGING) and words is not None and len(words) == 1:
+        assert 'precision="bf16"' not in advice[0]
 
 
 def test_names_are_those_of_torch():
@@ -65,6 +96,7 @@ def test_lines_name_every_kind_and_the_shares_of_the_machine_s_rates():
     rows = [{"kind": kind, "milliseconds": 1.0, "share": 1 / 7} for kind in KINDS]
     rows[0] |= {"share_of_rate": 0.25, "share_of_memory_rate": 0.5}
     lines = [*lines_of({"kinds": rows, "step_ms": 7.0, "profiled_ms": 8.0, "advice": ["do this"]})]
-    assert lines[0].endswith("25% of the machine's rate  50% of its memory's rate")
-    assert all(kind in line for kind, line in zip(KINDS, lines, strict=False))
+    assert lines[0].split() == ["kind", "of", "work", "ms", "a", "step", "share"]
+    assert lines[1].endswith("25% of the machine's rate  50% of its memory's rate")
+    assert all(kind in line for kind, line in zip(KINDS, lines[1:], strict=False))
     assert lines[-1] == "1. do this"

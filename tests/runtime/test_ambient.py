@@ -170,6 +170,28 @@ def unfrozen_later():
     return [body, head]
 
 
+def trained_by_hand(change):
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    for _ in range(5):
+        nn.functional.mse_loss(net(X), Y).backward()
+        for parameter in net.parameters():
+            change(parameter)
+            parameter.grad = None
+    return [net]
+
+
+def by_data():  # as fastai's optimizers change parameters
+    return trained_by_hand(lambda parameter: parameter.data.sub_(parameter.grad, alpha=0.1))
+
+
+def by_lists():  # as Keras' do
+    @torch.no_grad()
+    def change(parameter):
+        torch._foreach_add_([parameter], [parameter.grad], alpha=-0.1)
+
+    return trained_by_hand(change)
+
+
 PROGRAMS = {
     estimator: ["Sequential, trained by Adam"],
     adversaries: ["Linear, trained by Adam"],
@@ -184,6 +206,8 @@ PROGRAMS = {
     frozen_teacher: ["Linear, trained by Adam"],
     with_parameters_put_in_for_a_call: ["Linear, trained by Adam"],
     unfrozen_later: ["Sequential, trained by SGD"],
+    by_data: ["Sequential, trained by an optimizer that is none of torch's"],
+    by_lists: ["Sequential, trained by an optimizer that is none of torch's"],
 }
 
 
@@ -275,6 +299,44 @@ def test_new_optimizer_of_a_model_is_set_up_with_it(install):
     fit(net, optimizer, 1)
     assert is_fused(optimizer)
     assert set(net.seen) == {torch.bfloat16}
+
+
+def test_gradients_alone_are_no_training():
+    net, others = Net(), nn.Linear(2, 2)
+
+    def attack():
+        for _ in range(12):
+            others(net(X)).sum().backward()
+
+    with pytest.warns(NanoWarning, match="has set nothing up"), accelerated(precision="bf16", verbose=False):
+        attack()
+    assert set(net.seen) == {torch.float32}
+
+
+def test_calls_are_not_looked_at_while_nothing_is_new(install):
+    before = nn.Module.__call__
+    install(precision="bf16")
+    encoder, decoder = Net(), nn.Linear(2, 2)
+    optimizer = adam(encoder)
+    fit(encoder, optimizer, 100)  # intercepted, as a model whose calls run in bf16
+    shared = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], 0.1)
+    fit(encoder, shared, 100)
+    decoder(torch.ones(1, 2)).sum().backward()
+    assert models_in(nano_loop.report())[-1] == "Linear, trained by SGD"
+    install()
+    small = nn.Linear(3, 2)
+    fit(small, adam(small), 100)
+    assert nn.Module.__call__ is before
+    net = Net()
+    optimizer = adam(net)
+    fit(net, optimizer, 1)
+    assert is_fused(optimizer)
+    fit(net, optimizer, 100)
+    assert nn.Module.__call__ is before
+    whole = nn.Sequential(small, nn.Linear(2, 2))
+    optimizer.add_param_group({"params": [*whole[1].parameters()]})
+    step(optimizer, whole(X).sum())
+    assert "Sequential, trained by Adam" in models_in(nano_loop.report())
 
 
 def test_process_that_makes_no_optimizer_has_nothing_else_replaced(install):
@@ -438,7 +500,7 @@ def test_option_that_cannot_be_applied_is_an_error_where_it_is_met(install):
     install(fused_optimizer=True)
     net = Net()
     with pytest.raises(NanoConfigError, match="fused_optimizer=True"):
-        fit(net, torch.optim.Rprop(net.parameters()))
+        fit(net, torch.optim.ASGD(net.parameters()))
 
 
 # --- accelerated, with objects of its body ---

@@ -37,3 +37,17 @@ def test_functions_in_methods_comprehensions_and_called_functions_are_found():
     assert not {"dropout", "attended", "inner"} & called
     assert "dropout" in functions_called(Drops())
     assert not functions_called(nn.TransformerEncoderLayer(4, 1))
+
+
+class Keeps(nn.Module):
+    """Has layers where torch does not see them."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+
+def test_functions_of_layers_in_lists_and_dicts_are_found():
+    assert "layer_norm" in functions_called(nn.Sequential(Keeps([Calls()])))
+    assert "dropout" in functions_called(Keeps({"first": (Keeps([Drops()]),), "data": [*range(10_000)]}))
+    assert not functions_called(Keeps([*range(10_000), Drops()]))

@@ -1,6 +1,8 @@
 """The report says what was applied and skipped, in lines for a person and in plain values for a program."""
 
+import io
 import json
+import sys
 
 import pytest
 
@@ -28,6 +30,28 @@ def test_text_has_a_line_a_result_under_the_title():
 def test_details_of_every_step_begin_in_one_column(name):
     line = str(StepResult(name, "applied", "detail"))
     assert line.index("detail") == str(FUSED).index("AdamW")
+
+
+NO_NORM = StepResult("fast_norm", "skipped", "no norm was found in the model", code="no_norm")
+NO_ATTENTION = StepResult("fast_attention", "skipped", "no attention", code="no_attention")
+NO_KERNEL = [StepResult(name, "skipped", "no compiler", code="no_kernel") for name in ("fast_lstm", "fast_linear")]
+
+
+def test_steps_with_nothing_to_do_have_one_line_and_others_one_for_each_reason():
+    asked_for = StepResult("channels_last", "skipped", "no images", code="no_images", asked_for=True)
+    assert str(report(NO_KERNEL[0], FUSED, NO_NORM, NO_ATTENTION, NO_KERNEL[1], asked_for)).splitlines()[1:] == [
+        "  skipped  fast_lstm, fast_linear  no compiler",
+        "  applied  fused_optimizer     AdamW",
+        "  nothing to do: fast_norm, fast_attention",
+        "  skipped  channels_last       no images",
+    ]
+
+
+def test_step_that_has_nothing_to_do_for_one_of_two_models_is_applied_and_not_skipped():
+    found = report(NO_NORM, StepResult("fast_norm", "applied", "in C"))
+    assert (found.applied, found.skipped) == (("fast_norm",), ())
+    assert "nothing to do" not in str(found)
+    assert found.results[0].code == "no_norm"
 
 
 def test_text_says_what_the_environment_overrode():
@@ -116,3 +140,25 @@ def test_measurement_is_printed_once(capsys):
     one, other = (StepResult("ipex_speed", "measured", f"{number} ms") for number in (1, 2))
     assert printed_by(capsys, memory, [one]) == [str(one)]
     assert printed_by(capsys, memory, [other]) == []
+
+
+def test_later_setups_name_what_has_nothing_to_do_in_one_line(capsys):
+    assert printed_by(capsys, LastPrinted(), [FUSED, NO_NORM, NO_ATTENTION]) == [
+        str(FUSED),
+        "  nothing to do: fast_norm, fast_attention",
+    ]
+
+
+class OutStream(io.StringIO):
+    """The stream of a notebook, by its module."""
+
+    __module__ = "ipykernel.iostream"
+
+
+@pytest.mark.parametrize(("stream", "place"), [(OutStream, 0), (io.StringIO, 1)])
+def test_report_is_on_standard_output_in_a_notebook_which_shows_errors_in_red(monkeypatch, stream, place):
+    streams = stream(), stream()
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    ReportPrinter(LastPrinted()).print([FUSED])
+    assert [text.getvalue() for text in streams].index(f"{FUSED}\n") == place

@@ -1,6 +1,7 @@
 """A search leaves the user's objects as they are, shows what fails, and keeps what it has found."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import nano_loop
 from nano_loop import NanoConfigError, NanoError, accelerated
 from nano_loop.config.options import Options
+from nano_loop.runtime.settings import Settings
 from nano_loop.search import search
 from nano_loop.search.result import Row, differing
 from nano_loop.search.search import Measured
@@ -28,7 +30,7 @@ def test_search_leaves_everything_as_it_was_and_keeps_what_it_has_found(cache, c
     assert again.cached
     assert not found.cached
     assert (again.rows, again.line) == (found.rows, found.line)
-    assert "kept from an earlier search" in str(again)
+    assert f"kept from {found.date}; --again" in str(again)
     assert capfd.readouterr() == ("", "")
     assert len([*(cache / "nano_loop").glob("options-*.json")]) == 1
 
@@ -140,3 +142,75 @@ def test_candidate_that_cannot_win_stops_early(seconds, turns):
 def test_line_to_paste_leaves_out_what_follows_from_exact():
     assert differing(Options(exact=True, num_threads=1)) == {"exact": True, "num_threads": 1}
     assert differing(Options(fused_optimizer=False)) == {"fused_optimizer": False}
+
+
+def measured(changes, *ratios, own=0.2):
+    """Return a candidate that was so many times as fast as the options as they are, turn by turn."""
+    return Measured(Row(changes), seconds=[own / ratio for ratio in ratios], reference=[own] * len(ratios))
+
+
+def test_row_with_a_shorter_time_has_a_higher_speed_also_where_the_machine_has_changed():
+    # The machine was twice as slow in the turns of the first.
+    faster, slower = measured({"a": 1}, *[1.5] * 4, own=0.4), measured({"a": 2}, *[0.5] * 4, own=0.2)
+    rows = [candidate.finish(0.2, 1.0) for candidate in (faster, slower)]
+    assert rows[0].milliseconds == pytest.approx(200 / 1.5)
+    assert rows[1].milliseconds == pytest.approx(400)
+    assert rows[0].speed_up > 1 > rows[1].speed_up
+
+
+@pytest.fixture
+def unsearched(monkeypatch):
+    """Give a search whose processes are not started: a function says what it has measured, and what raises."""
+
+    def unsearched(*candidates, raises=None, load=0.0):
+        it = search.Search(SimpleNamespace(written=("@nano(", ")")), Settings.read({}), (), 1e9)
+
+        def measure(stack):
+            it._loads = [load]
+            it._own.seconds = [0.2] * 6
+            it._measured += [Measured(Row({}, plain=True), seconds=[0.3] * 6, reference=[0.2] * 6), *candidates]
+            if raises is not None:
+                raise raises
+            return it._chosen(candidates)
+
+        monkeypatch.setattr(it, "_measure", measure)
+        return it
+
+    return unsearched
+
+
+def test_number_of_processes_is_not_chosen_for_its_speed(unsearched):
+    faster = measured({"num_processes": 2}, *[1.6] * 6)
+    tuning = unsearched(faster).run()
+    assert (tuning.changes, tuning.rows[2].note) == ({}, "other batches")
+    (remark,) = tuning.remarks
+    assert remark.startswith("num_processes=2 is 1.60 times as fast as the choice")
+
+
+def test_ctrl_c_shows_what_was_measured_so_far(unsearched):
+    half, none = measured({"num_threads": 1}, *[1.2] * 3), measured({"precision": "bf16-mixed"})
+    half.seconds.append(0.1)  # of a turn that was interrupted
+    with pytest.raises(KeyboardInterrupt) as caught:
+        unsearched(half, none, raises=KeyboardInterrupt()).run()
+    tuning = caught.value.tuning
+    assert [row.note for row in tuning.rows] == ["", "", "", "not measured: interrupted"]
+    assert tuning.rows[2].speed_up == pytest.approx(1.2 * 1.5)
+    assert str(tuning) in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [0.0, 0.5])
+def test_times_of_a_busy_machine_are_marked_and_not_kept(unsearched, cache, monkeypatch, load):
+    it = unsearched(load=load)
+    monkeypatch.setattr(search, "Search", lambda *_: it)
+    monkeypatch.setattr(search, "key_of", lambda *_: "key")
+    tuning = search.search(None, None, ())
+    assert [remark.startswith("Other programs kept 50%") for remark in tuning.remarks] == [True] * bool(load)
+    assert search.search(None, None, ()).cached != bool(load)
+
+
+def test_text_is_at_most_100_columns_wide(unsearched):
+    candidates = [measured({"precision": "bf16-products", "num_threads": 1, "compile": True}, *[0.6] * 6)]
+    candidates[0].row.note = "raised RuntimeError: " + "a long reason that goes on and on " * 5
+    lines = str(unsearched(*candidates).run()).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "goes on and on" in " ".join(lines)

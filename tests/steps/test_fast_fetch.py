@@ -8,14 +8,17 @@ import torch
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     RandomSampler,
     SequentialSampler,
+    StackDataset,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
+    random_split,
 )
 
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -34,14 +37,23 @@ def epochs(loader, count=2):
     return batches, torch.get_rng_state()
 
 
+def assert_equal(one, other):
+    """Compare two batches of lists, dicts and tensors."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+        assert (one.stride(), one.dtype) == (other.stride(), other.dtype)
+    else:
+        assert len(one) == len(other)
+        for key in one if isinstance(one, dict) else range(len(one)):
+            assert_equal(one[key], other[key])
+
+
 def assert_same(one, other):
     (left, left_rng), (right, right_rng) = one, other
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):
-        assert type(a) is type(b) is list
-        assert all(
-            torch.equal(x, y) and x.stride() == y.stride() and x.dtype == y.dtype for x, y in zip(a, b, strict=True)
-        )
+        assert_equal(a, b)
     assert torch.equal(left_rng, right_rng), "the loop after the epoch would draw other numbers"
 
 
@@ -123,6 +135,73 @@ def test_batches_of_a_tensor_are_the_default_loaders_too(step, dataset):
     assert torch.equal(state, after)
 
 
+class OfSkorch(Dataset):
+    """A stand-in for skorch's `Dataset`: it indexes arrays, or dicts of them; without targets, it has zeros."""
+
+    __module__, __qualname__ = "skorch.dataset", "Dataset"
+
+    def __init__(self, X, y=None):  # noqa: N803
+        self.X, self.y = X, y
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, i):
+        sample = {key: value[i] for key, value in self.X.items()} if isinstance(self.X, dict) else self.X[i]
+        return sample, torch.Tensor([0]) if self.y is None else self.y[i]
+
+
+ROWS = np.random.default_rng(0).normal(size=(23, 4))
+CONTAINERS = {
+    "array": lambda data: ROWS,
+    "array in fp32": lambda data: ROWS.astype(np.float32),
+    "array of columns": lambda data: np.asfortranarray(ROWS),
+    "array backwards": lambda data: ROWS[::-1],
+    "array that is read only": lambda data: np.broadcast_to(np.arange(4.0), (23, 4)),
+    "numbers in an array": lambda data: np.arange(23, dtype=np.int32),
+    "truths in an array": lambda data: ROWS[:, 0] > 0,
+    "concatenated": lambda data: ConcatDataset([data, TensorDataset(*(t[:9] + 1 for t in data.tensors))]),
+    "concatenated subsets": lambda data: ConcatDataset([Subset(data, [3, 1]), data, Subset(data, range(5, 9))]),
+    "subset of concatenated": lambda data: Subset(ConcatDataset([data, data]), [40, 3, -1, 22, 23]),
+    "concatenated dtypes": lambda data: ConcatDataset([np.ones((9, 2), np.float32), np.zeros((9, 2))]),
+    "random split": lambda data: random_split(data, [0.4, 0.6])[1],
+    "stacked": lambda data: StackDataset(data, ROWS),
+    "stacked by name": lambda data: StackDataset(x=data, y=torch.arange(23)),
+    "concatenated stacks": lambda data: ConcatDataset([StackDataset(a=ROWS), StackDataset(a=ROWS[:3])]),
+    "skorch": lambda data: OfSkorch(ROWS.astype(np.float32), np.arange(23)),
+    "skorch without targets": lambda data: OfSkorch(torch.eye(23)),
+    "skorch with names": lambda data: OfSkorch({"a": ROWS, "b": torch.arange(23)}, ROWS[:, 0]),
+    "subset of skorch": lambda data: Subset(OfSkorch(ROWS, np.arange(23)), np.arange(1, 20)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # torch's, of rows one by one
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_batches_of_containers_and_arrays_are_the_default_loaders(step, dataset, make, monkeypatch):
+    data = make(dataset)
+    expected = epochs(DataLoader(data, 4, shuffle=True))
+    loader = DataLoader(data, 4, shuffle=True)
+    assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == "1 of 1 loaders"
+    if type(data) is not np.ndarray:
+        monkeypatch.setattr(type(data), "__getitem__", None)
+    assert_same(epochs(loader), expected)
+
+
+def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(step):
+    data = ConcatDataset([torch.zeros(3, 2), torch.zeros(3, 4)])
+    loader = DataLoader(data, 6)
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        next(iter(loader))
+
+
+def test_report_says_why_another_loader_is_left_alone(step, dataset):
+    loaders = [DataLoader(dataset), DataLoader(OwnDataset())]
+    said = step(FastFetch).apply(TrainingObjects(loaders=loaders))
+    assert said.startswith("1 of 2 loaders; ")
+    assert "OwnDataset" in said
+
+
 class OwnItems(TensorDataset):
     def __getitem__(self, index):
         return index
@@ -144,6 +223,10 @@ class OwnDataset(Dataset):
         return torch.tensor(index)
 
 
+class OwnArray(np.ndarray):
+    pass
+
+
 class OwnBatchSampler(BatchSampler):
     pass
 
@@ -155,6 +238,10 @@ class OwnBatchSampler(BatchSampler):
         (lambda data: DataLoader(OwnItems(*data.tensors)), "no_tensors"),
         (lambda data: DataLoader(OwnSubset(data, [1])), "no_tensors"),
         (lambda data: DataLoader(OwnDataset()), "no_tensors"),
+        (lambda data: DataLoader(ConcatDataset([data, OwnDataset()])), "no_tensors"),
+        (lambda data: DataLoader(StackDataset(data, OwnItems(*data.tensors))), "no_tensors"),
+        (lambda data: DataLoader(np.array(["a", "b"])), "no_tensors"),
+        (lambda data: DataLoader(ROWS.view(OwnArray)), "no_tensors"),
         (lambda data: DataLoader([1, 2]), "no_tensors"),
         (lambda data: DataLoader(nn.Parameter(torch.rand(3, 2))), "no_tensors"),
         (lambda data: DataLoader(data, num_workers=2), "workers"),

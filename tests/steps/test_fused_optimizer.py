@@ -7,6 +7,7 @@ import torch
 from loops.wrappers import WRAPPERS
 from torch import nn
 
+from nano_loop.optimizers import own_kernels
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 
@@ -45,7 +46,7 @@ class OwnStep(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "code"),
     [
-        (lambda p: torch.optim.RMSprop(p), "no_kernel"),
+        (lambda p: torch.optim.ASGD(p), "no_kernel"),
         (lambda p: torch.optim.LBFGS(p), "no_kernel"),
         (lambda p: torch.optim.Adam(p, foreach=True), "users_flag"),
         (lambda p: torch.optim.Adam(p, fused=False), "users_flag"),
@@ -58,6 +59,11 @@ class OwnStep(torch.optim.SGD):
 def test_what_cannot_or_shall_not_be_switched_is_skipped_with_the_reason(step, make, code):
     model = nn.Linear(3, 2)
     assert step(FusedOptimizer).skip_reason(TrainingObjects([model], [make(model.parameters())])).code == code
+
+
+def test_optimizer_in_c_needs_the_functions(step, monkeypatch):
+    monkeypatch.setattr(own_kernels.KERNEL, "unavailable", "no compiler")
+    assert step(FusedOptimizer).skip_reason(parts(torch.optim.RMSprop)).code == "no_kernel"
 
 
 @pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
@@ -187,8 +193,8 @@ def test_switching_twice_in_a_run_is_switching_once(step):
 
 def test_some_switched_and_some_not_are_both_said(step):
     model = nn.Linear(2, 2)
-    both = TrainingObjects([model], [torch.optim.Adam(model.parameters()), torch.optim.RMSprop(model.parameters())])
-    assert step(FusedOptimizer).apply(both) == "Adam; RMSprop has no fused CPU kernel"
+    both = TrainingObjects([model], [torch.optim.Adam(model.parameters()), torch.optim.ASGD(model.parameters())])
+    assert step(FusedOptimizer).apply(both) == "Adam; ASGD has no fused CPU kernel"
 
 
 def test_hooks_are_gone_when_it_is_undone(step):

@@ -52,7 +52,7 @@ _UNUSED = {
     ),
     True: (
         "has trained nothing",
-        "what an optimizer of torch trains is accelerated, and it has made none",
+        "what it trains is accelerated, and it has run no backward",
         "If it is not to be accelerated, pass --only-environment",
     ),
 }

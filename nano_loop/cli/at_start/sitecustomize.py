@@ -1,7 +1,7 @@
 """The module that Python imports before a script, where `nano-loop run` or `nano-loop env --install` says so.
 
-It imports nothing of nano_loop until the script makes its first optimizer, which it may never do. Before the script
-begins, `sys.path` is what the script has under ``python``. So is XX are to be accelerated, too.
+It imports nothing of nano_loop until the script makes its first optimizer or runs its first backward, which it may
+never do. Before the script begins, `sys.path` is what the script has under ``python``.
 """
 
 import atexit
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Which of them a script imports that uses nano_loop by itself.
 _EXPLICIT = ("nano_loop.api.decorator", "nano_loop.api.torch_nano")
+#: The commands that start a script and measure what it trains.
+_COMMANDS = ("profile", "tune")
 
 
 class _Start:
@@ -25,8 +27,8 @@ class _Start:
 
     def begin(self) -> None:
         folder = os.path.dirname(__file__)
-        self.wanted = os.environ.get("NANO_LOOP_INSTALL", "").lower()
-        installs = self.wanted in ("1", "true", "yes", "on", "profile")
+        self.wanted = os.environ.get("NANO_LOOP_INSTALL", "")
+        installs = self.wanted.lower() in ("1", "true", "yes", "on", *_COMMANDS) or self.wanted.startswith("{")
         note = os.environ.pop("_NANO_LOOP_AT_START", None)  # see `nano_loop.cli.at_start`
         if note is not None:
             self.line, *path = note.split("\n", 1)
@@ -56,6 +58,8 @@ class _Start:
             print(line, file=sys.__stderr__)
 
     def install(self) -> None:
+        if self.wanted == "tune" and "nano_loop" in sys.modules:  # the script says what is measured
+            return
         folder = __file__
         for _ in range(4):  # the one that has the package, which this script may not have in its path
             folder = os.path.dirname(folder)
@@ -67,6 +71,14 @@ class _Start:
                 from nano_loop.profiling.recorder import record_requested
 
                 record_requested()
+            elif self.wanted == "tune":
+                from nano_loop.search.script_trial import begin_requested
+
+                begin_requested(nano_loop.install, nano_loop.uninstall, nano_loop.report)
+            elif self.wanted.startswith("{"):  # from a process that has called `install`
+                import json
+
+                nano_loop.install(**json.loads(self.wanted))
             else:
                 nano_loop.install()
         except Exception as error:  # the script goes on without it
@@ -77,7 +89,7 @@ class _Start:
 
 
 class _Finder:
-    """Notices the import of torch's optimizers."""
+    """Notices the import of torch's optimizers, which follows that of its autograd."""
 
     def __init__(self, start: _Start) -> None:
         self.start = start
@@ -93,29 +105,40 @@ class _Finder:
 
         def exec_module(module: "Any") -> None:
             execute(module)
-            _install_at_first(module.Optimizer, self.start)
+            _install_at_first([(module.Optimizer, "__init__"), (sys.modules["torch.autograd"], "backward")], self.start)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def _install_at_first(optimizer: "Any", start: _Start) -> None:
-    """Install nano_loop when the first optimizer is made."""
+def _install_at_first(functions: "list[tuple[Any, str]]", start: _Start) -> None:
+    """Install nano_loop at the first call of one of these functions, which are attributes of classes and modules."""
     import functools
     import threading
 
-    original, lock = optimizer.__init__, threading.Lock()
+    lock = threading.Lock()
+    waiting: list[tuple[Any, str, Any, Any]] = []
 
-    @functools.wraps(original)
-    def init(self: "Any", *args: "Any", **kwargs: "Any") -> None:
-        with lock:
-            is_first = optimizer.__init__ is init  # else an explicit run has replaced it
-            if is_first:
-                optimizer.__init__ = original
-                start.install()
-        (optimizer.__init__ if is_first else original)(self, *args, **kwargs)
+    def waiting_for(owner: "Any", name: str, original: "Any") -> "Any":
+        @functools.wraps(original)
+        def call(*args: "Any", **kwargs: "Any") -> "Any":
+            with lock:
+                is_first = bool(waiting) and getattr(owner, name) is call  # else an explicit run has replaced it
+                if is_first:
+                    for other, attribute, replacement, before in waiting:
+                        if getattr(other, attribute) is replacement:
+                            setattr(other, attribute, before)
+                    waiting.clear()
+                    start.install()
+            return (getattr(owner, name) if is_first else original)(*args, **kwargs)
 
-    optimizer.__init__ = init
+        return call
+
+    for owner, name in functions:
+        original = getattr(owner, name)
+        replacement = waiting_for(owner, name, original)
+        waiting.append((owner, name, replacement, original))
+        setattr(owner, name, replacement)
 
 
 def _real() -> None:

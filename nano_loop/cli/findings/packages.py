@@ -8,6 +8,7 @@ from nano_loop.cli.findings.finding import Finding
 from nano_loop.cli.inspected import Inspected
 
 _IPEX = "intel-extension-for-pytorch"
+_WITHOUT_KERNELS = "2.8"  # torch returns its own from the next version on
 _MALICIOUS = ("2.6.2", "2.6.3")  # GHSA-w37p-236h-pfx3
 
 
@@ -19,6 +20,31 @@ def torch_is_missing(inspected: Inspected) -> Iterator[Finding]:
             "torch is not installed in this Python",
             "nano_loop trains with it",
             "Install it (pip install torch), or use the Python that has it",
+        )
+
+
+def torch_is_built_for_cuda(inspected: Inspected) -> Iterator[Finding]:
+    """Find a build of torch for GPUs on a machine that has none."""
+    if inspected.unused_cuda:
+        yield Finding(
+            "cuda-torch",
+            f"the installed torch is built for CUDA {inspected.unused_cuda}, and there is no GPU",
+            "it takes gigabytes on the disk and starts later; it trains on the CPU as fast as a build for CPUs",
+            "Install torch's build for CPUs, by the line that pytorch.org shows for it",
+            hurts=False,
+        )
+
+
+def torch_is_old(inspected: Inspected) -> Iterator[Finding]:
+    """Find a torch that does not hand out its kernels."""
+    version = inspected.packages.get("torch", "")
+    if _minor(version) == _WITHOUT_KERNELS and _IPEX not in inspected.packages:
+        yield Finding(
+            "old-torch",
+            f"torch {version} is installed",
+            "fast_activation, fast_convolution, fast_linear, fast_lstm, fast_norm and fast_rnn need torch 2.9 or later",
+            "Install a newer torch",
+            hurts=False,
         )
 
 
@@ -49,8 +75,11 @@ def lightning_is_malicious(inspected: Inspected) -> Iterator[Finding]:
 
 def requirements_are_not_met(inspected: Inspected) -> Iterator[Finding]:
     """Find a package whose metadata asks for another version of one of the others."""
-    from packaging.requirements import InvalidRequirement, Requirement
-    from packaging.utils import canonicalize_name
+    try:
+        from packaging.requirements import InvalidRequirement, Requirement
+        from packaging.utils import canonicalize_name
+    except ImportError:  # it comes with Lightning
+        return
 
     for name, texts in inspected.requirements.items():
         for text in texts:
@@ -77,4 +106,7 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-FINDINGS = (torch_is_missing, ipex_does_not_fit, lightning_is_malicious, requirements_are_not_met)
+FINDINGS = (
+    *(torch_is_missing, torch_is_built_for_cuda, torch_is_old, ipex_does_not_fit),
+    *(lightning_is_malicious, requirements_are_not_met),
+)

@@ -176,6 +176,10 @@ class RunContext:
     sharding: ShardingState = field(default_factory=ShardingState)
 
 
+def _check_nothing() -> None:
+    """Raise nothing. It has a name, by which it is pickled."""
+
+
 class Ranks:
     """The ranks of one run, as one of them sees it; by default the only rank there is.
 
@@ -208,7 +212,7 @@ class Ranks:
         *,
         local_rank: int = 0,
         local_size: int = 1,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = _check_nothing,
         timeout: float = 600.0,
         shares: tuple[tuple[int, ...], ...] = (),
         loader_cpus: tuple[int, ...] = (),

@@ -20,6 +20,7 @@ from typing import Any
 
 from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
 from nano_loop.distributed.launch.worker_warnings import Awaiting
+from nano_loop.patching.user_code import users_traceback
 
 #: Requests about a worker: its end, and its stack.
 KILL, DUMP = b"k", b"d"
@@ -107,7 +108,8 @@ class Reporter:
         """Report the exception that has ended the task, in its handler; see `failure.raised`."""
         # torch's handler raises where a loader's process has died, also in the midst of the report.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self.report("failed", failure=raised(self.rank, error, traceback.format_exc(), where).in_words())
+        text = "".join(traceback.format_exception(type(error), error, users_traceback(error.__traceback__)))
+        self.report("failed", failure=raised(self.rank, error, text, where).in_words())
         flush_output()
         self.report("exception", pickled(error))
 

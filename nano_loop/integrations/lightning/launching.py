@@ -29,6 +29,8 @@ class RunLauncher:
 
     Parameters
     ----------
+    serve : callable
+        Takes the Trainer that begins.
     settings : callable
         Returns the settings of a run, with ``alone=True`` in this process alone.
     in_run : callable
@@ -40,8 +42,10 @@ class RunLauncher:
     #: Lightning asks in a notebook.
     is_interactive_compatible = True
 
-    def __init__(self, settings: Callable[..., Settings], in_run: InRun, printed: LastPrinted) -> None:
-        self._settings, self._in_run, self._printed = settings, in_run, printed
+    def __init__(
+        self, serve: Callable[[Any], None], settings: Callable[..., Settings], in_run: InRun, printed: LastPrinted
+    ) -> None:
+        self._serve, self._settings, self._in_run, self._printed = serve, settings, in_run, printed
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run an entry point of the Trainer, and return what it returns in this process.
@@ -49,6 +53,8 @@ class RunLauncher:
         ``fit`` runs in all processes. The others run in this one, with all cores, unless torchrun or its like has
         started the processes: then they run in all.
         """
+        if trainer is not None:
+            self._serve(trainer)
         fits = trainer is None or trainer.state.fn == FITTING
         alone = not fits and found_launch(os.environ) is None
         settings = self._settings(alone=alone)

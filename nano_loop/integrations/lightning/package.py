@@ -79,7 +79,13 @@ def register(kind: Any, strategies: Any) -> Callable[..., StrategyName]:
     return strategy
 
 
+_INSTALL = {
+    "lightning.pytorch": 'pip install "nano-loop[lightning]"',
+    "pytorch_lightning": 'pip install "nano-loop[pytorch-lightning]"',
+}
+
+
 def lightning_is_missing(package: str, needed_by: str) -> ImportError:
     """Return the error of a module of nano_loop that needs one of Lightning's packages."""
     expected = f"{needed_by} is over {package}"
-    return ImportError(error_message(f"{package} is not installed", expected, 'Run pip install "nano-loop[lightning]"'))
+    return ImportError(error_message(f"{package} is not installed", expected, f"Run {_INSTALL[package]}"))

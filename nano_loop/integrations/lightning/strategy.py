@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.strategy import RanksEnvironment
 from nano_loop.integrations.lightning.launching import FITTING, RunLauncher
 from nano_loop.integrations.lightning.precision import PRODUCTS, ProductsPrecisionMixin
+from nano_loop.patching.torch_private import connect_again
 from nano_loop.runtime.objects.checks import check_kinds
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -43,10 +45,31 @@ def _read(options: dict[str, Any]) -> Settings:
     return settings
 
 
+class _Devices(tuple[torch.device, ...]):
+    """The devices of a Trainer, which count as none in a condition.
+
+    Lightning takes devices that it finds in a strategy for the user's, and would not give it those of the next Trainer.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclass
+class _Connection:
+    """What a Trainer sets on its strategy."""
+
+    accelerator: Any = None
+    precision_plugin: Any = None
+    checkpoint_io: Any = None
+    devices: _Devices = field(default_factory=_Devices)
+
+
 class NanoStrategyMixin:
     """The strategy ``"nano"``: ``Trainer(accelerator="cpu", devices=4, strategy="nano", precision="bf16-mixed")``.
 
-    Lightning's base class is `ParallelStrategy`.
+    Lightning's base class is `ParallelStrategy`. An object serves any number of Trainers: Lightning refuses one in
+    which it finds what another Trainer has set, so that is kept where it does not look.
 
     Parameters
     ----------
@@ -76,6 +99,7 @@ class NanoStrategyMixin:
                 raise NanoConfigError(
                     error_message(got, "Lightning's Trainer has it", f"Pass {instead} to the Trainer")
                 )
+        self._nano_connection, self._nano_trainers = _Connection(), 0
         super().__init__(checkpoint_io=checkpoint_io, cluster_environment=RanksEnvironment(Ranks()))  # type: ignore[call-arg]
         self._nano_options = options
         self._nano_name = nano_name
@@ -87,6 +111,61 @@ class NanoStrategyMixin:
         several = {"num_processes": len(shares)} if isinstance(shares, (list, tuple)) and shares else {}
         _read({**options, **several})  # raises for an invalid option here
 
+    # --- what a Trainer sets ---
+
+    @property
+    def accelerator(self) -> Any:
+        """See Lightning."""
+        return self._nano_connection.accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        # The first that a Trainer sets.
+        if self._nano_run is not None:
+            got = "Trainer(strategy=...) with the strategy of a Trainer that is running"
+            raise NanoError(error_message(got, "it serves one at a time", "Pass another object of NanoStrategy"))
+        self._nano_connection = _Connection(accelerator)
+        self._nano_trainers += 1
+
+    @property
+    def precision_plugin(self) -> Any:
+        """See Lightning."""
+        plugin = self._nano_connection.precision_plugin
+        return super().precision_plugin if plugin is None else plugin  # type: ignore[misc]
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Any) -> None:
+        self._nano_connection.precision_plugin = precision_plugin
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """See Lightning, whose property makes the default, and completes what wraps another one."""
+        users: Any = self._checkpoint_io  # type: ignore[has-type]
+        self._checkpoint_io = self._nano_connection.checkpoint_io or users
+        try:
+            self._nano_connection.checkpoint_io = super().checkpoint_io  # type: ignore[misc]
+        finally:
+            self._checkpoint_io = users
+        return self._nano_connection.checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._nano_connection.checkpoint_io = io
+
+    @property
+    def parallel_devices(self) -> Any:
+        """See Lightning."""
+        return self._nano_connection.devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Any) -> None:
+        self._nano_connection.devices = _Devices(devices or ())
+
+    def serve(self, trainer: Any) -> None:
+        """Be the strategy of a Trainer that begins, also if another one has been made with it since."""
+        if self._nano_trainers > 1:
+            connect_again(trainer)
+
     # --- what Lightning asks before a run ---
 
     @property
@@ -97,7 +176,7 @@ class NanoStrategyMixin:
     @property
     def launcher(self) -> RunLauncher:
         """What Lightning has each of its entry points run by."""
-        return RunLauncher(self.settings, self.in_run, self.nano_printed)
+        return RunLauncher(self.serve, self.settings, self.in_run, self.nano_printed)
 
     @property
     def is_distributed(self) -> bool:
@@ -112,7 +191,7 @@ class NanoStrategyMixin:
     @property
     def num_processes(self) -> int:
         """How many processes the Trainer trains in on this host."""
-        return len(self.parallel_devices or [0])  # type: ignore[attr-defined]
+        return max(len(self.parallel_devices), 1)
 
     @property
     def nano_ranks(self) -> Ranks:
@@ -122,7 +201,7 @@ class NanoStrategyMixin:
 
     def settings(self, *, alone: bool = False) -> Settings:
         """Return what a run is started with; `alone` in this process alone."""
-        precision = self.precision_plugin.precision  # type: ignore[attr-defined]
+        precision = self.precision_plugin.precision
         options = {"precision": 32, **self._nano_options}
         if precision in _REDUCED:
             options["precision"] = precision
@@ -134,19 +213,19 @@ class NanoStrategyMixin:
 
     def _configure_launcher(self) -> None:
         """Check the options, as the last of what the Trainer sets up."""
-        devices = [device.type for device in self.parallel_devices or []]  # type: ignore[attr-defined]
+        devices = [device.type for device in self.parallel_devices]
         if set(devices) - {"cpu"}:
             got = f"strategy='nano' with devices of type {', '.join(sorted(set(devices)))}"
             raise NanoConfigError(error_message(got, "it trains on CPUs", 'Pass accelerator="cpu" to the Trainer'))
-        if isinstance(self.precision_plugin, ProductsPrecisionMixin):  # type: ignore[attr-defined]
-            self.precision_plugin.is_left_to_run = True  # type: ignore[attr-defined]
+        if isinstance(self.precision_plugin, ProductsPrecisionMixin):
+            self.precision_plugin.is_left_to_run = True
         settings = self.settings()
         self._refuse_another(settings.options)
         self._nano_ranks = self.cluster_environment.ranks = settings.expected_ranks()  # type: ignore[attr-defined]
 
     def _refuse_another(self, options: Options) -> None:
         """Raise if the environment has another precision or number of processes than the Trainer."""
-        precision = self.precision_plugin.precision  # type: ignore[attr-defined]
+        precision = self.precision_plugin.precision
         for name, differs, own in (
             ("precision", options.precision != precision, f"precision={precision!r}"),
             ("num_processes", options.num_processes != self.num_processes, f"devices={self.num_processes}"),
@@ -170,7 +249,7 @@ class NanoStrategyMixin:
 
     def setup_environment(self) -> None:
         """See Lightning: the process group is there already."""
-        self.accelerator.setup_device(self.root_device)  # type: ignore[attr-defined]
+        self.accelerator.setup_device(self.root_device)
 
     def setup(self, trainer: Any) -> None:
         """See Lightning: set up the module, and its optimizers where it is trained."""
@@ -236,5 +315,9 @@ class NanoStrategyMixin:
                 reports_by_name[self._nano_name] = self.report
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what travels to another process: all but the run, which begins there."""
-        return {**super().__getstate__(), "_nano_run": None}  # type: ignore[misc]
+        """Return what is copied and sent: no run, and nothing of a training, which the next one sets anew."""
+        bare: Any = object.__new__(type(self))
+        vars(bare).update(vars(self), _nano_run=None, report=None, lr_scheduler_configs=[])
+        bare.connect(None)
+        bare.optimizers = []
+        return dict(vars(bare))

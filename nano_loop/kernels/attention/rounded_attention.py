@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_loop.kernels.attention import blocked_attention
+from nano_loop.kernels.attention import blocked_attention, fp32_attention
 from nano_loop.kernels.replacement import Replacement, unless_none
 from nano_loop.kernels.rounding import ATTENTION, Arguments, may_round, rounds
 from nano_loop.patching.torch_private import FLASH_KERNEL
@@ -35,9 +35,11 @@ def _forward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Return the output, and the logarithm of the sum of each row, or None where torch has to compute."""
-    multiplications = _multiplications(query, key, value)
-    if dropout_p or not _may_be_rounded(query, key, value, attn_mask, multiplications):
+    if dropout_p:
         return None
+    multiplications = _multiplications(query, key, value)
+    if not _may_be_rounded(query, key, value, attn_mask, multiplications):
+        return fp32_attention.forward_if_faster(kernel, query, key, value, attn_mask, is_causal, scale)
 
     def rounded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if not blocked_attention.KERNEL.is_first_guess:
@@ -54,7 +56,9 @@ def _forward(
 
     tensors = query, key, value, attn_mask
     is_rounded = rounds(ATTENTION, multiplications, Arguments(ATTENTION, tensors, (is_causal,)), in_fp32, rounded)
-    return rounded(*tensors) if is_rounded else None
+    if is_rounded:
+        return rounded(*tensors)
+    return fp32_attention.forward_if_faster(kernel, *tensors, is_causal, scale)
 
 
 def _backward(
@@ -72,9 +76,11 @@ def _backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...] | None:
     """Return the gradients of query, key and value, or None where torch has to compute."""
-    multiplications = _multiplications(query, key, value)
-    if dropout_p or not _may_be_rounded(query, key, value, attn_mask, multiplications):
+    if dropout_p:
         return None
+    multiplications, others = _multiplications(query, key, value), (out, logsumexp, attn_mask, is_causal, scale)
+    if not _may_be_rounded(query, key, value, attn_mask, multiplications):
+        return fp32_attention.backward_if_faster(kernel, grad_out, query, key, value, *others)
 
     def rounded(*tensors: Any) -> tuple[Tensor, ...]:
         if not blocked_attention.KERNEL.is_first_guess:
@@ -93,7 +99,9 @@ def _backward(
 
     tensors = grad_out, query, key, value, attn_mask
     call = Arguments(f"gradients of {ATTENTION}", tensors, (is_causal,))
-    return rounded(*tensors) if rounds(ATTENTION, multiplications, call, in_fp32, rounded) else None
+    if rounds(ATTENTION, multiplications, call, in_fp32, rounded):
+        return rounded(*tensors)
+    return fp32_attention.backward_if_faster(kernel, grad_out, query, key, value, *others)
 
 
 REPLACEMENTS = (

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from nano_loop.patching.attributes import replaced
+from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_backward, queue_callback
 
 
@@ -29,6 +30,8 @@ class _NestedBackwards(threading.local):
 
 
 _backwards = _NestedBackwards()
+#: Are called after each outermost backward of any thread.
+_watchers: list[Callable[[], None]] = process_wide("watchers of backwards", [])
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -64,12 +67,26 @@ def backwards_run_by(runner: Callable[..., None]) -> Iterator[None]:
         _backwards.runner = before
 
 
+@contextmanager
+def backwards_watched(watcher: Callable[[], None]) -> Iterator[None]:
+    """Call `watcher`, or that of a context inside this one, after each outermost `torch.autograd.backward`."""
+    with nested_backwards_noticed():
+        _watchers.append(watcher)
+        try:
+            yield
+        finally:
+            _watchers.remove(watcher)
+
+
 def _noticing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         if _backwards.runner is not None:
-            return _backwards.runner(noticed, *args, **kwargs)
-        return noticed(*args, **kwargs)
+            _backwards.runner(noticed, *args, **kwargs)
+        else:
+            noticed(*args, **kwargs)
+        if _watchers and not in_backward():
+            _watchers[-1]()
 
     def noticed(*args: Any, **kwargs: Any) -> None:
         if _backwards.waiting is not None or not in_backward():

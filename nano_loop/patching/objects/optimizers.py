@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from nano_loop.patching.lifetime import undone_with
+from nano_loop.patching.objects.gradients import gradient_of
 from nano_loop.patching.patch_table import shared_change
 
 # --- closures ---
@@ -67,7 +68,7 @@ def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
     `torch.distributed.checkpoint` makes the state of a new optimizer by a step with gradients and rates of 0.
     """
     groups = [group for group in optimizer.param_groups if group.get("lr") is None or group["lr"]]
-    return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+    return [parameter for group in groups for parameter in group["params"] if gradient_of(parameter) is not None]
 
 
 # --- hooks of all optimizers ---
@@ -147,7 +148,7 @@ class _Guard:
         for group in optimizer.param_groups:
             if group.get("fused"):
                 for parameter in group["params"]:
-                    gradient = parameter.grad
+                    gradient = gradient_of(parameter)
                     if gradient is None or gradient.layout is not torch.strided:
                         continue
                     # The common case: both are contiguous, and were before. This line is the overhead of a step.

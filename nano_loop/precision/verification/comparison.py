@@ -63,8 +63,7 @@ def compare(traces: Sequence[Mapping[str, Tensor]], last_place: float) -> list[C
         The relative spacing of numbers in the precision, such as 2⁻⁷ for bf16.
     """
     accelerated, _, single, exact = traces
-    # Below it, nothing but rounding errors of larger terms is left: the gradient of a bias before a batch norm.
-    least = last_place * max((tensor.norm().item() for tensor in exact.values()), default=0.0)
+    scale = max((tensor.norm().item() for tensor in exact.values()), default=0.0)
     rows = []
     for name in [*accelerated, *(name for name in single if name not in accelerated)]:
         if any(name not in trace for trace in traces[1:]):
@@ -72,13 +71,13 @@ def compare(traces: Sequence[Mapping[str, Tensor]], last_place: float) -> list[C
         if name not in accelerated or accelerated[name].shape != exact[name].shape:
             rows.append(Compared(name, math.inf, 0.0, 0.0, True))
         else:
-            rows.append(_compared(name, [trace[name].flatten() for trace in traces], last_place, least))
+            rows.append(_compared(name, [trace[name].flatten() for trace in traces], last_place, scale))
     return rows
 
 
-def _compared(name: str, tensors: Sequence[Tensor], last_place: float, least: float) -> Compared:
+def _compared(name: str, tensors: Sequence[Tensor], last_place: float, scale: float) -> Compared:
     accelerated, hand, single, exact = tensors
-    norm = max(exact.norm().item(), least) or 1.0
+    norm = _norm_of(single, exact, last_place, scale)
     error, error_by_hand, error_in_fp32 = (
         (tensor - exact).norm().item() / norm for tensor in (accelerated, hand, single)
     )
@@ -89,6 +88,17 @@ def _compared(name: str, tensors: Sequence[Tensor], last_place: float, least: fl
     lost = not math.isfinite(error) and math.isfinite(error_in_fp32)
     cosine = torch.nn.functional.cosine_similarity(accelerated, single, dim=0, eps=1e-300).item()
     return Compared(name, error, error_by_hand, cosine, bool(far or biased or lost))
+
+
+def _norm_of(single: Tensor, exact: Tensor, last_place: float, scale: float) -> float:
+    """Return the norm that the errors of a tensor are relative to.
+
+    It is that of the exact tensor. Where nothing but rounding errors of larger terms is left, as in the gradient of a
+    bias before a batch norm, it is `scale`, the largest norm of all. The errors in fp32 tell where that is so.
+    """
+    noise = (single - exact).norm().item() * last_place / torch.finfo(torch.float32).eps
+    norm = exact.norm().item()
+    return (scale if norm <= noise else max(norm, last_place * scale)) or 1.0
 
 
 def _for_json(value: Any) -> Any:

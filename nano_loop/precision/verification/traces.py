@@ -28,6 +28,7 @@ from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 _TRIES = 17
 
 _DROPOUTS = ("dropout", "dropout_p", "dropout_prob", "drop_prob")
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)
@@ -89,22 +90,27 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
-    """Run the calls into a model as a person would write it in a precision, with outputs in fp32.
+def by_hand(model: nn.Module, kind: PrecisionKind, *, channels_last: bool = False) -> Iterator[nn.Module]:
+    """Run the calls into a model as a person would write it in a precision and a layout, with outputs in fp32.
 
     The model is changed: it should be a copy.
     """
     dtype, autocast = kind.parameters or torch.float32, kind.autocast_by_hand
 
+    def laid_out(tensor: Tensor) -> Tensor:
+        is_image = channels_last and tensor.layout is torch.strided and tensor.dim() in _FORMATS
+        return tensor.contiguous(memory_format=_FORMATS[tensor.dim()]) if is_image else tensor
+
     def inward(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        is_cast = kind.parameters is not None and tensor.is_floating_point()
+        return laid_out(tensor.to(dtype) if is_cast else tensor)
 
     def outward(tensor: Tensor) -> Tensor:
         return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
 
     def layer(call: Call) -> Call:
         def in_precision(function: Call, /, *args: Any, **kwargs: Any) -> Any:
-            if kind.parameters is not None:
+            if kind.parameters is not None or channels_last:
                 args, kwargs = map_tensors(inward, (args, kwargs))
             with nullcontext() if autocast is None else cpu_autocast(autocast):
                 return map_tensors(outward, call(function, *args, **kwargs))
@@ -113,6 +119,9 @@ def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
 
     interceptors = CallInterceptors()
     interceptors.add(converted(model, dtype), "by hand", layer).is_plain = True
+    for parameter in parameters_of(model):
+        if not is_lazy(parameter):
+            parameter.data = laid_out(parameter.data)
     for module in model.modules() if autocast is not None and not can_train_lstms(autocast) else ():
         if isinstance(module, nn.LSTM):
             module.forward = disable_casts()(module.forward)  # type: ignore[method-assign]

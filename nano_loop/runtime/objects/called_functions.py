@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from nano_loop.patching.walk import code_in, walk
+from nano_loop.patching.walk import CONTAINERS, code_in, items_of, walk
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _MOST = 1000  # functions of a class and those that they call
+_LONGEST = 1000  # items of a list that holds layers, and not data
 
 
 def functions_called(model: nn.Module) -> frozenset[str]:
@@ -23,8 +24,17 @@ def functions_called(model: nn.Module) -> frozenset[str]:
     They are found in the methods of the classes, but for torch's own, and in functions of the same package that these
     name as globals.
     """
-    kinds: set[Any] = {type(module) for module in model.modules()}
+    kinds: set[Any] = {type(value) for value in walk([model], _modules_in) if isinstance(value, nn.Module)}
     return frozenset().union(*map(_called_by, kinds))
+
+
+def _modules_in(value: Any) -> Iterator[Any]:
+    """Yield the modules in a module, and its lists and dicts, in which Keras has its layers."""
+    if isinstance(value, nn.Module):
+        yield from value.children()
+        yield from (attribute for attribute in vars(value).values() if isinstance(attribute, CONTAINERS))
+    elif len(value) <= _LONGEST:
+        yield from (item for item in items_of(value) if isinstance(item, (nn.Module, *CONTAINERS)))
 
 
 @functools.lru_cache(maxsize=1000)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 _NAME_WIDTH = len("gradient_averaging")  # the longest name; a test compares it with all of them
+#: The codes of steps for what a model or a loader does not have. Where they are "auto", the text names them together.
+_ABSENT = frozenset(("no_attention", "no_convolution", "no_norm", "few_classes", "no_images"))
+_IDLE = "nothing to do"
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class StepResult:
         What the step changed, why it was skipped, or what was measured.
     code : str or None
         Why it was skipped, in a short word that stays the same, such as "no_norm".
+    asked_for : bool
+        Whether the user has written the option, so that a step that has nothing to do has a line of its own.
     data : object
         A measurement in full, such as a `Verification` or a `CastLog`, with a table as its text and with `as_dict`.
         None for most steps.
@@ -36,6 +41,12 @@ class StepResult:
     detail: str
     data: Any = field(default=None, compare=False)
     code: str | None = None
+    asked_for: bool = field(default=False, compare=False)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the step was skipped because there is nothing that it is for."""
+        return self.code in _ABSENT and not self.asked_for
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain dicts, lists, strings and numbers, for JSON."""
@@ -55,7 +66,7 @@ class LastPrinted:
 
 
 class ReportPrinter:
-    """Prints the report of one run to standard error, except for what the run before has printed in the same place.
+    """Prints the report of one run, except for what the run before has printed in the same place.
 
     Parameters
     ----------
@@ -74,16 +85,39 @@ class ReportPrinter:
         self._lines += map(_without_measurement, entries)
         self._differs = self._differs or self._printed.lines[place : len(self._lines)] != self._lines[place:]
         if self._differs:
-            print_to_stderr(entries)
+            print_lines(_lines_of(entries))
             self._printed.lines = self._lines
 
 
-def print_to_stderr(entries: Sequence[object]) -> None:
-    """Print a line for each entry, in one write, and nowhere if there is no standard error."""
-    if sys.stderr is not None:  # as in a program without a console
+def print_lines(lines: Iterable[object]) -> None:
+    """Print lines to standard error, which a notebook shows as an error, and so there to standard output.
+
+    They are one write. Where there is no standard error, nothing is printed.
+    """
+    is_notebook = type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
+    stream = sys.stdout if is_notebook else sys.stderr
+    if stream is not None:  # as in a program without a console
         with suppress(Exception):  # it may be closed, or be an object of the user's: the training goes on
-            text = "".join(f"{entry}\n" for entry in entries)  # one write, which a worker's lines cannot come into
-            print(text, end="", file=sys.stderr, flush=True)
+            text = "".join(f"{line}\n" for line in lines)  # one write, which a worker's lines cannot come into
+            print(text, end="", file=stream, flush=True)
+
+
+def _lines_of(entries: Iterable[SetupReport | StepResult]) -> Iterator[str]:
+    """Yield the lines of entries: one for all steps that are skipped for one reason, or that have nothing to do."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for entry in entries:
+        if isinstance(entry, SetupReport) or entry.status != "skipped":
+            lines[(str(entry),)] = []
+        elif entry.is_idle:
+            lines.setdefault((_IDLE,), []).append(entry.name)
+        else:
+            lines.setdefault((entry.status, entry.detail), []).append(entry.name)
+    for (first, *rest), names in lines.items():
+        listed = ", ".join(dict.fromkeys(names))
+        if rest:
+            yield f"  {first}  {listed:<{_NAME_WIDTH}}  {rest[0]}"
+        else:
+            yield f"  {first}: {listed}" if names else first
 
 
 def _without_measurement(entry: SetupReport | StepResult) -> str:
@@ -123,8 +157,10 @@ class SetupReport:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Names of the steps that were skipped, without duplicates."""
-        return self._names("skipped")
+        """Names of the steps that were skipped, without duplicates and those that had something to do elsewhere."""
+        applied = self.applied
+        skipped = [result for result in self.results if result.status == "skipped"]
+        return tuple(dict.fromkeys(r.name for r in skipped if not (r.is_idle and r.name in applied)))
 
     def __getitem__(self, name: str) -> StepResult:
         """Return the last result of the step `name`; raises ``KeyError`` if the step was disabled."""
@@ -153,7 +189,9 @@ class SetupReport:
         lines = [self.title]
         if self.from_environment:
             lines.append(f"  from the environment: {', '.join(self.from_environment)}")
-        return "\n".join([*lines, *map(str, self.results)])
+        applied = self.applied
+        results = [result for result in self.results if not (result.is_idle and result.name in applied)]
+        return "\n".join([*lines, *_lines_of(results)])
 
     __repr__ = __str__  # for notebooks, which show the repr
 

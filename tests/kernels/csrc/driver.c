@@ -13,7 +13,8 @@
 #define MOST 16 /* arguments of a call */
 
 /* A number, or memory with `count` elements of `size` bytes: bf16, fp32, or else bytes. What is expected of numbers is in
-   double precision, and how far the root of their mean square may be from it. Other memory keeps what it has. */
+   double precision, and how far the root of their mean square may be from it. Other memory keeps what it has, but for that of
+   the kind 's', in which functions note what they like. */
 typedef struct {
     int64_t number, count;
     double real, bound;
@@ -34,6 +35,10 @@ void layer_norm(const void *, int64_t, int64_t, int64_t, const float *, const fl
                 int);
 int layer_norm_backward(const void *, const void *, int64_t, int64_t, int64_t, const float *, const float *,
                         const float *, void *, float *, float *, int);
+void fp32_attention_forward(const void *, const float *, const float *, const float *, const float *, float *, float *, float *,
+                            int);
+void fp32_attention_backward(const void *, const float *, const float *, const float *, const float *, const float *,
+                             const float *, float *, float *, float *, float *, int);
 void fp32_product(const void *, const float *, const float *, const float *, float *, int);
 int draw_bernoulli(uint64_t *, int64_t, void *, int64_t, int64_t, uint64_t, uint64_t);
 #define LOSSES(KIND, TYPE)                                                                                             \
@@ -74,6 +79,8 @@ static int call(const char *name, const Argument *arguments, int threads) {
     INT(group_norm_backward, P(0), N(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), P(9), threads)
     VOID(layer_norm, P(0), N(1), N(2), N(3), P(4), P(5), R(6), P(7), P(8), P(9), threads)
     INT(layer_norm_backward, P(0), P(1), N(2), N(3), N(4), P(5), P(6), P(7), P(8), P(9), P(10), threads)
+    VOID(fp32_attention_forward, THREE, P(3), P(4), P(5), P(6), P(7), threads)
+    VOID(fp32_attention_backward, THREE, P(3), P(4), P(5), P(6), P(7), P(8), P(9), P(10), threads)
     VOID(fp32_product, P(0), P(1), P(2), P(3), P(4), threads)
     INT(draw_bernoulli, P(0), N(1), P(2), N(3), N(4), (uint64_t)N(5), (uint64_t)N(6))
     INT(cross_entropy_float, P(0), P(1), N(2), N(3), N(4), R(5), P(6), P(7), P(8), threads)
@@ -109,7 +116,8 @@ static Argument read_argument(FILE *file) {
                &argument.bound, &has_given, &has_expected) != 6)
         exit(2);
     size_t size = (size_t)argument.count * (size_t)argument.size, beside = argument.kind == 'b' ? 8 : argument.size;
-    argument.base = malloc(beside + size);
+    if (argument.kind == 's') beside = 0;
+    argument.base = argument.kind == 's' ? aligned_alloc(64, (size + 63) / 64 * 64) : malloc(beside + size);
     if (!argument.base) exit(2);
     argument.memory = argument.base + beside;
     memset(argument.memory, 0xff, size);
@@ -136,6 +144,7 @@ static double error_of(const Argument *argument) {
     const double *expected = argument->expected;
     double squares = 0;
     size_t size = (size_t)argument->count * (size_t)argument->size;
+    if (argument->kind == 's') return 0;
     if (argument->kind == 'b' || !expected) {
         const void *bytes = expected ? argument->expected : argument->given;
         return argument->memory && memcmp(argument->memory, bytes, size) ? INFINITY : 0;

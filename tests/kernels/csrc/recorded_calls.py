@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from kernels.test_cross_entropy import logits_of
 from kernels.test_norms import EPS, MOMENTUM, bounded, case_of, rms
 from nano_loop.kernels.activation import activations
+from nano_loop.kernels.attention import fp32_attention
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
@@ -20,7 +21,7 @@ ATEN = torch.ops.aten
 #: Letters of the dtypes whose elements are compared as numbers.
 NUMBERS = {torch.bfloat16: "h", torch.float32: "f"}
 #: Functions that return nothing.
-VOID = ("tanh", "gelu", "exact_gelu", "gradient", "fp32_product")
+VOID = ("tanh", "gelu", "exact_gelu", "gradient", "fp32")
 #: Relative rounding of a result by its dtype, which may be rounded some times in fp32.
 DIGITS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-22}
 
@@ -75,6 +76,8 @@ class Recorder:
             return [b"number %d\n" % argument]
         if isinstance(argument, float):
             return [f"real {argument.hex()}\n".encode()]
+        if argument.dtype is torch.uint8 and left is None:
+            return _memory("s", 1, given, None)
         place = argument.data_ptr(), argument.numel()
         exact, bound, is_kept = self._expected.pop(place, (None, 0.0, True))
         if exact is None or not argument.numel():
@@ -136,7 +139,7 @@ def activation(recorder, count, dtype, seed=0):
     x[1:2] = torch.nan
 
     def expect(name, *tensors, exact):
-        bound = DIGITS[dtype] * max(rms(exact[exact.isfinite()]) if count > 2 else 0, 1)
+        bound = DIGITS[dtype] * max(rms(exact[exact.isfinite()]) if count else 0, 1)
         recorder.expect(activations._computed(f"{name}_{activations.KINDS[dtype]}", *tensors), exact, bound)
 
     of_x, of_gradient = x.double(), gradient.double()
@@ -182,6 +185,30 @@ def products(recorder, sizes, has_bias=True, seed=0):
         recorder.expect(out, exact, DIGITS[torch.float32] * max(rms(exact), 1))
 
 
+def attention(recorder, sizes, is_causal=False, has_mask=False, seed=0):
+    """Record attention of two sequences with three heads, and its gradients."""
+    rows, keys, size = sizes
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value, of_out = (
+        torch.randn(2, count, 3, size, generator=generator).transpose(1, 2) for count in (rows, keys, keys, rows)
+    )
+    mask = torch.randn(2, 3, rows, keys, generator=generator) if has_mask else None
+    wide = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    scores = wide[0] @ wide[1].mT * 0.3 + (0 if mask is None else mask.double())
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(rows, keys, dtype=torch.bool).triu(1), -torch.inf)
+    exact, before = scores.softmax(-1) @ wide[2], torch.get_num_threads()
+    gradients = torch.autograd.grad(exact, wide, of_out.double())
+    torch.set_num_threads(4)  # the most by which a call is repeated, which need memory
+    out, log_sums = fp32_attention.forward(query, key, value, mask, is_causal, 0.3)
+    results = (out, log_sums, *fp32_attention.backward(of_out, query, key, value, mask, log_sums, is_causal, 0.3))
+    torch.set_num_threads(before)
+    for found, numbers in zip(results, (exact, scores.logsumexp(-1), *gradients), strict=True):
+        recorder.expect(
+            found, numbers.detach(), DIGITS[torch.float32] * max(rms(numbers.detach()), (rows * size) ** 0.5)
+        )
+
+
 def draws(recorder, count, dtype, p, skipped=0):
     """Record draws of torch's generator, which are torch's own."""
     ours, torchs = (torch.Generator().manual_seed(count) for _ in range(2))
@@ -209,13 +236,25 @@ def some_calls(recorder):
     norms_of_nothing(recorder)
     for place, sizes in enumerate([(1, 1, 1), (7, 300, 65), (13, 5, 130), (110, 40, 270)]):
         products(recorder, sizes, has_bias=bool(place % 2))
+    for sizes in ((1, 1, 1), (55, 55, 65), (9, 70, 17)):
+        attention(recorder, sizes, is_causal=sizes[0] == sizes[1], has_mask=sizes[0] != sizes[1])
     for dtype, count in itertools.product((torch.bool, torch.bfloat16, torch.float32, torch.float64), (0, 1, 1301)):
         draws(recorder, count, dtype, 0.3, skipped=count % 7)
 
 
 def random_calls(recorder, random, count):
     """Record calls of functions, sizes and kinds that are chosen at random."""
-    kinds = ["batch_norm", "group_norm", "layer_norm", "rms_norm", "activation", "losses", "draws", "products"]
+    kinds = [
+        "batch_norm",
+        "group_norm",
+        "layer_norm",
+        "rms_norm",
+        "activation",
+        "losses",
+        "draws",
+        "products",
+        "attention",
+    ]
     for seed in range(count):
         dtype, scale, offset = random.choice([*NUMBERS]), random.choice([0.01, 1.0, 30.0]), random.choice([0.0, 3.0])
         named = {"dtype": dtype, "scale": scale, "offset": offset * scale, "seed": seed}
@@ -237,6 +276,9 @@ def random_calls(recorder, random, count):
         elif kind == "losses":
             width = random.choice([1, 15, 16, 17, 512, 513, random.randint(1, 3000)])
             losses(recorder, random.randint(0, 20), width, dtype, random.choice([0.0, 0.1, 1.0]), scale, seed)
+        elif kind == "attention":
+            sizes = tuple(random.choice([1, 16, 64, random.randint(1, 130)]) for _ in range(3))
+            attention(recorder, sizes, random.random() < 0.5, random.random() < 0.5, seed)
         elif kind == "products":
             sizes = tuple(random.choice([1, 6, 64, 256, random.randint(1, 400)]) for _ in range(3))
             products(recorder, sizes, random.random() < 0.5, seed)

@@ -16,7 +16,7 @@ from nano_loop.kernels import compiler
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.dropout import bernoulli
 
-SOURCES = ("norms", "activations", "cross_entropy", "bernoulli", "fp32_product")
+SOURCES = ("norms", "activations", "cross_entropy", "bernoulli", "fp32_product", "fp32_attention")
 NATIVE = compiler.NATIVE.flags
 
 

@@ -15,6 +15,7 @@ from nano_loop.steps.kernels import (
     FastConvolution,
     FastCrossEntropy,
     FastDropout,
+    FastEmbedding,
     FastLinear,
     FastLstm,
     FastNorm,
@@ -28,6 +29,7 @@ CALLING = {
     FastConvolution: [nn.Conv1d(2, 2, 1), nn.Conv3d(2, 2, 1), nn.ConvTranspose2d(2, 2, 1), nn.LazyConv2d(2, 1)],
     FastCrossEntropy: [nn.Linear(2, 1000)],
     FastDropout: [nn.Dropout(0.1), nn.Linear(2, 2)],
+    FastEmbedding: [nn.Embedding(512, 512), nn.EmbeddingBag(512, 512)],
     FastLinear: [nn.Linear(512, 256)],
     FastLstm: [nn.LSTM(2, 2)],
     FastNorm: [
@@ -42,6 +44,7 @@ OTHERS = {
     FastAttention: ([nn.Linear(2, 2)], "no_attention"),
     FastConvolution: ([nn.Linear(2, 2)], "no_convolution"),
     FastCrossEntropy: ([nn.Linear(4, 999)], "few_classes"),
+    FastEmbedding: ([nn.Linear(512, 512), nn.Embedding(512, 511)], None),
     FastLinear: ([nn.Linear(512, 255), nn.Embedding(512, 256), nn.Conv2d(256, 256, 3)], None),
     FastLstm: ([nn.GRU(2, 2)], None),
     FastNorm: ([nn.Linear(2, 2)], "no_norm"),

@@ -1,0 +1,147 @@
+"""Batches that are taken out of datasets in memory by one indexing operation for each tensor or array.
+
+A `DataLoader` indexes each sample by itself and stacks the samples, in six times the time. Here the result is what
+`torch.utils.data.default_collate` makes of them. Datasets are known by their exact classes, of torch and of skorch:
+what the ``__getitem__`` of another class does is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
+
+_ARRAYS = (np.ndarray, np.memmap)
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class WholeBatches(Dataset[Any]):
+    """A dataset that is indexed by all positions of a batch, and returns the batch.
+
+    Parameters
+    ----------
+    dataset : torch.utils.data.Dataset
+        One whose `leaves_of` are all supported. They are read anew for each batch, since the loop may change them.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, positions: Sequence[Any]) -> Any:
+        """Return the batch, by the samples if they do not fit together or one is out of range: its error is torch's."""
+        try:
+            return batch_of(self.dataset, _array(positions))
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            return default_collate([self.dataset[position] for position in positions])
+
+
+def leaves_of(dataset: Any) -> Iterator[Any]:
+    """Yield what the samples of a dataset are taken from, such as the tensors of a `TensorDataset`."""
+    if type(dataset) is Subset:
+        yield from leaves_of(dataset.dataset)
+    elif type(dataset) is TensorDataset:
+        yield from dataset.tensors
+    elif type(dataset) in (ConcatDataset, StackDataset):
+        parts = dataset.datasets
+        for part in parts.values() if isinstance(parts, Mapping) else parts:
+            yield from leaves_of(part)
+    elif _is_of_skorch(dataset):
+        for part in (dataset.X, dataset.y):
+            yield from part.values() if type(part) is dict else () if part is None else (part,)
+    else:
+        yield dataset
+
+
+def is_supported(leaf: Any) -> bool:
+    """Whether rows of a tensor or an array are what torch stacks: a subclass may have its own rows."""
+    if type(leaf) is Tensor:
+        return leaf.dim() > 0 and leaf.layout is torch.strided
+    if type(leaf) not in _ARRAYS or not leaf.ndim or leaf.dtype.kind not in "biufc" or not len(leaf):
+        return False
+    try:
+        return bool(torch.from_numpy(leaf[:1].copy()).dtype is default_collate([leaf[0], leaf[0]]).dtype)
+    except TypeError:  # torch has no such dtype
+        return False
+
+
+def batch_of(dataset: Any, positions: Positions) -> Any:
+    """Return the batch of samples at these positions, of a dataset whose leaves are supported."""
+    if type(dataset) is Subset:
+        return batch_of(dataset.dataset, _array([dataset.indices[position] for position in positions.tolist()]))
+    if type(dataset) is TensorDataset:
+        return [_rows(tensor, positions) for tensor in dataset.tensors]
+    if type(dataset) is ConcatDataset:
+        return _batch_of_several(dataset, positions)
+    if type(dataset) is StackDataset:
+        if isinstance(dataset.datasets, Mapping):
+            return {key: batch_of(part, positions) for key, part in dataset.datasets.items()}
+        return [batch_of(part, positions) for part in dataset.datasets]
+    if _is_of_skorch(dataset):
+        targets = (
+            torch.zeros(len(positions), 1, device="cpu") if dataset.y is None else _rows_of_skorch(dataset.y, positions)
+        )
+        return [_rows_of_skorch(dataset.X, positions), targets]
+    return _rows(dataset, positions)
+
+
+def _batch_of_several(dataset: ConcatDataset[Any], positions: Positions) -> Any:
+    """Return a batch of samples of datasets that follow one another."""
+    length = len(dataset)
+    positions = np.where(positions < 0, positions + length, positions)
+    if len(positions) and not 0 <= positions.min() <= positions.max() < length:
+        raise IndexError(positions)
+    owners = np.searchsorted(dataset.cumulative_sizes, positions, side="right")
+    batches, places = [], []
+    for owner in np.unique(owners):
+        (of_owner,) = np.nonzero(owners == owner)
+        start = dataset.cumulative_sizes[owner - 1] if owner else 0
+        batches.append(batch_of(dataset.datasets[owner], positions[of_owner] - start))
+        places.append(of_owner)
+    return _joined(batches, torch.from_numpy(np.argsort(np.concatenate(places))))
+
+
+def _joined(batches: Sequence[Any], order: Tensor) -> Any:
+    """Return batches of one form as one, in an order."""
+    first = batches[0]
+    if len({type(batch) for batch in batches}) > 1:
+        raise TypeError("the samples of the datasets are not of one kind")
+    if isinstance(first, Tensor):
+        return torch.cat(list(batches)).index_select(0, order)
+    if isinstance(first, dict):
+        return {key: _joined([batch[key] for batch in batches], order) for key in first}
+    return [_joined(parts, order) for parts in zip(*batches, strict=True)]
+
+
+def _is_of_skorch(dataset: Any) -> bool:
+    return (type(dataset).__module__, type(dataset).__qualname__) == ("skorch.dataset", "Dataset")
+
+
+def _rows_of_skorch(values: Any, positions: Positions) -> Any:
+    if type(values) is dict:
+        return {key: _rows(value, positions) for key, value in values.items()}
+    return _rows(values, positions)
+
+
+def _rows(values: Any, positions: Positions) -> Tensor:
+    """Return the rows of a tensor or an array, in the layout that `torch.stack` returns."""
+    if isinstance(values, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(values.take(positions, axis=0)))
+    index = torch.from_numpy(positions)
+    try:
+        rows: Tensor = values.index_select(0, index)
+    except (IndexError, RuntimeError):  # IPEX's is a RuntimeError
+        # A negative position counts from the end. What is out of range gets the usual error.
+        rows = values[index]
+    return rows.contiguous()
+
+
+def _array(positions: Sequence[Any]) -> Positions:
+    """Return positions as an array, which numpy makes of plain ints in a third of torch's time."""
+    return np.fromiter(positions, np.int64, len(positions))

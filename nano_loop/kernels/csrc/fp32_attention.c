@@ -1,0 +1,211 @@
+/* Attention of fp32 tensors, softmax(query keyᵀ · scale + mask) value, and its gradients.
+
+   A thread computes whole heads. It packs keys and values once, and computes some rows of scores at a time, which stay in the
+   cache. The backward computes them again from the logarithm of the sum of each row. */
+#include "fp32_functions.h"
+#include "logarithm.h"
+#include "threads.h"
+
+#define BLOCK (8 * ROWS) /* rows of scores that are computed at a time */
+#define LOWEST (-__builtin_inff())
+
+/* Sizes, and strides of a batch, a head and a row. Numbers of a row lie side by side, but for the mask, which has a stride of
+   a column, too. */
+typedef struct {
+    int64_t batch, heads, rows, keys, size, is_causal;
+    int64_t query[3], key[3], value[3], out[3], of_query[3], of_key[3], of_value[3], of_out[3], mask[4];
+    double scale;
+} Call;
+
+/* A matrix that is packed: tiles of columns, for each number of the depth. */
+typedef struct {
+    const float *tiles;
+    int64_t columns, depth;
+} Packed;
+
+INLINE int64_t padded(int64_t count) { return up_to(count, WIDTH); }
+INLINE Vector at(const float *from) { return *(const Unaligned *)from; }
+INLINE void put(float *to, Vector numbers) { *(Unaligned *)to = numbers; }
+
+INLINE float sum_of(Vector numbers) {
+    float sum = 0;
+    for (int i = 0; i < WIDTH; i++) sum += numbers[i];
+    return sum;
+}
+
+static Packed pack(const float *b, int64_t b_step, int64_t b_column, int64_t columns, int64_t depth, float *to) {
+    for (int64_t column = 0; column < columns; column += TILE) {
+        int64_t width = vectors_at(column, columns) * WIDTH;
+        pack_tile(b + column * b_column, b_step, b_column, columns - column, depth, width, to + column * depth);
+    }
+    return (Packed){to, columns, depth};
+}
+
+/* Writes a b, or adds it to `out`, for some rows of a, some of its numbers, and all tiles that have one of the columns. */
+static void multiply(int64_t rows, int64_t columns, int64_t depth, const float *a, int64_t a_row, int64_t a_step,
+                     const Packed *b, float *out, int64_t out_row, int is_added) {
+    const float *from[ROWS];
+    float sums[ROWS * TILE] __attribute__((aligned(64)));
+    for (int64_t column = 0; column < columns; column += TILE) {
+        int64_t vectors = vectors_at(column, b->columns), width = vectors * WIDTH;
+        for (int64_t row = 0; row < rows; row += ROWS) {
+            int64_t count = least(ROWS, rows - row);
+            for (int64_t i = 0; i < count; i++) from[i] = a + (row + i) * a_row;
+            IN_FP32[vectors - 1](count, depth, from, a_step, b->tiles + column * b->depth, width, sums);
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t j = 0; j < width; j += WIDTH) {
+                    float *to = out + (row + i) * out_row + column + j;
+                    put(to, is_added ? at(to) + at(sums + i * TILE + j) : at(sums + i * TILE + j));
+                }
+        }
+    }
+}
+
+static void store_rows(const float *from, int64_t rows, int64_t size, float *to, int64_t to_row) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < size; j += WIDTH) store(to + i * to_row + j, size - j, at(from + i * padded(size) + j));
+}
+
+/* The keys that some rows see. */
+INLINE int64_t keys_of(const Call *call, int64_t row, int64_t rows) {
+    return call->is_causal ? least(call->keys, row + rows) : call->keys;
+}
+
+/* Computes scores of some rows. From the last key on that a row sees they are the lowest. */
+static void score(const Call *call, const float *query, const Packed *keys, const float *mask, int64_t row, int64_t rows,
+                  float *scores) {
+    int64_t seen = keys_of(call, row, rows), width = padded(call->keys);
+    multiply(rows, seen, call->size, query + row * call->query[2], call->query[2], 1, keys, scores, width, 0);
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t last = keys_of(call, row + i, 1);
+        const float *of_row = mask ? mask + (row + i) * call->mask[2] : 0;
+        for (int64_t j = 0; j < padded(seen); j += WIDTH) {
+            float *to = scores + i * width + j;
+            Vector numbers = at(to) * (float)call->scale;
+            for (int k = 0; mask && call->mask[3] != 1 && k < WIDTH && j + k < last; k++)
+                numbers[k] += of_row[(j + k) * call->mask[3]];
+            if (mask && call->mask[3] == 1 && j < last) numbers += load(of_row + j, last - j);
+            for (int k = 0; j + WIDTH > last && k < WIDTH; k++)
+                if (j + k >= last) numbers[k] = LOWEST;
+            put(to, numbers);
+        }
+    }
+}
+
+/* Makes a row of scores exponentials, of which the largest is 1, and returns the logarithm of the sum of those of the scores.
+   Where no key is seen all are 0, as is the logarithm in torch. */
+INLINE float exponentials(float *scores, int64_t count, float *sum) {
+    Vector largest = (Vector){0} + LOWEST, total = {0};
+    for (int64_t j = 0; j < count; j += WIDTH) largest = CHOOSE(at(scores + j) > largest, at(scores + j), largest);
+    float most_of_row = LOWEST;
+    for (int i = 0; i < WIDTH; i++) most_of_row = largest[i] > most_of_row ? largest[i] : most_of_row;
+    if (most_of_row == LOWEST) most_of_row = 0;
+    for (int64_t j = 0; j < count; j += WIDTH) {
+        Vector numbers = exponential(at(scores + j) - most_of_row);
+        put(scores + j, numbers);
+        total += numbers;
+    }
+    *sum = sum_of(total);
+    return *sum == 0 ? 0 : most_of_row + (float)logarithm(*sum);
+}
+
+/* Numbers of memory that a thread takes. */
+static int64_t numbers_of(const Call *call, int backward) {
+    int64_t keys = padded(call->keys), size = padded(call->size);
+    if (!backward) return call->size * keys + call->keys * size + BLOCK * (keys + size);
+    return 2 * call->size * keys + 3 * call->keys * size + BLOCK * (2 * keys + 3 * size);
+}
+
+/* Bytes of memory that a thread of a call takes. */
+int64_t fp32_attention_bytes(const Call *call, int backward) { return 4 * numbers_of(call, backward); }
+
+INLINE int64_t place(const int64_t *strides, int64_t batch, int64_t head) {
+    return batch * strides[0] + head * strides[1];
+}
+
+static void forward_of_head(const Call *call, int64_t batch, int64_t head, const float *query, const float *key,
+                            const float *value, const float *mask, float *out, float *log_sums, float *own) {
+    int64_t width = padded(call->keys), size = padded(call->size);
+    float *scores = own + call->size * width + call->keys * size, *sums = scores + BLOCK * width;
+    Packed keys = pack(key + place(call->key, batch, head), 1, call->key[2], call->keys, call->size, own);
+    Packed values = pack(value + place(call->value, batch, head), call->value[2], 1, call->size, call->keys,
+                         own + call->size * width);
+    query += place(call->query, batch, head), out += place(call->out, batch, head);
+    mask = mask ? mask + place(call->mask, batch, head) : 0;
+    for (int64_t row = 0; row < call->rows; row += BLOCK) {
+        int64_t rows = least(BLOCK, call->rows - row), seen = keys_of(call, row, rows);
+        float totals[BLOCK];
+        score(call, query, &keys, mask, row, rows, scores);
+        for (int64_t i = 0; i < rows; i++)
+            log_sums[(batch * call->heads + head) * call->rows + row + i] =
+                exponentials(scores + i * width, padded(seen), totals + i);
+        multiply(rows, call->size, seen, scores, width, 1, &values, sums, size, 0);
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t j = 0; j < size; j += WIDTH)
+                put(sums + i * size + j, at(sums + i * size + j) * (totals[i] == 0 ? 0 : 1 / totals[i]));
+        store_rows(sums, rows, call->size, out + row * call->out[2], call->out[2]);
+    }
+}
+
+static void backward_of_head(const Call *call, int64_t batch, int64_t head, const float *of_out, const float *query,
+                             const float *key, const float *value, const float *mask, const float *log_sums,
+                             float *of_query, float *of_key, float *of_value, float *own) {
+    int64_t width = padded(call->keys), size = padded(call->size), of_keys = call->keys * size;
+    float *next = own;
+    key += place(call->key, batch, head), value += place(call->value, batch, head);
+    Packed keys = pack(key, 1, call->key[2], call->keys, call->size, next);
+    Packed values = pack(value, 1, call->value[2], call->keys, call->size, next += call->size * width);
+    Packed rows_of_keys = pack(key, call->key[2], 1, call->size, call->keys, next += call->size * width);
+    float *key_sums = next += of_keys, *value_sums = next += of_keys, *shares = next += of_keys;
+    float *slopes = next += BLOCK * width, *sums = next += BLOCK * width;
+    float *packed_query = next += BLOCK * size, *packed_out = next += BLOCK * size;
+    memset(key_sums, 0, 8 * (size_t)of_keys);
+    query += place(call->query, batch, head), of_out += place(call->of_out, batch, head);
+    of_query += place(call->of_query, batch, head);
+    mask = mask ? mask + place(call->mask, batch, head) : 0;
+    for (int64_t row = 0; row < call->rows; row += BLOCK) {
+        int64_t rows = least(BLOCK, call->rows - row), seen = keys_of(call, row, rows);
+        const float *of_rows = of_out + row * call->of_out[2];
+        score(call, query, &keys, mask, row, rows, shares);
+        multiply(rows, seen, call->size, of_rows, call->of_out[2], 1, &values, slopes, width, 0);
+        for (int64_t i = 0; i < rows; i++) {
+            float log_sum = log_sums[(batch * call->heads + head) * call->rows + row + i];
+            float *share = shares + i * width, *slope = slopes + i * width;
+            Vector products = {0};
+            for (int64_t j = 0; j < padded(seen); j += WIDTH) {
+                put(share + j, exponential(at(share + j) - log_sum));
+                products += at(share + j) * at(slope + j);
+            }
+            float mean = sum_of(products);
+            for (int64_t j = 0; j < padded(seen); j += WIDTH)
+                put(slope + j, at(share + j) * (at(slope + j) - mean) * (float)call->scale);
+        }
+        multiply(rows, call->size, seen, slopes, width, 1, &rows_of_keys, sums, size, 0);
+        store_rows(sums, rows, call->size, of_query + row * call->of_query[2], call->of_query[2]);
+        Packed queries = pack(query + row * call->query[2], call->query[2], 1, call->size, rows, packed_query);
+        Packed outs = pack(of_rows, call->of_out[2], 1, call->size, rows, packed_out);
+        multiply(seen, call->size, rows, slopes, 1, width, &queries, key_sums, size, 1);
+        multiply(seen, call->size, rows, shares, 1, width, &outs, value_sums, size, 1);
+    }
+    store_rows(key_sums, call->keys, call->size, of_key + place(call->of_key, batch, head), call->of_key[2]);
+    store_rows(value_sums, call->keys, call->size, of_value + place(call->of_value, batch, head), call->of_value[2]);
+}
+
+/* Writes `out`, and the logarithm of the sum of each row into `log_sums`, which is (batch, head, row). */
+void fp32_attention_forward(const Call *call, const float *query, const float *key, const float *value, const float *mask,
+                            float *out, float *log_sums, float *scratch, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t head = 0; head < call->batch * call->heads; head++)
+        forward_of_head(call, head / call->heads, head % call->heads, query, key, value, mask, out, log_sums,
+                        scratch + omp_get_thread_num() * numbers_of(call, 0));
+}
+
+/* Writes the gradients of query, key and value. */
+void fp32_attention_backward(const Call *call, const float *of_out, const float *query, const float *key,
+                             const float *value, const float *mask, const float *log_sums, float *of_query,
+                             float *of_key, float *of_value, float *scratch, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t head = 0; head < call->batch * call->heads; head++)
+        backward_of_head(call, head / call->heads, head % call->heads, of_out, query, key, value, mask, log_sums,
+                         of_query, of_key, of_value, scratch + omp_get_thread_num() * numbers_of(call, 1));
+}

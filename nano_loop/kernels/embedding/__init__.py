@@ -1,0 +1,1 @@
+"""The lookups of embeddings, and the gradients of their tables."""

@@ -1,0 +1,220 @@
+"""Fused steps over the rows of a table that have a gradient or a state, to the bit of torch's over all of them.
+
+A step of SGD or Adagrad changes no row without a gradient; one of Adam, or of SGD with momentum, none whose moments are
+zero, too. So it is without weight decay, and with AdamW's such rows only decay. Which rows have a gradient is known
+from `nano_loop.kernels.embedding.row_gradient`. Moments are looked through once, and again after somebody else has
+changed them. The last rows of a table whose size is no multiple of 16 are stepped by torch, which does not compute all
+of their numbers by vectors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nano_loop.kernels.embedding.row_gradient import KERNEL, Lookups, RowGradient, row_gradient_of
+from nano_loop.patching.torch_private_optimizers import fused_adagrad, fused_adam, fused_sgd
+
+_UNIT = 16  # numbers that torch's kernels compute together on every CPU
+_EXAMPLE = (41, 24)  # rows and numbers of a table by which both are compared
+_LEAST, _LARGEST = 1e-30, 1e6  # of numbers of which products with zero are zero in fp32
+
+
+class RowStep(NamedTuple):
+    """A step of one table.
+
+    Attributes
+    ----------
+    rule : Rule
+        What is computed.
+    rows : RowGradient
+        The rows.
+    tensors : tuple of torch.Tensor
+        The table, its gradient, and its states.
+    counter : torch.Tensor or None
+        The number of this step, once it is called.
+    settings : mapping
+        Those of the group, by the names of torch's kernel.
+    """
+
+    rule: Rule
+    rows: RowGradient
+    tensors: tuple[Tensor, ...]
+    counter: Tensor | None
+    settings: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        """Take the step, without a gradient being recorded."""
+        states, (count, width) = self.tensors[2:], self.rows.shape
+        together = count - count % (_UNIT // math.gcd(_UNIT, width))
+        self.rule.by_rows(self, together)
+        if together < count:
+            counters = [] if self.counter is None else [[self.counter]]
+            self.rule.by_torch(*([tensor[together:]] for tensor in self.tensors), *counters, **self.settings)
+        self.rows.know(*states)
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """How rows are stepped by one of torch's kernels.
+
+    Attributes
+    ----------
+    by_torch : callable
+        Calls torch's kernel with lists of tensors and the settings.
+    by_rows : callable
+        Takes a step, and how many rows it is for, of which it updates those that change.
+    states : callable
+        Returns the names of the states by the settings.
+    has_counter : bool
+        Whether torch counts the steps, and its kernel takes the counters after the states.
+    examples : tuple
+        Settings by which both are compared.
+    """
+
+    by_torch: Callable[..., None]
+    by_rows: Callable[[RowStep, int], None]
+    states: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    has_counter: bool
+    examples: tuple[Mapping[str, Any], ...]
+
+
+def row_step(rule: Rule, tensors: Sequence[Tensor], settings: Mapping[str, Any]) -> RowStep | None:
+    """Return the step of a table by rows, or None where torch has to take it.
+
+    Parameters
+    ----------
+    rule : Rule
+        What is computed.
+    tensors : sequence of torch.Tensor
+        The table, its gradient, its states, and the counter, if there is one.
+    settings : mapping
+        Those of the group, by the names of torch's kernel.
+    """
+    rows = row_gradient_of(tensors[0])
+    if rows is None:
+        return None
+    tensors, counter = (tensors[:-1], tensors[-1]) if rule.has_counter else (tensors, None)
+    is_plain = all(_is_plain(tensor) and tensor.shape == rows.shape for tensor in tensors)
+    if rows.confirm(tensors[1]) and is_plain and _keeps_others(settings) and _computes_as_torch(rule):
+        return RowStep(rule, rows, (*tensors,), counter, settings)
+    rows.forget_states()  # torch's kernel changes them, and leaves their version counters as they are
+    return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+
+
+def _adam_by_rows(step: RowStep, count: int) -> None:
+    assert step.counter is not None
+    settings, number = step.settings, step.counter.item()
+    lr, beta1, beta2 = settings["lr"], settings["beta1"], settings["beta2"]
+    decay = 1 - lr * settings["weight_decay"] if settings["is_decoupled"] else 1.0
+    numbers = (decay, 1 - beta1, 1 - beta2, beta2, math.sqrt(1 - beta2**number), settings["eps"])
+    size = -(lr / (1 - beta1**number))
+    step.rows.mark(*step.tensors[2:])
+    sizes = (count, step.rows.shape[1])
+    KERNEL("adam_rows", *step.tensors, step.rows.marks, *sizes, _sign(settings), *map(float, numbers), size)
+
+
+def _sgd_by_rows(step: RowStep, count: int) -> None:
+    settings, width = step.settings, step.rows.shape[1]
+    if settings["momentum"]:
+        step.rows.mark(step.tensors[2])
+        numbers = (_sign(settings), settings["momentum"], 1 - settings["dampening"], -settings["lr"])
+        is_nesterov = int(settings["nesterov"])
+        KERNEL("momentum_rows", *step.tensors, step.rows.marks, count, width, is_nesterov, *map(float, numbers))
+    else:
+        call = (*step.rows.listed, count, width, _sign(settings), -float(settings["lr"]))
+        KERNEL("sgd_rows", *step.tensors, *call)
+
+
+def _adagrad_by_rows(step: RowStep, count: int) -> None:
+    assert step.counter is not None
+    settings = step.settings
+    rate = settings["lr"] / (1 + (step.counter.item() - 1) * settings["lr_decay"])
+    call = (*step.rows.listed, count, step.rows.shape[1], _sign(settings), float(rate), float(settings["eps"]))
+    KERNEL("adagrad_rows", *step.tensors, *call)
+
+
+def _sign(settings: Mapping[str, Any]) -> float:
+    return -1.0 if settings["maximize"] else 1.0
+
+
+def _keeps_others(settings: Mapping[str, Any]) -> bool:
+    """Whether rows without a gradient and a state stay what they are, or decay."""
+    is_kept = not settings["weight_decay"] or settings.get("is_decoupled", False)
+    return bool(is_kept and abs(settings["lr"]) < _LARGEST and settings.get("eps", 1) > _LEAST)
+
+
+ADAM = Rule(
+    fused_adam,
+    _adam_by_rows,
+    lambda settings: ("exp_avg", "exp_avg_sq"),
+    True,
+    (
+        {"is_decoupled": False, "lr": 0.01, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0, "eps": 1e-8}
+        | {"maximize": False},
+        {"is_decoupled": True, "lr": 0.3, "beta1": 0.4, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-3}
+        | {"maximize": True},
+    ),
+)
+_PLAIN_SGD: Mapping[str, Any] = {"lr": 0.3, "weight_decay": 0, "momentum": 0, "dampening": 0, "nesterov": False}
+SGD = Rule(
+    fused_sgd,
+    _sgd_by_rows,
+    lambda settings: ("momentum_buffer",) if settings["momentum"] else (),
+    False,
+    (
+        {**_PLAIN_SGD, "maximize": True},
+        {**_PLAIN_SGD, "momentum": 0.9, "dampening": 0.3, "maximize": False},
+        {**_PLAIN_SGD, "momentum": 0.9, "nesterov": True, "maximize": True},
+    ),
+)
+ADAGRAD = Rule(
+    fused_adagrad,
+    _adagrad_by_rows,
+    lambda settings: ("sum",),
+    True,
+    ({"lr": 0.3, "lr_decay": 0.1, "weight_decay": 0, "eps": 1e-10, "maximize": True},),
+)
+
+
+@functools.cache
+def _computes_as_torch(rule: Rule) -> bool:
+    """Whether steps of a table have the bits of torch's, which another version of torch may compute otherwise."""
+    with torch.no_grad():
+        return KERNEL.unavailable is None and all(_is_equal(rule, settings) for settings in rule.examples)
+
+
+def _is_equal(rule: Rule, settings: Mapping[str, Any]) -> bool:
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
+
+    table = nn.Parameter(random(*_EXAMPLE))
+    rows = RowGradient(table)
+    tensors = [table.detach(), *(torch.zeros_like(table.detach()) for _ in rule.states(settings))]
+    twins = [tensor.clone() for tensor in tensors]
+    counter = torch.zeros((), dtype=torch.float32, device="cpu")
+    counters = [[counter]] if rule.has_counter else []
+    call = counter if rule.has_counter else None
+    for exponent in range(-3, 2):
+        indices = torch.randint(_EXAMPLE[0], (_EXAMPLE[0] // 2,), generator=generator, device="cpu")
+        gradients = random(len(indices), _EXAMPLE[1]) * 10.0**exponent
+        rows.add(Lookups(gradients, indices, None, -1))
+        gradient = rows.compute()
+        assert gradient is not None
+        dense = torch.ops.aten.embedding_dense_backward(gradients, indices, _EXAMPLE[0], -1, False)
+        counter += 1
+        RowStep(rule, rows, (tensors[0], gradient, *tensors[1:]), call, settings)()
+        rule.by_torch([twins[0]], [dense], *([twin] for twin in twins[1:]), *counters, **settings)
+    return all(map(torch.equal, tensors, twins))

@@ -1,0 +1,68 @@
+"""Notices who reads the gradient of a parameter: what writes into it, past torch's version counter too, reads it first.
+
+``tensor.data`` and numpy write without a trace, and so does what averages gradients in their memory. All of them take
+the tensor from ``parameter.grad``. An optimizer's step and ``zero_grad()`` do so as well, and use the functions here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nano_loop.patching.attributes import replaced
+from nano_loop.patching.patch_table import process_wide
+
+_GRADIENT: Any = torch.Tensor.grad
+
+#: What is called before a parameter's gradient is read, by the id of the parameter.
+on_read: dict[int, Callable[[], None]] = process_wide("observers of gradients, by parameter", {})
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Return ``parameter.grad``, for code that neither keeps it nor writes into it."""
+    gradient: Tensor | None = _GRADIENT.__get__(parameter)
+    return gradient
+
+
+def drop_gradients(parameters: Iterable[Tensor]) -> None:
+    """Set ``parameter.grad`` of parameters to None."""
+    for parameter in parameters:
+        _GRADIENT.__set__(parameter, None)
+
+
+@contextmanager
+def reads_noticed() -> Iterator[None]:
+    """Call what is in `on_read` before a gradient is read."""
+    with ExitStack() as stack:
+        stack.enter_context(replaced(nn.Parameter, "grad", _noticed))
+        stack.enter_context(replaced(nn.Module, "zero_grad", _dropping))
+        yield
+
+
+def _noticed(original: Any) -> Any:
+    """Return the replacement of ``Parameter.grad``."""
+
+    def get(self: nn.Parameter) -> Tensor | None:
+        note = on_read.get(id(self))
+        if note is not None:
+            note()
+        return gradient_of(self)
+
+    return property(get, original.__set__, original.__delete__, original.__doc__)
+
+
+def _dropping(original: Callable[..., None]) -> Callable[..., None]:
+    """Return the replacement of ``Module.zero_grad``, which reads each gradient to see whether there is one."""
+
+    @functools.wraps(original)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        if set_to_none and on_read:
+            drop_gradients(parameter for parameter in self.parameters() if id(parameter) in on_read)
+        original(self, set_to_none)
+
+    return zero_grad

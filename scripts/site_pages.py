@@ -1,0 +1,128 @@
+"""The documentation site's pages that are no files of docs/, as a hook of mkdocs: see mkdocs.yml.
+
+README, CONTRIBUTING and the like are pages as they are, and their links, and those of docs/ to them, lead from page to
+page. Two pages are generated: the help of each command, and the reasons why steps are skipped.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+#: By page: the file of the repository that it shows.
+SHOWN = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "benchmarks.md": "benchmarks/README.md",
+    "examples.md": "examples/README.md",
+    "several-hosts.md": "examples/multi_node.md",
+}
+_PAGES = {file: page for page, file in SHOWN.items()}
+_BLOCK = re.compile(r"^(?:```.*?^```|(?: {4}[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
+# A link, or code in a line, in which nothing is a link.
+_LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^)\s]+)\)|(`+).*?\4", re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages, and pictures that README shows."""
+    contents = {page: (ROOT / file).read_text(encoding="utf-8") for page, file in SHOWN.items()}
+    for page, text in {**contents, "commands.md": _commands()}.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead the links of a page to pages, and insert what is generated."""
+    source = page.file.src_uri
+    if source == "report.md":
+        markdown = markdown.replace("<!-- codes -->", _codes())
+    here = SHOWN.get(source, f"docs/{source}")
+
+    def linked(match: re.Match[str]) -> str:
+        mark, text, target, _ = match.groups()
+        path, hash_sign, anchor = (target or "").partition("#")
+        if not path or re.match(r"\w+:", path):
+            return match[0]
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
+        found = _PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
+        text = _LINK.sub(linked, text)  # it may be a picture
+        if found is None or found not in files.src_uris:
+            return text  # a file of the repository that is no page
+        return f"{mark}[{text}]({posixpath.relpath(found, posixpath.dirname(source) or '.')}{hash_sign}{anchor})"
+
+    parts = _outside_of_code(markdown)
+    return "".join(_LINK.sub(linked, part) if is_text else part for part, is_text in parts)
+
+
+def _outside_of_code(markdown: str) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a page, and whether each is text and no code."""
+    end = 0
+    for code in _BLOCK.finditer(markdown):
+        yield markdown[end : code.start()], True
+        yield code[0], False
+        end = code.end()
+    yield markdown[end:], True
+
+
+def _commands() -> str:
+    """Return a page with what `--help` prints for each command."""
+    import click
+
+    from nano_loop.cli.app import app
+
+    parts = ["# Commands", "What `--help` prints. [The command line](cli.md) explains the commands."]
+    for name, command in app.commands.items():
+        with click.Context(command, info_name=f"nano-loop {name}", terminal_width=76) as context:
+            parts += [f"## {name}", f"```text\n{command.get_help(context)}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _codes() -> str:
+    """Return a table of the codes of reasons, with the steps that give them and what the report says."""
+    rows: dict[str, dict[str, None]] = {}
+    details: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "nano_loop").rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            code, detail = _reason(call)
+            if code is not None:
+                rows.setdefault(code, {})[path.stem] = None
+                details.setdefault(code, []).append(detail)
+    head = "| code | module | what the report says |\n| --- | --- | --- |\n"
+    lines = (
+        f"| `{code}` | {', '.join(f'`{module}`' for module in modules)} "
+        f"| {'; '.join(dict.fromkeys(filter(None, details[code])))} |"
+        for code, modules in sorted(rows.items())
+    )
+    return head + "\n".join(lines)
+
+
+def _reason(node: ast.AST) -> tuple[str | None, str]:
+    """Return the code and the text of a reason that a piece of source makes."""
+    if not isinstance(node, ast.Call):
+        return None, ""
+    function = ast.unparse(node.func)
+    if function == "SkipReason" and len(node.args) == 2:
+        return _text(node.args[0]) or None, _text(node.args[1])
+    keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+    if function == "StepResult" and "code" in keywords and len(node.args) > 2:
+        return _text(keywords["code"]) or None, _text(node.args[2])
+    return None, ""
+
+
+def _text(node: Any) -> str:
+    """Return a string of the source, with … for what is put into it; empty if it is no string."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) or "…" for part in node.values)
+    return ""

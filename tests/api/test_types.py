@@ -1,0 +1,65 @@
+"""Type checkers see what a decorated function takes and returns, and the options in the order of the run time."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: Lines with a remark are errors of that kind, and others are none.
+SOURCE = """\
+from typing_extensions import assert_type
+
+import torch
+from nano_loop import SetupReport, TorchNano, nano
+
+
+@nano
+def plain(model: torch.nn.Module, count: int) -> float:
+    return 0.0
+
+
+@nano(None, False, "subprocess", "bf16", process_group_backend="gloo", verbose=False)
+def with_options(model: torch.nn.Module, name: str = "") -> list[int]:
+    return []
+
+
+class Loop:
+    @nano(precision="auto")
+    def train(self, steps: int) -> str:
+        return ""
+
+
+class Nano(TorchNano):
+    def train(self, steps: int) -> int:
+        return steps
+
+
+net = torch.nn.Linear(1, 1)
+assert_type(plain(net, 3), float)
+assert_type(plain.report, SetupReport | None)
+assert_type(with_options(net, name="a"), list[int])
+assert_type(Loop().train(3), str)
+assert_type(Nano(2, False, "subprocess", "gloo", "bf16", verbose=False).train(3), int)
+plain(net, "three")  # arg-type
+plain(net)  # call-arg
+with_options(net, 3)  # arg-type
+Loop().train("three")  # arg-type
+nano(None, False, "subprocess", "bf16", None, False, True, True)  # call-overload
+nano(use_amp=True)  # call-overload
+Nano(precison=32)  # call-arg
+"""
+
+
+@pytest.mark.slow
+def test_types_are_those_of_the_function_and_of_the_options(tmp_path):
+    (tmp_path / "program.py").write_text(SOURCE)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "setup.cfg", str(tmp_path / "program.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
+    found = {
+        int(line): kind for line, kind in re.findall(r"program\.py:(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.M)
+    }
+    lines = enumerate(SOURCE.splitlines(), 1)
+    assert found == {number: line.partition("  # ")[2] for number, line in lines if "  # " in line}, done.stdout

@@ -1,0 +1,1 @@
+"""Runs programs of libraries in the environments that have them: `make test-libraries`."""

@@ -1,0 +1,55 @@
+"""Adam and SGD of fastai train by torch's fused kernels as by themselves, within rounding."""
+
+import pytest
+import torch
+from torch import nn
+
+from libraries.noted_kernels import noted_kernels
+
+fastai = pytest.importorskip("fastai.optimizer")
+
+from nano_loop import accelerated  # noqa: E402
+
+X, Y = torch.randn(48, 3), torch.randn(48, 2)
+
+
+def by_fastai(optimizer, changes=lambda optimizer, number: None):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    made = optimizer([*net.parameters()])
+    made.state[net[0].bias]["do_wd"] = False
+    for number in range(8):
+        changes(made, number)
+        nn.functional.mse_loss(net(X), Y).backward()
+        made.step()
+        made.zero_grad()
+    return [*map(torch.Tensor.detach, net.parameters())], made.state_dict()["state"]
+
+
+def one_cycle(optimizer, number):
+    optimizer.set_hypers(lr=0.01 * (1 + number), mom=0.95 - 0.01 * number)
+
+
+FASTAI = {
+    "Adam": (lambda parameters: fastai.Adam(parameters, 0.01, wd=0.1), "fused_adam"),
+    "SGD": (lambda parameters: fastai.SGD(parameters, 0.01, mom=0.9, wd=0.1), "fused_sgd"),
+    "Adam with L2": (lambda parameters: fastai.Adam(parameters, 0.01, wd=0.1, decouple_wd=False), None),
+    "RAdam": (lambda parameters: fastai.RAdam(parameters, 0.01), None),
+    "SGD without momentum": (lambda parameters: fastai.SGD(parameters, 0.01), None),
+}
+
+
+@pytest.mark.parametrize("name", FASTAI)
+def test_fastai_trains_the_same_by_kernels(name, monkeypatch):
+    kernels = noted_kernels(monkeypatch)
+    optimizer, kernel = FASTAI[name]
+    expected, state = by_fastai(optimizer, one_cycle)
+    assert kernels == []
+    with accelerated(verbose=False) as run:
+        weights, own_state = by_fastai(optimizer, one_cycle)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own_state, state, rtol=1e-5, atol=1e-6)
+    assert set(kernels) == ({kernel} if kernel else set())
+    assert "fused_optimizer" in run.report.applied
+    with accelerated(verbose=False, exact=True):
+        assert all(map(torch.equal, by_fastai(optimizer, one_cycle)[0], expected))

@@ -1,0 +1,90 @@
+"""A script of a library trains to the same weights however it is started, and whether it installs nano_loop itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+INSTALL = "import nano_loop\n\nnano_loop.install(exact=True)\n"
+BEGIN = """
+import sys
+
+import torch
+from sklearn.datasets import make_classification
+from sklearn.model_selection import GridSearchCV
+from skorch import NeuralNetClassifier
+from torch import nn
+
+torch.manual_seed(0)
+x, y = make_classification(256, 32, n_informative=8, n_classes=3, random_state=0)
+module = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
+estimator = NeuralNetClassifier(
+    module, criterion=nn.CrossEntropyLoss, optimizer=torch.optim.Adam, max_epochs=2, train_split=None, verbose=0
+)
+"""
+END = """
+torch.save([*estimator.module_.state_dict().values()], sys.argv[1])
+"""
+SCRIPTS = {
+    "fit": f"{BEGIN}estimator.fit(x.astype('float32'), y){END}",
+    "search": f"{BEGIN}search = GridSearchCV(estimator, {{'lr': [0.1, 1e-6]}}, cv=2, n_jobs=2)\n"
+    f"search.fit(x.astype('float32'), y)\nestimator = search.best_estimator_{END}",
+}
+RUN = ("-m", "nano_loop", "run", "--exact")
+STARTS = {
+    "run": (*RUN, "train.py"),
+    "run -m": (*RUN, "-m", "train"),
+    "install": ("installed.py",),
+    "install -m": ("-m", "installed"),
+}
+
+
+def started(folder, arguments):
+    """Return the weights that a Python with these arguments saves, and what it writes to standard error."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments, str(folder / "weights.pt")]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "weights.pt"), done.stderr
+
+
+def in_a_notebook(folder, cells):
+    """Return the same of a notebook."""
+    cells = [f"import sys\nsys.argv = ['', {str(folder / 'weights.pt')!r}]", *cells]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(folder)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.outputs if output.get("name") == "stderr"]
+    return torch.load(folder / "weights.pt"), "".join(output.text for output in outputs)
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """By script, a folder with it as it is and with `install` at its top, and the weights that it trains as it is."""
+    made = {}
+    for name, text in SCRIPTS.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "train.py").write_text(text)
+        (folder / "installed.py").write_text(INSTALL + text)
+        made[name] = folder, started(folder, ["train.py"])[0]
+    return made
+
+
+@pytest.mark.timeout(300)  # a search starts Pythons of its own
+@pytest.mark.parametrize(
+    ("script", "start"),
+    [*(("fit", start) for start in (*STARTS, "notebook")), ("search", "run"), ("search", "install")],
+)
+def test_weights_are_those_of_the_script_alone(script, start, scripts):
+    folder, plain = scripts[script]
+    if start == "notebook":
+        weights, printed = in_a_notebook(folder, [INSTALL, (folder / "train.py").read_text()])
+    else:
+        weights, printed = started(folder, STARTS[start])
+    assert "Sequential, trained by Adam" in printed
+    assert all(map(torch.equal, plain, weights))

@@ -1,0 +1,358 @@
+"""Loops over large embeddings have the bits of the same loop with the same fused optimizer and torch's gradients."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+
+from nano_loop import accelerated
+from nano_loop.kernels.embedding import lookup, row_gradient
+from nano_loop.optimizers import row_steps
+from nano_loop.patching.objects.gradients import gradient_of
+from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.patch_table import left_by_runs
+
+pytestmark = [
+    pytest.mark.skipif(row_gradient.KERNEL.unavailable is not None, reason=str(row_gradient.KERNEL.unavailable)),
+    pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
+]
+ROWS, STEPS = 61, 7
+
+
+@pytest.fixture(autouse=True)
+def every_table_is_large(monkeypatch):
+    monkeypatch.setattr(lookup, "MIN_ELEMENTS", 1)
+
+
+class Pairs(nn.Module):
+    """Scores of users' items, by two tables of which one is used twice."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.users, self.items = nn.Embedding(ROWS, width), nn.Embedding(ROWS, width, padding_idx=3)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, words):
+        user, item, other = self.users(words[:, 0]), self.items(words[:, 1]), self.items(words[:, 2])
+        return ((item - other) * (user + self.bias)).sum(1)
+
+
+class Bags(nn.Module):
+    """Sums or means of bags of words, as torch takes them: of equal sizes, and by offsets."""
+
+    def __init__(self, mode, **options):
+        super().__init__()
+        self.table = nn.EmbeddingBag(ROWS, 16, mode=mode, **options)
+
+    def forward(self, words):
+        offsets = torch.tensor([0, 3, 3, 8])
+        return self.table(words).sum(1).mean() + self.table(words.flatten(), offsets)[1:].square().mean()
+
+
+class Tied(nn.Module):
+    """A table that is the matrix of the last layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 16)
+
+    def forward(self, words):
+        return F.linear(self.table(words), self.table.weight).square().mean(-1)
+
+
+class ByFunction(nn.Module):
+    """Lookups by the function, of 32-bit indices and of a renormalised table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(ROWS, 16) / 4)
+
+    def forward(self, words):
+        return F.embedding(words.int(), self.table) * F.embedding(words, self.table, max_norm=2.0).detach()
+
+
+MODELS = {
+    "pairs": Pairs,
+    "rows of 10": lambda: Pairs(10),
+    "rows of 3": lambda: Pairs(3),
+    "sums of bags": lambda: Bags("sum", padding_idx=5),
+    "means of bags": lambda: Bags("mean"),
+    "tied": Tied,
+    "by function": ByFunction,
+    "by frequency": lambda: nn.Embedding(ROWS, 16, scale_grad_by_freq=True),
+}
+OPTIMIZERS = {
+    "Adam": lambda p: Adam(p, lr=0.01),
+    "Adam, decaying": lambda p: Adam(p, lr=0.01, weight_decay=0.1),
+    "Adam, maximized": lambda p: Adam(p, lr=0.01, betas=(0.3, 0.99), maximize=True),
+    "Adam without eps": lambda p: Adam(p, lr=0.01, eps=0),
+    "AMSGrad": lambda p: Adam(p, lr=0.01, amsgrad=True),
+    "AdamW": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
+    "SGD": lambda p: SGD(p, lr=0.1),
+    "SGD, decaying": lambda p: SGD(p, lr=0.1, weight_decay=0.1),
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
+    "Nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": lambda p: Adagrad(p, lr=0.1, lr_decay=0.1),
+    "RMSprop": lambda p: RMSprop(p, lr=0.01),
+}
+#: Those whose steps are by rows.
+BY_ROWS = {"Adam", "Adam, maximized", "AdamW", "SGD", "momentum", "Nesterov", "Adagrad"}
+
+
+def plainly(model, optimizer, words, number):
+    optimizer.zero_grad()
+    model(words).square().mean().backward()
+    optimizer.step()
+
+
+def by_the_models_zero_grad(model, optimizer, words, number):
+    model.zero_grad()
+    model(words).sum().backward()
+    optimizer.step()
+
+
+def with_zeros(model, optimizer, words, number):
+    optimizer.zero_grad(set_to_none=number % 3 > 0)
+    model(words).square().mean().backward()
+    optimizer.step()
+
+
+def accumulating(model, optimizer, words, number):
+    if number % 2 == 0:
+        optimizer.zero_grad()
+    for part in words.chunk(2):
+        model(part).mean().backward()
+    optimizer.step()
+
+
+def clipping(model, optimizer, words, number):
+    optimizer.zero_grad()
+    model(words).square().mean().backward()
+    if number % 3 == 2:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def writing_past_versions(model, optimizer, words, number):
+    optimizer.zero_grad()
+    model(words).square().mean().backward()
+    for parameter in model.parameters():
+        if number % 3 == 1:
+            parameter.grad.data.add_(parameter.data, alpha=0.1)
+        elif number % 3 == 2:
+            parameter.grad.numpy()[7] = 1.0
+    optimizer.step()
+
+
+def writing_after_the_step(model, optimizer, words, number):
+    plainly(model, optimizer, words, number)
+    if number % 3 == 1:
+        next(model.parameters()).grad.data[11] = 1.0
+
+
+def keeping(model, optimizer, words, number, kept=[]):  # noqa: B006
+    plainly(model, optimizer, words, number)
+    assert all(torch.equal(gradient, before) for gradient, before in kept)
+    if number % 3 == 1:
+        kept[:] = [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters()]
+
+
+def skipping_steps(model, optimizer, words, number):
+    optimizer.zero_grad()
+    model(words).square().mean().backward()
+    if number % 2:
+        optimizer.step()
+
+
+def twice_backward(model, optimizer, words, number):
+    optimizer.zero_grad()
+    loss = model(words).square().mean()
+    loss.backward(retain_graph=True)
+    if number % 2:
+        loss.backward()
+    optimizer.step()
+
+
+def by_closure(model, optimizer, words, number):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(words).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def with_hooks(model, optimizer, words, number):
+    parameter = next(model.parameters())
+    handle = parameter.register_hook(lambda gradient: gradient.data.mul_(2) if number == 2 else gradient * 2)
+    plainly(model, optimizer, words, number)
+    handle.remove()
+
+
+def penalizing(model, optimizer, words, number):
+    optimizer.zero_grad()
+    loss = model(words).square().mean()
+    (gradient,) = torch.autograd.grad(loss, [next(model.parameters())], create_graph=True)
+    (loss + gradient.square().sum()).backward()
+    optimizer.step()
+
+
+def by_hand_between(model, optimizer, words, number):
+    plainly(model, optimizer, words, number)
+    if number % 2:
+        parameter = next(model.parameters())
+        (gradient,) = torch.autograd.grad(model(words).sum(), [parameter])
+        gradient.data.mul_(-0.1)
+        parameter.data.add_(gradient)
+
+
+def changing_the_state(model, optimizer, words, number):
+    plainly(model, optimizer, words, number)
+    if number == 3:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value[13] = 0.5
+
+
+def loading(model, optimizer, words, number):
+    plainly(model, optimizer, words, number)
+    if number == 2:
+        loading.saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    if number == 4:
+        model.load_state_dict(loading.saved[0])
+        optimizer.load_state_dict(loading.saved[1])
+
+
+def adding_a_group(model, optimizer, words, number):
+    if number == 0:
+        first, *_ = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["params"].remove(first)
+        adding_a_group.first = first
+    if number == 3:
+        optimizer.add_param_group({"params": [adding_a_group.first], "lr": 0.3})
+    model.zero_grad()
+    model(words).square().mean().backward()
+    optimizer.step()
+
+
+def in_two_losses(model, optimizer, words, number):
+    optimizer.zero_grad()
+    losses = [model(part).square().mean() for part in words.chunk(2)]
+    sum(losses).backward()
+    optimizer.step()
+
+
+def evaluating_between(model, optimizer, words, number):
+    model(words).sum()  # a graph that nobody differentiates
+    with torch.no_grad():
+        model(words)
+    plainly(model, optimizer, words, number)
+
+
+LOOPS = (
+    *(plainly, by_the_models_zero_grad, with_zeros, accumulating, clipping, writing_past_versions),
+    *(writing_after_the_step, keeping, skipping_steps, twice_backward, by_closure, with_hooks, penalizing),
+    *(by_hand_between, changing_the_state, loading, adding_a_group, in_two_losses, evaluating_between),
+)
+
+
+@contextmanager
+def row_steps_counted():
+    """Yield a list that gets longer with each step by rows."""
+    taken, original = [], row_steps.RowStep.__call__
+
+    def counted(self):
+        taken.append(self.rule)
+        original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_steps.RowStep, "__call__", counted)
+        yield taken
+
+
+def trained(make_model, make_optimizer, loop, **options):
+    """Return all that a loop has made, and how many steps were by rows."""
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    with row_steps_counted() as taken, accelerated(model, optimizer, verbose=False, **options):
+        for number in range(STEPS):
+            loop(model, optimizer, torch.randint(ROWS, (12, 3)), number)
+        gradients = [parameter.grad for parameter in model.parameters()]
+    assert left_by_runs() == {}
+    state = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    return [*model.parameters(), *gradients, *state], len(taken)
+
+
+def assert_equal(make_model, make_optimizer, loop):
+    results, taken = trained(make_model, make_optimizer, loop)
+    expected, none = trained(make_model, make_optimizer, loop, fast_embedding=False)
+    assert len(results) == len(expected)
+    for one, other in zip(results, expected, strict=True):
+        assert (one is None) == (other is None)
+        one, other = (torch.as_tensor(0 if value is None else value) for value in (one, other))
+        assert one.allclose(other, rtol=0, atol=0, equal_nan=True)
+    assert none == 0
+    return taken
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", ["pairs", "rows of 10"])
+def test_optimizers_step_rows_to_the_bit(model, optimizer):
+    taken = assert_equal(MODELS[model], OPTIMIZERS[optimizer], plainly)
+    assert (taken > STEPS) == (optimizer in BY_ROWS)  # of two tables, after a first step of torch's
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_have_torchs_gradients(model):
+    taken = assert_equal(MODELS[model], OPTIMIZERS["Adam"], plainly)
+    assert bool(taken) == (model not in ("tied", "means of bags", "by frequency"))
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "momentum", "Adagrad"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loops_that_touch_gradients_and_state_are_the_same(loop, optimizer):
+    taken = assert_equal(Pairs, OPTIMIZERS[optimizer], loop)
+    assert taken or loop in (accumulating, by_closure, twice_backward)
+
+
+def test_a_table_stays_in_memory_and_only_its_rows_are_cleared():
+    torch.manual_seed(0)
+    model = Pairs()
+    optimizer = Adam(model.parameters(), fused=True)
+    places = []
+    with accelerated(model, optimizer, verbose=False) as run:
+        for number in range(STEPS):
+            plainly(model, optimizer, torch.randint(ROWS, (12, 3)), number)
+            places.append(gradient_of(model.users.weight).data_ptr())
+        assert "fast_embedding" in {result.name for result in run.report.results}
+    assert len(set(places[2:])) == 1
+
+
+def test_the_table_that_a_loop_drops_is_freed():
+    with accelerated(nn.Linear(2, 2), verbose=False) as run:
+        model = Pairs()
+        run.setup(model, SGD(model.parameters(), lr=0.1))
+        model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+        assert row_gradient.row_gradient_of(model.users.weight) is not None
+        key = id(model.users.weight)
+        del model
+        assert key not in row_gradient._row_gradients
+
+
+def test_code_that_is_not_set_up_is_torchs():
+    model, other = Pairs(), Pairs()
+    with accelerated(model, SGD(model.parameters(), lr=0.1), verbose=False):
+        other(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+        assert row_gradient.row_gradient_of(other.users.weight) is None
+
+
+def test_another_arithmetic_of_torch_is_left_to_it(monkeypatch):
+    monkeypatch.setattr(row_steps, "_computes_as_torch", lambda rule: False)
+    assert not assert_equal(Pairs, OPTIMIZERS["Adam"], plainly)

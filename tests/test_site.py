@@ -1,0 +1,66 @@
+"""The documentation site has every page, every public name and every variable, and the docs stay short."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import nano_loop
+from nano_loop.config import environment, exports, protocol
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+#: What is written from declarations, tests and stored results, and what teaches.
+GENERATED = ("faults.md", "results.md", "tutorials")
+
+
+def text_of(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_every_page_is_in_the_navigation():
+    named = set(re.findall(r": ([\w/-]+\.md)$", text_of("mkdocs.yml"), re.MULTILINE))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert pages <= named
+    assert named - pages == {*re.findall(r'^    "([\w-]+\.md)": "', text_of("scripts/site_pages.py"), re.MULTILINE)} | {
+        "commands.md"
+    }
+
+
+def test_every_public_name_is_on_the_page_of_the_api():
+    assert {*re.findall(r"^::: nano_loop\.(\w+)$", text_of("docs/api.md"), re.MULTILINE)} == {*nano_loop.__all__} - {
+        "__version__"
+    }
+
+
+@pytest.mark.parametrize(
+    "variable", [environment.SECRET, environment.KERNELS, exports.EXPORTS, protocol.COMMAND, protocol.INSTALL]
+)
+def test_every_variable_that_is_no_option_is_on_the_page_of_variables(variable):
+    assert f"| `{variable}` |" in text_of("docs/environment.md")
+
+
+def test_readme_is_one_screen_and_more():
+    readme = text_of("README.md")
+    assert len(readme.splitlines()) < 200
+    assert len(readme.split()) < 1500
+
+
+def words(page):
+    """Count the words of a page, without the marks of tables and without rows of generated ones."""
+    text = page.read_text(encoding="utf-8")
+    if page.name in ("options.md", "layers.md"):
+        text = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
+    return sum(any(map(str.isalnum, word)) for word in text.split())
+
+
+def test_documentation_is_short():
+    pages = [page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).parts[0] not in GENERATED]
+    assert sum(map(words, pages)) < 40_000
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.stem)
+def test_every_block_of_python_can_be_parsed(page):
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        ast.parse(block)
