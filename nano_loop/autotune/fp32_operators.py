@@ -14,12 +14,8 @@ from nano_loop.autotune.tuned_operator import TunedOperator
 from nano_loop.autotune.tuner import Algorithm, Race
 from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
-<<<<<<< HEAD
-from nano_loop.kernels.linear import chain, fp32_product
-=======
 from nano_loop.kernels.attention import fp32_attention
-from nano_loop.kernels.linear import fp32_product
->>>>>>> main
+from nano_loop.kernels.linear import chain, fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import UnsupportedTensorError
 from nano_loop.kernels.norm import norms

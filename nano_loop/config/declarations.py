@@ -160,8 +160,8 @@ class Declarations:
         changes_bits=True,
     )
     fast_chains: bool | Literal["auto"] = step(
-        "Linear layers with norms, activations and dropouts between them by one function in C, each way, in fp32: "
-        "small ones take half the time.",
+        "Linear layers with norms, activations and dropouts between them by one function in C, each way, in fp32 "
+        "where that is faster.",
         changes_bits=True,
     )
     tune_operators: bool | Literal["auto"] = step(
