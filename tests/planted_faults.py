@@ -275,6 +275,12 @@ FAULTS = (
         "profiling/rates.py", "    return 4 * math.prod(places)", "    return 2 * math.prod(places)", "tests/profiling"
     ),
     Fault(
+        "runtime/ambient.py",
+        "by_others=has_changed)",
+        "by_others=bool(copies))",
+        "tests/runtime/test_ambient.py",
+    ),
+    Fault(
         "runtime/objects/report.py",
         "            self._printed.lines = self._lines\n",
         "            pass\n",

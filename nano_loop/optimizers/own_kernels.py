@@ -5,7 +5,6 @@ torch updates such parameters by four to ten operators, each of which reads and 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,38 +13,16 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Adadelta, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.embedding.row_gradient import row_gradient_of
-from nano_loop.kernels.memory import DENSE, INT64, Pointer, UnsupportedTensorError, check
+from nano_loop.kernels.optimizer_steps import KERNEL, Numbers, addresses_of
 from nano_loop.patching.objects.gradients import gradient_of
 from nano_loop.patching.torch_private_optimizers import foreach_increment
 
-_FP32 = Pointer((torch.float32,), DENSE)
-_TENSORS = 5  # of a parameter: itself, its gradient, and up to three states
-_LETTERS = ("sign", "kept", "decay", "rate", "eps", "a", "b", "c", "d", "e")
 _RECTIFIED = 5  # RAdam's length of a mean from which on its variance is known
-
-#: Each function takes rows of the addresses of a parameter's tensors, which were checked, and of their length.
-KERNEL = CompiledKernel(
-    "optimizers",
-    dict.fromkeys(
-        (
-            *("rmsprop", "rmsprop_momentum", "rmsprop_centered", "rmsprop_centered_momentum"),
-            *("nadam", "radam", "radam_unrectified", "adamax", "adadelta", "rprop"),
-        ),
-        (INT64,),
-    ),
-)
 
 _Group = Mapping[str, Any]
 _State = dict[str, Any]
 _Numbers = dict[str, float]
-
-
-class _Settings(ctypes.Structure):
-    """The numbers of a step, as in ``optimizers.c``."""
-
-    _fields_ = tuple((name, ctypes.c_float) for name in _LETTERS)
 
 
 class _Kind(NamedTuple):
@@ -85,54 +62,39 @@ def gathered(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[], None] 
         if not state or any(state.get(name) is None for name in names):
             return None
         tensors = (parameter, gradient, *map(state.__getitem__, names))
-        if not (all(map(_is_plain, tensors)) or _lie_in_one_order(tensors)):
+        addresses = addresses_of(tensors)
+        if addresses is None:
             return None
         rows = row_gradient_of(parameter)
         if rows is not None:
             rows.confirm(gradient)
-        addresses = [tensor.data_ptr() for tensor in tensors]
         states.append(state)
-        calls.append([*addresses, *[0] * (_TENSORS - len(tensors)), parameter.numel()])
+        calls.append(addresses)
         changed += (parameter, *tensors[2:])
 
     def kernel() -> None:
         if states:
             foreach_increment([state["step"] for state in states])
-            for function, settings, numbers in _by_settings(kind, group, states, calls):
-                KERNEL(function, torch.tensor(numbers, dtype=torch.int64, device="cpu"), len(numbers), settings)
+            for function, numbers, rows in _by_numbers(kind, group, states, calls):
+                KERNEL(function, torch.tensor(rows, dtype=torch.int64, device="cpu"), len(rows), numbers)
             increment_version(changed)
 
     return kernel
 
 
-def _by_settings(
+def _by_numbers(
     kind: _Kind, group: _Group, states: Sequence[_State], calls: Sequence[list[int]]
-) -> Iterator[tuple[str, _Settings, list[list[int]]]]:
+) -> Iterator[tuple[str, Numbers, list[list[int]]]]:
     """Yield functions, their numbers, and what is stepped by them: all parameters that have had as many steps."""
     together: dict[tuple[float, ...], list[list[int]]] = {}
-    for state, call in zip(states, calls, strict=True):
-        together.setdefault(kind.scalars(group, state), []).append(call)
-    for scalars, addresses in together.items():
+    for state, addresses in zip(states, calls, strict=True):
+        together.setdefault(kind.scalars(group, state), []).append(addresses)
+    for scalars, rows in together.items():
         function, numbers = kind.step(group, *scalars)
-        yield function, _settings(group, numbers), addresses
+        yield function, _completed(group, numbers), rows
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor are those that lie in memory one after another."""
-    is_in_order = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
-    return is_in_order and tensor.dtype is torch.float32 and not tensor.is_neg()
-
-
-def _lie_in_one_order(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors lie in memory without gaps and in the same order, such as NHWC."""
-    try:
-        check(tensors, (_FP32,) * len(tensors))
-    except UnsupportedTensorError:
-        return False
-    return True
-
-
-def _settings(group: _Group, numbers: _Numbers) -> _Settings:
+def _completed(group: _Group, numbers: _Numbers) -> Numbers:
     decay, is_decoupled = group.get("weight_decay", 0), group.get("decoupled_weight_decay", False)
     values = {
         "sign": -1.0 if group["maximize"] else 1.0,
@@ -142,7 +104,7 @@ def _settings(group: _Group, numbers: _Numbers) -> _Settings:
         "eps": group.get("eps", 0.0),
         **numbers,
     }
-    return _Settings(**values)
+    return Numbers(**values)
 
 
 def _moments(group: _Group) -> _Numbers:

@@ -10,6 +10,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from nano_loop.kernels import optimizer_steps
 from nano_loop.kernels.build import for_report
 from nano_loop.optimizers import own_kernels
 from nano_loop.optimizers.direct_steps import stepped_directly
@@ -127,8 +128,8 @@ def _refusal(optimizer: Optimizer, sparse: set[int]) -> SkipReason | None:
     kernel = own or next((kind for kind in _HAVE_KERNELS if isinstance(optimizer, kind)), None)
     if kernel is None:
         return SkipReason("no_kernel", f"{name} has no fused CPU kernel")
-    if own is not None and own_kernels.KERNEL.unavailable is not None:
-        return SkipReason("no_kernel", f"{name}: {for_report(own_kernels.KERNEL.unavailable)}")
+    if own is not None and optimizer_steps.KERNEL.unavailable is not None:
+        return SkipReason("no_kernel", f"{name}: {for_report(optimizer_steps.KERNEL.unavailable)}")
     if type(optimizer).step is not kernel.step:
         return SkipReason("own_step", f"{name} overrides step()")
     reasons = [_group_refusal(group, sparse) for group in optimizer.param_groups]

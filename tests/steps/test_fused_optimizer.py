@@ -7,7 +7,7 @@ import torch
 from loops.wrappers import WRAPPERS
 from torch import nn
 
-from nano_loop.optimizers import own_kernels
+from nano_loop.kernels import optimizer_steps
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 
@@ -62,7 +62,7 @@ def test_what_cannot_or_shall_not_be_switched_is_skipped_with_the_reason(step, m
 
 
 def test_optimizer_in_c_needs_the_functions(step, monkeypatch):
-    monkeypatch.setattr(own_kernels.KERNEL, "unavailable", "no compiler")
+    monkeypatch.setattr(optimizer_steps.KERNEL, "unavailable", "no compiler")
     assert step(FusedOptimizer).skip_reason(parts(torch.optim.RMSprop)).code == "no_kernel"
 
 

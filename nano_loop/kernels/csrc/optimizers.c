@@ -10,15 +10,15 @@
 
 /* The numbers of a step. A decay of the weights is the factor `kept`, or is added to the gradient. What the letters are
    stands beside the rules. */
-struct settings {
+typedef struct {
     float sign, kept, decay, rate, eps, a, b, c, d, e;
-};
+} Call;
 
-/* Updates `p` and element `i` of the states, by the gradient `g`. A row of `tensors` has the addresses of a parameter, its
-   gradient and its states, and their length. */
+/* Updates `p` and element `i` of the states, by the gradient `g`. A row of `tensors` has the addresses of a parameter,
+   its gradient and its states, and their length. */
 #define DEFINE(NAME, RULE)                                                                                             \
     static void NAME##_of_one(float *parameters, const float *gradients, float *first, float *second, float *third,    \
-                              int64_t count, const struct settings by, int threads) {                                  \
+                              int64_t count, const Call by, int threads) {                                            \
         (void)second, (void)third;                                                                                     \
         _Pragma("omp parallel for num_threads(count > SMALL ? threads : 1) schedule(static)")                          \
         for (int64_t block = 0; block < count; block += BLOCK) {                                                       \
@@ -30,10 +30,10 @@ struct settings {
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
-    void NAME(const int64_t *tensors, int64_t number, const struct settings *settings, int threads) {                  \
+    void NAME(const int64_t *tensors, int64_t number, const Call *call, int threads) {                             \
         for (int64_t at = 0; at < number; at++, tensors += 6)                                                          \
             NAME##_of_one((float *)tensors[0], (const float *)tensors[1], (float *)tensors[2], (float *)tensors[3],    \
-                          (float *)tensors[4], tensors[5], *settings, threads);                                        \
+                          (float *)tensors[4], tensors[5], *call, threads);                                          \
     }
 
 /* a: what a mean of gradients takes of this one. b and c: what a mean of squares keeps, and takes. */

@@ -21,7 +21,8 @@
 static inline float fmadd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 /* Adds the gradients of `count` lookups to the rows of a table, and the new rows to the list of those in the gradient.
-   Returns the length of the list. `sources` are the places of the lookups' gradients, or NULL. `last` has -1 for each row of the table; `following` has room for two numbers for each lookup. */
+   Returns the length of the list. `sources` are the places of the lookups' gradients, or NULL. `last` has -1 for each row of
+   the table; `following` has room for two numbers for each lookup. */
 int sum_rows(const float *gradients, const int64_t *indices, const int64_t *sources, float *table,
              uint8_t *marks, int64_t *listed, int32_t *last, int32_t *following, int64_t count, int64_t length,
              int64_t width, int64_t padding, int threads) {
@@ -137,8 +138,8 @@ static inline void sgd(float *parameter, float gradient, float *momentum, const 
 }
 
 /* One step of SGD with momentum for the rows with a mark, likewise. */
-void momentum_rows(float *parameters, const float *gradients, float *momenta, uint8_t *marks, int64_t rows, int64_t width,
-                   int64_t is_nesterov, double sign, double momentum, double share, double size, int threads) {
+void momentum_rows(float *parameters, const float *gradients, float *momenta, uint8_t *marks, int64_t rows,
+                   int64_t width, int64_t is_nesterov, double sign, double momentum, double share, double size, int threads) {
     const struct sgd rule = {(float)sign, (float)momentum, (float)share, (float)size, is_nesterov};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t block = 0; block < rows; block += ROWS) {

@@ -8,10 +8,12 @@ from torch import nn
 from torch.optim import Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop
 
 from nano_loop import accelerated
-from nano_loop.optimizers import own_kernels
+from nano_loop.kernels import optimizer_steps
 from nano_loop.patching.patch_table import left_by_runs
 
-pytestmark = pytest.mark.skipif(own_kernels.KERNEL.unavailable is not None, reason=str(own_kernels.KERNEL.unavailable))
+pytestmark = pytest.mark.skipif(
+    optimizer_steps.KERNEL.unavailable is not None, reason=str(optimizer_steps.KERNEL.unavailable)
+)
 KINDS = {
     "RMSprop": (RMSprop, {}),
     "RMSprop, decaying": (RMSprop, {"weight_decay": 0.1, "maximize": True}),
@@ -68,7 +70,7 @@ def error(results, exact):
 def trained(name, is_plain=False, dtype=torch.float32):
     model = model_of(dtype)
     optimizer = optimizer_of(name, model.parameters())
-    calls = own_kernels.KERNEL.calls
+    calls = optimizer_steps.KERNEL.calls
     if is_plain:
         train(model, optimizer)
     else:
@@ -76,7 +78,7 @@ def trained(name, is_plain=False, dtype=torch.float32):
             train(model, optimizer)
         assert type(optimizer).__name__ in run.report["fused_optimizer"].detail
         assert left_by_runs() == {}
-    return values(model, optimizer), own_kernels.KERNEL.calls - calls
+    return values(model, optimizer), optimizer_steps.KERNEL.calls - calls
 
 
 @OF_EACH_KIND
@@ -119,11 +121,11 @@ UNUSUAL = {
 def test_unusual_optimizers_are_torchs(make):
     model, twin = model_of(), model_of()
     optimizer, other = make(model.parameters()), make(twin.parameters())
-    calls = own_kernels.KERNEL.calls
+    calls = optimizer_steps.KERNEL.calls
     with accelerated(model, optimizer, verbose=False):
         train(model, optimizer, 3)
     train(twin, other, 3)
-    assert own_kernels.KERNEL.calls == calls
+    assert optimizer_steps.KERNEL.calls == calls
     assert all(map(torch.equal, values(model, optimizer), values(twin, other)))
 
 
@@ -138,13 +140,20 @@ def test_gradients_in_another_layout_sparse_and_in_fp64_are_torchs():
             train(model, optimizer, 1)
             for parameter in model.parameters():
                 parameter.grad = change(parameter)
-            calls = own_kernels.KERNEL.calls
+            calls = optimizer_steps.KERNEL.calls
             if any(parameter.grad.is_sparse for parameter in model.parameters()):
                 with pytest.raises(RuntimeError, match="sparse"):
                     optimizer.step()
             else:
                 optimizer.step()
-            assert own_kernels.KERNEL.calls == calls
+            assert optimizer_steps.KERNEL.calls == calls
+
+
+def test_parameter_whose_memory_was_released_is_left_to_torch():
+    parameter = torch.ones(3)
+    assert optimizer_steps.addresses_of([parameter, torch.ones(3)]) is not None
+    parameter.untyped_storage().resize_(0)
+    assert optimizer_steps.addresses_of([parameter, torch.ones(3)]) is None
 
 
 def test_nans_stay():
