@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from nano_loop.kernels.linear import chain
-from nano_loop.kernels.linear.chain import Activation, Chain, Layer, Norm, compute
+from nano_loop.kernels.linear.chain import Activation, Chain, ChainLayer, Norm, compute
 from nano_loop.patching.calls.calls import Call, CallInterceptor
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.torch_private import (
@@ -112,12 +112,14 @@ class _Part(NamedTuple):
     activation: Activation
     dropout: int | None
 
-    def layer(self, modules: Sequence[Any], dropped: float) -> Layer:
+    def layer(self, modules: Sequence[Any], dropped: float) -> ChainLayer:
         """Return what the function has to know, with the probability that a number is dropped."""
         linear, norm = modules[self.linear], None if self.norm is None else modules[self.norm]
         of_norm = None if norm is None else Norm.of(norm, linear.out_features)
         has_bias = linear.bias is not None
-        return Layer(linear.in_features, linear.out_features, has_bias, of_norm or Norm(), self.activation, dropped)
+        return ChainLayer(
+            linear.in_features, linear.out_features, has_bias, of_norm or Norm(), self.activation, dropped
+        )
 
 
 class _Segment:

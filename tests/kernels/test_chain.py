@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop.kernels.linear import chain
-from nano_loop.kernels.linear.chain import Activation, Chain, Layer, Norm
+from nano_loop.kernels.linear.chain import Activation, Chain, ChainLayer, Norm
 
 SEEDS = 25
 ACTIVATIONS = {
@@ -33,7 +33,9 @@ def layers(activation, dropout=0.0, widths=WIDTHS, norm=nn.Identity, biases=True
     kinds = [Activation.of(activation) or Activation()] * (len(widths) - 2) + [Activation()]
     norms = [Norm.of(norm(size), size) or Norm() for size in widths[1:]]
     pairs = itertools.pairwise(widths)
-    return Chain(tuple(Layer(*pair, biases, *kind, dropout) for pair, *kind in zip(pairs, norms, kinds, strict=True)))
+    return Chain(
+        tuple(ChainLayer(*pair, biases, *kind, dropout) for pair, *kind in zip(pairs, norms, kinds, strict=True))
+    )
 
 
 def tensors(seed=0, widths=WIDTHS, rows=ROWS, biases=True, norms=False):
@@ -82,7 +84,7 @@ def test_results_are_as_near_to_fp64_as_torchs(name, dropout, norm):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_number_is_activated_as_by_torch(name):
     numbers = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([0.0, 1e-30, -1e-30, 1e30, -1e30])])
-    own = Chain([Layer(1, 1, has_bias=False, activation=Activation.of(ACTIVATIONS[name]) or Activation())])
+    own = Chain([ChainLayer(1, 1, has_bias=False, activation=Activation.of(ACTIVATIONS[name]) or Activation())])
     x, one = numbers.unsqueeze(1), torch.ones(1, 1)
     found = results(own.computed, x, [one], torch.ones_like(x), [])
     exact = results(own.by_operators, x, [one], torch.ones_like(x), [], torch.float64)

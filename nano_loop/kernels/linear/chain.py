@@ -100,7 +100,7 @@ class Norm(NamedTuple):
         return None
 
 
-class Layer(NamedTuple):
+class ChainLayer(NamedTuple):
     """A linear layer, what is computed of its sums, and the probability that the dropout behind it drops a number."""
 
     inputs: int
@@ -145,11 +145,11 @@ class Chain:
 
     Parameters
     ----------
-    layers : sequence of Layer
+    layers : sequence of ChainLayer
         The layers.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[ChainLayer]) -> None:
         self.layers = tuple(layers)
         self.inputs, self.outputs = self.layers[0].inputs, self.layers[-1].outputs
         #: The shapes of the parameters of all layers.
