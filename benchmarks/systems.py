@@ -184,8 +184,8 @@ LEVERS: dict[str, dict[str, bool]] = {
         for name in (
             *("channels_last", "fused_optimizer", "allocator"),
             *("fast_dropout", "fast_attention", "fast_activation", "fast_convolution"),
-            *("fast_linear", "fast_lstm", "fast_rnn", "fast_cross_entropy", "fast_norm", "fast_embedding"),
-            *("tune_operators", "fast_fetch"),
+            *("fast_linear", "fast_rnn", "fast_cross_entropy", "fast_norm", "fast_embedding"),
+            *("fast_chains", "tune_operators", "fast_fetch"),
         )
     },
 }

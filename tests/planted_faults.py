@@ -176,6 +176,12 @@ FAULTS = (
         "tests/kernels/test_activations.py",
     ),
     Fault(
+        "kernels/csrc/chain.c",
+        "squares / (number - 1.0f) * momentum",
+        "squares / number * momentum",
+        "tests/kernels/test_chain.py",
+    ),
+    Fault(
         "kernels/csrc/cross_entropy.c",
         "if (smoothing) losses[i] +=",
         "if (smoothing) losses[i] -=",
@@ -269,6 +275,12 @@ FAULTS = (
         "profiling/rates.py", "    return 4 * math.prod(places)", "    return 2 * math.prod(places)", "tests/profiling"
     ),
     Fault(
+        "runtime/ambient.py",
+        "by_others=has_changed)",
+        "by_others=bool(copies))",
+        "tests/runtime/test_ambient.py",
+    ),
+    Fault(
         "runtime/objects/report.py",
         "            self._printed.lines = self._lines\n",
         "            pass\n",
@@ -281,6 +293,12 @@ FAULTS = (
         "tests/runtime/test_run_life.py tests/api/test_verification.py tests/steps/test_verify.py",
     ),
     Fault("steps/allocator.py", "        _set(_LEFT)\n", "        _set(SETTINGS)\n", "tests/steps/test_allocator.py"),
+    Fault(
+        "steps/fast_chains.py",
+        "            if called is None or not calls_only_forward(called):",
+        "            if called is None:",
+        "tests/steps/test_fast_chains.py",
+    ),
     Fault(
         "steps/fused_optimizer.py",
         '    if group["dampening"]:\n        return False\n',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -115,17 +116,18 @@ def _recommender(kind: str, small: bool, epochs: int, **settings: Any) -> Fit:
     from recbole.data import create_dataset, data_preparation
     from recbole.utils import get_model, get_trainer, init_seed
 
-    users, items, clicks = (50, 100, 20) if small else (500, 1000, 60)
+    users, items, clicks = (30, 100, 10) if small else (500, 1000, 60)
     random = np.random.default_rng(0)
     lines = ["user_id:token\titem_id:token\ttimestamp:float"]
     for user in range(users):
         lines += [f"{user}\t{item}\t{at}" for at, item in enumerate(random.choice(items, clicks, replace=False))]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "toy").mkdir()
-        Path(folder, "toy/toy.inter").write_text("\n".join(lines) + "\n")
+    folder = tempfile.TemporaryDirectory()
+    with contextlib.chdir(folder.name):  # where it writes logs
+        Path("toy").mkdir()
+        Path("toy/toy.inter").write_text("\n".join(lines) + "\n")
         settings |= {
-            "data_path": folder,
-            "checkpoint_dir": folder,
+            "data_path": folder.name,
+            "checkpoint_dir": folder.name,
             "load_col": {"inter": ["user_id", "item_id", "timestamp"]},
             "epochs": 1 if small else epochs,
             "train_batch_size": 128 if small else 1024,
@@ -136,11 +138,12 @@ def _recommender(kind: str, small: bool, epochs: int, **settings: Any) -> Fit:
         config = Config(model=kind, dataset="toy", config_dict=settings)
         init_seed(0, True)
         train, _, _ = data_preparation(config, create_dataset(config))
-    model = get_model(kind)(config, train.dataset)
-    trainer = get_trainer(config["MODEL_TYPE"], kind)(config, model)
+        model = get_model(kind)(config, train.dataset)
+        trainer = get_trainer(config["MODEL_TYPE"], kind)(config, model)
 
     def fit() -> Trained:
-        trainer.fit(train, verbose=False, saved=False)
+        with contextlib.chdir(folder.name):
+            trainer.fit(train, verbose=False, saved=False)
         return Trained([model], trainer.train_loss_dict[max(trainer.train_loss_dict)])
 
     return fit

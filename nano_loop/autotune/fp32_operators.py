@@ -15,18 +15,19 @@ from nano_loop.autotune.tuner import Algorithm, Race
 from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
 from nano_loop.kernels.attention import fp32_attention
-from nano_loop.kernels.linear import fp32_product
+from nano_loop.kernels.linear import chain, fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import UnsupportedTensorError
 from nano_loop.kernels.norm import norms
-from nano_loop.kernels.rnn import lstm_layer, rnn
 
 #: How far results of functions for fp32 may be from those of torch, for both round sums of many numbers.
-_IN_FP32 = 2.0**-12
+IN_FP32 = 2.0**-12
 #: Minimum number of rows of a product that are measured.
 _MIN_ROWS = 64
 #: Seconds that Python takes to ask for the algorithm of a call in fp32, which torch's kernel alone would not take.
 _OVERHEAD = 8e-6
+#: Seconds that it takes to see that a chain is plain, less those that torch's modules would take.
+_OVERHEAD_OF_CHAIN = 12e-6
 
 
 def _fp32_key(call: fp32.Arguments) -> str:
@@ -67,7 +68,7 @@ def _fp32_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]
 
 
 def _race_in_fp32(race: Mapping[str, Algorithm]) -> Race:
-    return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD)
+    return Race(race, fp32.TORCH, None, bound=IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD)
 
 
 def _product_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race:
@@ -80,42 +81,38 @@ def some_rows(a: Tensor, b: Tensor) -> Tensor:
     return a[: max(MOST_ELEMENTS // b.size(-1), _MIN_ROWS)]
 
 
-# --- LSTMs of fp32 tensors ---
+# --- chains of linear layers ---
 
 
-def _layers_key(call: rnn.Arguments) -> str:
-    first, second, size = call.inputs.shape
-    sizes = bucket(first), bucket(second), size, call.num_layers, call.states[-1].size(-1)
-    flags = ["batch first"] * call.batch_first + ["biases"] * call.has_biases + ["both directions"] * call.bidirectional
-    return joined("fp32 layers of an lstm", *sizes, *flags, "trained" * call.is_trained)
+def _chain_key(call: fp32.Arguments) -> str:
+    layers, x, *_ = call.arguments
+    return joined("fp32 chain", layers, bucket(x.numel() // x.size(-1)), "trained" * call.is_differentiated)
 
 
-def _layers_race(call: rnn.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
-    """Return the race without the dropout, which draws from the generator."""
-    tensors = (call.inputs, *call.states, *call.weights)
-    if most_elements(tensors) * lstm_layer.GATES > MOST_ELEMENTS:
+def _chain_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    """Return the race without dropouts, which draw from the generator."""
+    layers, x = call.arguments
+    if x.numel() // layers.inputs * max(layers.inputs, layers.outputs) > MOST_ELEMENTS:
         return None
-    states = len(call.states)
+    gradient = gradient_of_shape(*x.shape[:-1], layers.outputs)
 
     def of(name: str) -> Algorithm:
         def algorithm() -> Sequence[Tensor]:
-            leaves = [leaf_of(tensor, torch.float32) for tensor in tensors]
-            some = call._replace(inputs=leaves[0], states=(*leaves[1 : 1 + states],), weights=(*leaves[1 + states :],))
+            leaves: list[Tensor] = []
 
-            def outputs() -> Tensor:
-                computed: Tensor = algorithms[name](some._replace(dropout=0.0))[0]
-                return computed
+            def leaf(tensor: Tensor) -> Tensor:
+                leaves.append(leaf_of(tensor, torch.float32))
+                return leaves[-1]
 
-            if not call.is_trained:
-                with torch.no_grad():
-                    return [outputs()]
-            width = call.states[0].size(-1) * (1 + call.bidirectional)
-            return with_gradients(outputs, leaves, gradient_of_shape(*call.inputs.shape[:2], width))
+            if call.is_differentiated:
+                return with_gradients(lambda: algorithms[name](leaf), leaves, gradient)
+            with torch.no_grad():
+                return [algorithms[name](leaf)]
 
         return algorithm
 
     race = {name: of(name) for name in algorithms}
-    return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True)
+    return Race(race, fp32.TORCH, None, bound=IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD_OF_CHAIN)
 
 
 FP32_OPERATORS = (
@@ -124,5 +121,5 @@ FP32_OPERATORS = (
         for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL, fp32_attention.KERNEL)
     ),
     TunedOperator(fp32_product.RULE, _fp32_key, _product_race, has_gradients=True),
-    TunedOperator(rnn.ALGORITHM, _layers_key, _layers_race),
+    TunedOperator(chain.RULE, _chain_key, _chain_race),
 )

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_loop.autotune.algorithms import gradient_of_shape, leaf_of, with_gradients, without_gradients
-from nano_loop.autotune.fp32_operators import FP32_OPERATORS, some_rows
+from nano_loop.autotune.fp32_operators import FP32_OPERATORS, IN_FP32, some_rows
 from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket, joined, layout, most_elements, rough
 from nano_loop.autotune.tuned_operator import TunedOperator
 from nano_loop.autotune.tuner import Algorithm, Race
-from nano_loop.kernels import rounding
+from nano_loop.kernels import fp32, rounding
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import Plan
 from nano_loop.kernels.linear import linear
-from nano_loop.kernels.rnn import lstm, lstm_layer
+from nano_loop.kernels.rnn import rnn
+from nano_loop.kernels.rnn.recurrence import GATES, LSTM
+from nano_loop.patching.torch_private import below_autocast
 
 #: Number of steps of an LSTM that are measured, or of multiplications if that is more steps: what a call takes besides
 #: should not decide.
@@ -97,42 +100,46 @@ def _convolution_race(call: convolution.Arguments, algorithms: Mapping[str, Call
     return Race(race, Plan().name, race.get(all_in_fp32, in_fp32) if has_fp32 else None)
 
 
-# --- layers of LSTMs ---
+# --- LSTMs that are oneDNN's ---
 
 
-def _lstm_key(call: lstm_layer.Arguments) -> str:
-    steps, batch, size = call.inputs.shape
-    flags = ["biases"] * bool(call.biases) + ["reversed"] * call.is_reversed + ["fp32"] * _rounds(call.inputs)
-    return joined("lstm", bucket(steps), bucket(batch), size, call.output.size(1), *flags)
+def _lstm_key(call: rnn.Arguments) -> str:
+    first, second, size = call.inputs.shape
+    sizes = bucket(first), bucket(second), size, call.num_layers, call.states[-1].size(-1)
+    flags = ["batch first"] * call.batch_first + ["biases"] * call.has_biases + ["both directions"] * call.bidirectional
+    return joined(call.products, "lstm", *sizes, *flags, "trained" * call.is_trained)
 
 
-def _lstm_race(call: lstm_layer.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
-    weights = call.input_weight.numel() + call.hidden_weight.numel()
-    steps = max(_STEPS, _MULTIPLICATIONS // (call.inputs.size(1) * weights))
-    some = call._replace(inputs=call.inputs[:steps])
-    if most_elements(some.tensors) * lstm_layer.GATES > MOST_ELEMENTS:
+def _lstm_race(call: rnn.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    """Return the race without the dropout, which draws from the generator."""
+    time = 1 if call.batch_first else 0
+    steps = max(_STEPS, _MULTIPLICATIONS * call.inputs.size(time) // call.multiplications)
+    inputs = call.inputs.narrow(time, 0, min(steps, call.inputs.size(time)))
+    tensors, states = (inputs, *call.states, *call.weights), len(call.states)
+    if most_elements(tensors) * GATES[LSTM] > MOST_ELEMENTS:
         return None
-    gradient = gradient_of_shape(*some.inputs.shape[:2], some.output.size(1))
+    gradient = gradient_of_shape(*inputs.shape[:2], call.states[0].size(-1) * (1 + call.bidirectional))
 
-    def of(name: str, dtype: torch.dtype = call.inputs.dtype) -> Algorithm:
+    def of(name: str, in_fp32: bool = False) -> Algorithm:
         def algorithm() -> Sequence[Tensor]:
-            inputs, input_weight, hidden_weight, *biases, output, cells = (leaf_of(one, dtype) for one in some.tensors)
-            biases = biases if some.biases else []
-            leaves = [inputs, input_weight, hidden_weight, *biases, output, cells]
-            tensors = inputs, input_weight, hidden_weight, tuple(biases), output, cells
-            return with_gradients(lambda: algorithms[name](*tensors, some.is_reversed)[0], leaves, gradient)
+            leaves = [leaf_of(tensor, torch.float32 if in_fp32 else tensor.dtype) for tensor in tensors]
+            some = call._replace(inputs=leaves[0], states=(*leaves[1 : 1 + states],), weights=(*leaves[1 + states :],))
+
+            def outputs() -> Tensor:
+                computed: Tensor = algorithms[name](some._replace(dropout=0.0))[0]
+                return computed
+
+            with below_autocast() if in_fp32 else nullcontext(), torch.set_grad_enabled(call.is_trained):
+                return with_gradients(outputs, leaves, gradient) if call.is_trained else [outputs()]
 
         return algorithm
 
     race = {name: of(name) for name in algorithms}
-    if _rounds(call.inputs):
-        return Race(race, lstm.TORCH, None, bound=_ROUNDED)
-    return Race(race, lstm.TORCH, of(lstm.TORCH, torch.float32))
-
-
-def _rounds(inputs: Tensor) -> bool:
-    """Whether what blocks compute rounds its inputs."""
-    return inputs.dtype is torch.float32
+    if call.products == "fp32":
+        return Race(race, fp32.TORCH, None, bound=IN_FP32, torchs_is_beaten=True)
+    if call.products == "rounded":
+        return Race(race, fp32.TORCH, None, bound=_ROUNDED)
+    return Race(race, fp32.TORCH, of(fp32.TORCH, in_fp32=True))
 
 
 # --- products of linear layers and of their gradients ---
@@ -183,7 +190,7 @@ OPERATORS = (
     TunedOperator(attention.ALGORITHM, _attention_key, _attention_race),
     TunedOperator(convolution.OPERATOR, _convolution_key, _convolution_race, has_gradients=True),
     TunedOperator(linear.ALGORITHM, _product_key, _product_race, has_gradients=True),
-    TunedOperator(lstm.ALGORITHM, _lstm_key, _lstm_race),
+    TunedOperator(rnn.ALGORITHM, _lstm_key, _lstm_race),
     TunedOperator(rounding.ALGORITHM, _rounding_key, _rounding_race, has_gradients=True),
     *FP32_OPERATORS,
 )

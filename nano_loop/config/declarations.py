@@ -134,15 +134,9 @@ class Declarations:
         "2.9 and, in reduced precision, AVX-512.",
         changes_bits=True,
     )
-    fast_lstm: bool | Literal["auto"] = step(
-        "LSTMs by large products, and a function in C for the recurrence, in reduced precision: 1.06 to 2.7 times "
-        "as fast as oneDNN. Needs torch 2.9 and AVX-512.",
-        changes_bits=True,
-    )
     fast_rnn: bool | Literal["auto"] = step(
-        "GRUs, RNNs, and LSTMs that are not oneDNN's in bf16, by products over all steps and a function in C for the "
-        "recurrence: GRUs and RNNs are 2 to 10 times as fast as torch's. Needs torch 2.9 or later and, at first use, a "
-        "C compiler.",
+        "RNNs, GRUs and LSTMs by products over all steps and a recurrence in C: RNNs and GRUs are 2 to 10 times as "
+        "fast as torch's, LSTMs up to 2.7 times. Needs torch 2.9 or later and, at first use, a C compiler.",
         changes_bits=True,
     )
     fast_cross_entropy: bool | Literal["auto"] = step(
@@ -157,6 +151,11 @@ class Declarations:
     fast_norm: bool | Literal["auto"] = step(
         "Batch, group and layer norms at twice the speed of torch's kernels in reduced precision, and in fp32 where "
         "that is faster, as of RMS norms. Needs torch 2.9 or later.",
+        changes_bits=True,
+    )
+    fast_chains: bool | Literal["auto"] = step(
+        "Linear layers with norms, activations and dropouts between them by one function in C, each way, in fp32 "
+        "where that is faster.",
         changes_bits=True,
     )
     tune_operators: bool | Literal["auto"] = step(

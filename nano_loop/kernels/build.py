@@ -52,8 +52,9 @@ _listeners: list[Callable[[str], object]] = process_wide("listeners to compilati
 #: Maximum number of bytes that a call takes for what it packs and sums up, in all threads together.
 SCRATCH_BOUND = 256 * 2**20
 
-#: What a C function takes: a tensor for a pointer to its elements, None for NULL, int for int64_t, float for double.
-Argument = Tensor | ctypes.Structure | int | float | None
+#: What a C function takes: a tensor for a pointer to its elements, None for NULL, int for int64_t, float for double; a
+#: structure for a pointer to it, or bytes for one to a copy of them.
+Argument = Tensor | ctypes.Structure | bytes | int | float | None
 
 
 class CompiledKernel:
@@ -140,6 +141,8 @@ def _as_c(argument: Argument) -> object:
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, ctypes.Structure):
         return ctypes.byref(argument)
+    if isinstance(argument, bytes):
+        return ctypes.create_string_buffer(argument, len(argument))
     return ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
 
 

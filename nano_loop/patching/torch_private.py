@@ -7,6 +7,7 @@ Those of `torch.compile` and those of optimizers are in `nano_loop.patching.torc
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -15,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
+from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 from torch.utils.data import DataLoader
 
 _KEPT_ITERATOR = "_iterator"
@@ -38,10 +41,35 @@ BAGS_KERNEL = "_embedding_bag"
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+#: The hooks of a module, and what it is compiled to; at once, for that is asked in each call.
+_hooks = operator.attrgetter(
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
+)
+
+
 def calls_only_forward(module: nn.Module) -> bool:
     """Whether a call of a module is one of its class's `forward`, without hooks. torch has no public check."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not hooks and module._compiled_call_impl is None and "forward" not in vars(module)
+    return not any(_hooks(module)) and "forward" not in vars(module)
+
+
+def has_global_module_hooks() -> bool:
+    """Whether hooks are on all modules. torch can register them, but has no public check."""
+    return bool(has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def registered_children(module: nn.Module) -> tuple[nn.Module | None, ...]:
+    """Return what a module has registered as its children, also twice. The public methods are generators."""
+    return tuple(module._modules.values())
+
+
+def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters that a module has itself, by their names. An attribute takes ten times as long."""
+    return module._parameters
+
+
+def in_forward_mode() -> bool:
+    """Whether this process computes derivatives in forward mode. torch has no public check."""
+    return forward_ad._current_level >= 0
 
 
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:

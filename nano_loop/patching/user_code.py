@@ -46,10 +46,11 @@ def leads_to_user(error: BaseException) -> bool:
     return any(is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def users_traceback(traceback: TracebackType | None) -> TracebackType | None:
+def users_traceback(traceback: TracebackType | None, *, keeps_last: bool = True) -> TracebackType | None:
     """Return a traceback without the frames of nano_loop through which it leads to the user's code, or to a module.
 
-    Those below the last such frame stay: where nano_loop, or what it calls, has raised is seen.
+    Those below the last such frame stay: where nano_loop, or what it calls, has raised is seen. Without `keeps_last`
+    they go, too, as for an error that says what the user is to change.
     """
     entries: list[TracebackType] = []
     while traceback is not None:
@@ -59,7 +60,7 @@ def users_traceback(traceback: TracebackType | None) -> TracebackType | None:
     last = max((place for place, file in enumerate(files) if _is_led_to(file)), default=-1)
     kept = None
     for place, entry in reversed([*enumerate(entries)]):
-        if place > last or not _is_between(files, place):
+        if (place > last and keeps_last) or not _is_between(files, place):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept
 

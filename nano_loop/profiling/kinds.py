@@ -22,8 +22,8 @@ _ATTENTION = ("softmax", "softmax_backward_data")
 _CASTS = ("copy_", "to_copy", "to", "contiguous", "clone")
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "einsum")
 _LOSSES = ("_Losses", "_LossesBackward")  # of fast_cross_entropy
-#: Of fast_lstm and fast_rnn.
-_RECURRENCES = ("_LstmLayer", "_LstmLayerBackward", "_RecurrentLayer", "_RecurrentLayerBackward")
+#: Of fast_rnn.
+_RECURRENCES = ("_RecurrentLayer", "_RecurrentLayerBackward")
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 #: The optimizers that have fused kernels in torch, and those for which nano_loop has functions in C.
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")

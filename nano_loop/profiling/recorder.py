@@ -77,7 +77,8 @@ class _Recorder:
         self._open: list[Any] = []  # a mark for each optimizer that steps
         hook_before_steps(self._mark)
         hook_after_steps(self._note)
-        replaced(Averaging, "average", _named).__enter__()  # until the process ends
+        self._naming = replaced(Averaging, "average", _named)  # which ends what it does when it is freed
+        self._naming.__enter__()
 
     def _is_here(self) -> bool:
         return (os.getpid(), threading.get_ident()) == self._place

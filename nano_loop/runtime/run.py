@@ -205,7 +205,8 @@ class Run:
                 raise
             raise error.with_traceback(None) from error.__cause__  # dozens of lines that say nothing about the loop
         except BaseException as error:
-            raise error.with_traceback(users_traceback(error.__traceback__))  # noqa: B904 - it is the same
+            shown = users_traceback(error.__traceback__, keeps_last=not isinstance(error, NanoConfigError))
+            raise error.with_traceback(shown)  # noqa: B904 - it is the same
         finally:
             self.end()
 

@@ -18,16 +18,15 @@ from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.linear import linear, product, rounded_product
 from nano_loop.kernels.replacement import Replacement
-from nano_loop.kernels.rnn import lstm, lstm_layer
+from nano_loop.kernels.rnn import recurrence
 from nano_loop.kernels.rounding import ATTENTION, CONVOLUTION, LSTM, PRODUCT, RULE, Rounding
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult
-from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
 from nano_loop.steps.kernels.fast_attention import FastAttention
 from nano_loop.steps.kernels.fast_convolution import FastConvolution
-from nano_loop.steps.kernels.fast_lstm import FastLstm
 from nano_loop.steps.step import SkipReason, Step
 
 #: Minimum number of elements of a weight. The products of smaller ones would only lose the time of the replacement.
@@ -45,7 +44,7 @@ class _Kind(NamedTuple):
     name : str
         A key of `nano_loop.kernels.rounding.MIN_MULTIPLICATIONS`.
     replacements : tuple of Replacement
-        What replaces torch's kernels; those of no other kind.
+        What replaces torch's kernels; those of no other kind. None for LSTMs, which `FastRnn` replaces.
     is_for : callable
         Whether a model may have such products that are large.
     kernel : CompiledKernel or None
@@ -68,11 +67,15 @@ def _has_large_weights(model: nn.Module) -> bool:
     )
 
 
+def _has_lstms(model: nn.Module) -> bool:
+    return has_modules(model, (nn.LSTM,))
+
+
 _KINDS = (
     _Kind(PRODUCT, (*linear.REPLACEMENTS, *rounded_product.REPLACEMENTS), _has_large_weights, product.KERNEL),
     _Kind(CONVOLUTION, (*convolution.REPLACEMENTS, *rounded_convolution.REPLACEMENTS), FastConvolution.is_for),
     _Kind(ATTENTION, rounded_attention.REPLACEMENTS, FastAttention.is_for, blocked_attention.KERNEL),
-    _Kind(LSTM, lstm.REPLACEMENTS, FastLstm.is_for, lstm_layer.KERNEL),
+    _Kind(LSTM, (), _has_lstms, recurrence.KERNEL),
 )
 
 

@@ -13,6 +13,7 @@ from nano_loop.autotune.choices import Choice, Choices, choices_for
 from nano_loop.autotune.fp32_operators import FP32_OPERATORS
 from nano_loop.autotune.operators import OPERATORS
 from nano_loop.autotune.tuner import Tuner
+from nano_loop.kernels.rnn import rnn
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.ownership import Rule
 from nano_loop.runtime.objects.report import StepResult
@@ -20,6 +21,8 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 _FP32_RULES = frozenset(operator.rule for operator in FP32_OPERATORS)
+#: The rules of models whose kernels other steps have replaced.
+_KERNEL_RULES = _FP32_RULES | {rnn.ALGORITHM}
 #: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
 _FIRST_SHARING = 4
 
@@ -84,7 +87,7 @@ class TuneOperators(Step):
 
     def _chooses(self, model: nn.Module) -> bool:
         """Whether steps before this one have given a model in fp32 a rule that chooses."""
-        return not self.interceptors.rules_of(model).keys().isdisjoint({RULE, *_FP32_RULES})
+        return not self.interceptors.rules_of(model).keys().isdisjoint({RULE, *_KERNEL_RULES})
 
     def _own_reason(self) -> SkipReason | None:
         if not self._is_for_precision:
@@ -113,7 +116,9 @@ class TuneOperators(Step):
 
     def _is_measured(self, rule: str, rules: Mapping[str, Rule]) -> bool:
         """Whether a model has calls that a rule is about. In reduced precision, tensors in fp32 are not measured."""
-        return rule not in _FP32_RULES or (self._is_in_fp32 and rule in rules)
+        if rule not in _KERNEL_RULES:
+            return True
+        return rule in rules and (self._is_in_fp32 or rule not in _FP32_RULES)
 
     @override
     def final_result(self) -> StepResult | None:

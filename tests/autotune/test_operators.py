@@ -21,10 +21,10 @@ from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import Plan
 from nano_loop.kernels.linear import linear, product
-from nano_loop.kernels.rnn import lstm, lstm_layer, recurrence, rnn
+from nano_loop.kernels.rnn import recurrence, rnn
 from nano_loop.patching.operators.operators import gives_kernels
 
-ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM, FP32_ATTENTION, FP32_PRODUCT, LAYERS = module.OPERATORS
+ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM, FP32_ATTENTION, FP32_PRODUCT = module.OPERATORS
 NHWC = torch.channels_last
 
 
@@ -48,16 +48,10 @@ def product_call(rows=40, bias=False, transposed=False):
     return linear.Arguments(a, normal(48, 56), torch.ones(56).bfloat16() if bias else None)
 
 
-def lstm_call(steps=20, batch=5, size=6, has_biases=True, is_reversed=False):
-    biases = (normal(64), normal(64)) if has_biases else ()
-    tensors = normal(steps, batch, size), normal(64, size), normal(64, 16), biases, normal(batch, 16), normal(batch, 16)
-    return lstm_layer.Arguments(*tensors, is_reversed)
-
-
-def layers_call(steps=20, batch=5, has_biases=True, is_trained=True):
+def lstm_call(steps=20, batch=5, has_biases=True, is_trained=True, products="fp32"):
     weights = [normal(*sizes).float() for sizes in ((64, 6), (64, 16), *[(64,), (64,)] * has_biases)]
     states = normal(1, batch, 16).float(), normal(1, batch, 16).float()
-    numbers = has_biases, 1, 0.5, True, False, False, is_trained
+    numbers = has_biases, 1, 0.5, True, False, False, is_trained, products
     return rnn.Arguments(recurrence.LSTM, normal(steps, batch, 6).float(), None, states, (*weights,), *numbers)
 
 
@@ -94,12 +88,6 @@ def by_convolution_kernel(*arguments):
     return torch.ops.aten.convolution_backward(*arguments)
 
 
-def by_lstm_kernel(*arguments):
-    call = lstm_layer.Arguments(*arguments)
-    sizes = [], 2, 16, 1, bool(call.biases), False, False, True
-    return torch.ops.aten.mkldnn_rnn_layer(*call.tensors, call.is_reversed, *sizes)[:3]
-
-
 def by_onednn(call):
     return torch.lstm(*call.of_torch)
 
@@ -134,9 +122,12 @@ CASES = {
     ),
     LSTM: (
         lstm_call,
-        dict.fromkeys((lstm.TORCH, lstm.BLOCKS), by_lstm_kernel),
-        [{}, {"steps": 21}, {"batch": 6}, {"batch": 9}, {"size": 8}, {"has_biases": False}, {"is_reversed": True}],
-        5,
+        dict.fromkeys((fp32.TORCH, fp32.COMPILED), by_onednn),
+        [
+            *({}, {"steps": 21}, {"batch": 9}, {"is_trained": False}, {"has_biases": False}),
+            *({"products": "bf16"}, {"products": "rounded"}),
+        ],
+        6,
     ),
     ROUNDING: (
         rounding_call,
@@ -175,12 +166,6 @@ CASES = {
         fp32_product_call,
         dict.fromkeys((fp32.TORCH, fp32.COMPILED), lambda a, b, bias: a @ b),
         [{"rows": 33}, {}, {"rows": 64}, {"rows": 65}, {"bias": True}, {"transposed": True}],
-        4,
-    ),
-    LAYERS: (
-        layers_call,
-        dict.fromkeys((fp32.TORCH, fp32.COMPILED), by_onednn),
-        [{}, {"steps": 21}, {"batch": 9}, {"is_trained": False}, {"has_biases": False}],
         4,
     ),
 }
@@ -282,8 +267,8 @@ def test_of_large_products_and_losses_some_rows_and_of_long_sequences_some_steps
         assert {arguments[0].shape for arguments in products.calls} == {((1 << 12) // 56, 48)}
     losses(fp32.TORCH, rows=100)
     assert {arguments[0].shape for arguments in losses.calls} == {((1 << 12) // 48, 48)}
-    layers(lstm.TORCH, batch=1)
-    assert {len(arguments[0]) for arguments in layers.calls} == {16}  # of 20
+    layers(fp32.TORCH, batch=1)
+    assert {len(arguments[0].inputs) for arguments in layers.calls} == {16}  # of 20
 
 
 @EVERY
@@ -370,7 +355,7 @@ def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch
 def test_layers_and_their_gradients_are_measured_in_a_run_without_changing_its_random_numbers(monkeypatch, precision):
     rounding_every_product(monkeypatch)
     monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(lstm, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(rnn, "MIN_MULTIPLICATIONS", 1)
     tuner = Tuner(Choices(None), ALWAYS)
     monkeypatch.setattr("nano_loop.steps.tune_operators.Tuner", lambda *_: tuner)
 
@@ -388,11 +373,11 @@ def test_layers_and_their_gradients_are_measured_in_a_run_without_changing_its_r
         return train(model, torch.optim.SGD(model.parameters(), 0.1))
 
     in_bf16 = {"fast_linear": True} if precision == "bf16" else {}
-    assert torch.equal(drawn(**in_bf16), drawn(tune_operators=False, fast_lstm=False))
+    assert torch.equal(drawn(**in_bf16), drawn(tune_operators=False, fast_rnn=False))
     words = {"bf16": "", "bf16-products": "rounded "}[precision]
     measured = {key.removeprefix(words) for key in tuner.choices.all()}
     assert measured == {
-        f"lstm 2^5 2^3 24 64 biases{' fp32' if words else ''}",
+        f"{'' if words else 'bf16 '}lstm 2^5 2^3 24 1 64 biases trained",
         "product 2^7 by 64 by 48 NT plus a row",
         "product 2^7 by 48 by 40 NT",
         "product 2^7 by 40 by 48 NN",

@@ -96,6 +96,14 @@ def test_closure_is_no_time_of_the_optimizer_in_a_script_without_a_line(profile)
 
 
 @pytest.mark.slow
+def test_ranks_wait_for_each_other_in_averaging(profile):
+    done = profile(LOOP.replace("2048, 256", "4096, 256"), "--num-processes=2", "--json")
+    assert done.returncode == 0, done.stderr
+    times = {row["kind"]: row["milliseconds"] for row in json.loads(done.stdout)["kinds"]}
+    assert times["averaging and waiting for ranks"] > times["optimizer"]
+
+
+@pytest.mark.slow
 def test_script_with_too_few_steps_says_so(profile):
     done = profile(LOOP.replace("2048, 256", "128, 256"))
     assert done.returncode == 2

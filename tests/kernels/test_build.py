@@ -18,14 +18,11 @@ from nano_loop.kernels.build import CompiledKernel, UnavailableError
 from nano_loop.kernels.compiler import LEVELS, NATIVE, library_name
 from nano_loop.kernels.convolution import weight_gradient
 from nano_loop.kernels.linear import product
-from nano_loop.kernels.rnn import lstm_layer
 
 SUPPORTED = [level for level in LEVELS if level.instruction_sets <= read_machine().instruction_sets]
 
 
-@pytest.mark.parametrize(
-    "kernel", [blocked_attention, lstm_layer, product, weight_gradient], ids=lambda kernel: kernel.__name__
-)
+@pytest.mark.parametrize("kernel", [blocked_attention, product, weight_gradient], ids=lambda kernel: kernel.__name__)
 def test_kernels_for_bf16_instructions_are_available_where_the_cpu_has_them(kernel):
     if LEVELS[0] not in SUPPORTED or build.level().name not in ("bf16", "compile"):
         pytest.skip("the CPU or the level has no bf16 instructions of AVX-512")

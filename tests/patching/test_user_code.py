@@ -104,3 +104,13 @@ def test_error_of_a_model_has_the_frames_that_it_has_without_nano_loop():
             function(Net())
         counts.append(len([*traceback.walk_tb(caught.value.__traceback__)]))
     assert counts[1] <= counts[0] + 2  # the decorated function, and where it is called
+
+
+def test_refusal_has_no_frames_of_nano_loop_but_those_of_the_call():
+    @nano_loop.nano(num_processes=4096, verbose=False)
+    def train(model):
+        raise AssertionError
+
+    with pytest.raises(nano_loop.NanoConfigError, match="physical cores") as caught:
+        train(torch.nn.Linear(1, 1))
+    assert len([*traceback.walk_tb(caught.value.__traceback__)]) <= 4

@@ -34,13 +34,13 @@ def test_details_of_every_step_begin_in_one_column(name):
 
 NO_NORM = StepResult("fast_norm", "skipped", "no norm was found in the model", code="no_norm")
 NO_ATTENTION = StepResult("fast_attention", "skipped", "no attention", code="no_attention")
-NO_KERNEL = [StepResult(name, "skipped", "no compiler", code="no_kernel") for name in ("fast_lstm", "fast_linear")]
+NO_KERNEL = [StepResult(name, "skipped", "no compiler", code="no_kernel") for name in ("fast_rnn", "fast_linear")]
 
 
 def test_steps_with_nothing_to_do_have_one_line_and_others_one_for_each_reason():
     asked_for = StepResult("channels_last", "skipped", "no images", code="no_images", asked_for=True)
     assert str(report(NO_KERNEL[0], FUSED, NO_NORM, NO_ATTENTION, NO_KERNEL[1], asked_for)).splitlines()[1:] == [
-        "  skipped  fast_lstm, fast_linear  no compiler",
+        "  skipped  fast_rnn, fast_linear  no compiler",
         "  applied  fused_optimizer     AdamW",
         "  nothing to do: fast_norm, fast_attention",
         "  skipped  channels_last       no images",

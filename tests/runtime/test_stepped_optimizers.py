@@ -84,7 +84,7 @@ class Gru(nn.Module):
     [
         (Gru, {"channels_last": True}),
         (Gru, {"fast_fetch": True}),
-        *((Gru, {"precision": "bf16", name: True}) for name in ("fast_attention", "fast_norm", "fast_lstm")),
+        *((Gru, {"precision": "bf16", name: True}) for name in ("fast_attention", "fast_norm")),
     ],
     ids=str,
 )

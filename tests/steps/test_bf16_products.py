@@ -80,7 +80,7 @@ MODELS = {
     "causal": (lambda: Attending(True), (3, 40, 64), {}, {"product": 6, "attention": 2}),
     "masked": (lambda: Attending(mask=-torch.rand(40, 40)), (3, 40, 64), {}, {"product": 6, "attention": 2}),
     "bool mask": (lambda: Attending(mask=torch.eye(40) < 1), (3, 40, 64), {}, {"product": 6, "attention": 2}),
-    "lstm": (lambda: FirstOutput(nn.LSTM(48, 64, 2, bidirectional=True)), (20, 8, 48), {}, {"lstm": 4}),
+    "lstm": (lambda: FirstOutput(nn.LSTM(48, 64, 2, bidirectional=True)), (20, 8, 48), {}, {"lstm": 1}),
     "gru": (lambda: FirstOutput(nn.GRU(48, 64)), (9, 32, 48), {}, {"product": 4}),
 }
 

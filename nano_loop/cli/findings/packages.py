@@ -42,7 +42,7 @@ def torch_is_old(inspected: Inspected) -> Iterator[Finding]:
         yield Finding(
             "old-torch",
             f"torch {version} is installed",
-            "fast_activation, fast_convolution, fast_linear, fast_lstm, fast_norm and fast_rnn need torch 2.9 or later",
+            "fast_activation, fast_convolution, fast_linear, fast_norm and fast_rnn need torch 2.9 or later",
             "Install a newer torch",
             hurts=False,
         )

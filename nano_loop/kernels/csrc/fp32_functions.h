@@ -52,26 +52,3 @@ INLINE Vector exponential_less_1(Vector x) {
     Vector t = hyperbolic_tangent(x * 0.5f);
     return 2.0f * t / (1.0f - t);
 }
-
-/* exp(-x²/2). */
-INLINE Vector bell(Vector x) { return exponential(-0.5f * x * x); }
-
-/* The density of the normal distribution, and the distribution. Below 0 this is exp(-x²/2) times a polynomial of
-   1 / (1 + 0.26 |x|), which was fitted to a relative error of 4e-8. */
-INLINE Vector normal_density(Vector x) { return 0.398942280401432678f * bell(x); }
-INLINE Vector normal_distribution(Vector x) {
-    Vector t = 1.0f / (1.0f + 0.26f * magnitude(x)), p = t * 0.030783632770180702f - 0.15418951213359833f;
-    p = p * t + 0.2543182373046875f;
-    p = p * t - 0.15420681238174438f;
-    p = p * t + 0.1632206290960312f;
-    p = p * t + 0.050046905875205994f;
-    p = p * t + 0.10328542441129684f;
-    p = p * t + 0.10298021137714386f;
-    p = p * t + 0.10376126319169998f;
-    Vector tail = bell(x) * (p * t);
-    return CHOOSE(x < 0.0f, tail, 1.0f - tail);
-}
-
-/* 2u and its slope, with u = √(2/π) (x + 0.044715 x³): GELU by tanh is x s(2u), with the logistic function s. */
-INLINE Vector argument_of_gelu(Vector x) { return x * (1.59576912160573f + 0.0713548162726f * x * x); }
-INLINE Vector slope_of_argument_of_gelu(Vector x) { return 1.59576912160573f + 0.2140644488178f * x * x; }

@@ -1,15 +1,43 @@
-/* The recurrence of a layer of an RNN, a GRU or an LSTM, and its gradients, in fp32; products in bf16 if that is asked for.
+/* The recurrence of a layer of an RNN, a GRU or an LSTM, and its gradients.
 
-   The products of the inputs with their weights are computed before, and those of the weights' gradients after it, since
-   they depend on no step before. Threads share the sequences of a batch: none of them depends on another one, so no thread
-   waits for another one in a step, and an element is computed in an order that does not depend on their number.
+   The products of many inputs with their weights are computed before, and those of the weights' gradients after it, since
+   they depend on no step before. A tile of sums has all gates of some units, or the states' gradients of some more, so a
+   thread computes all else of these units while they are in the cache.
+
+   Threads share the sequences of a batch: none of them depends on another one, so no thread waits for another one in a
+   step. Where the weights are larger than a core's cache, or sequences are few, threads share the tiles, and wait in each
+   step. An element is computed by one thread, in an order that does not depend on their number.
 
    Steps may have fewer sequences than those before, as packed ones do: a step's rows are those from `offsets[step]` to
-   `offsets[step + 1]`, and those of the longest sequences come first. */
-#include "fp32_tiles.h"
+   `offsets[step + 1]`, and those of the longest sequences come first.
+
+   All but products is in fp32. What they multiply by weights is rounded to bf16 if that is asked for, and the CPU has the bf16
+   instructions of AVX-512. */
+#include "fp32_product.h"
 #include "threads.h"
 
+#define CACHED (3 << 18)        /* bytes of weights that stay in a core's cache beside what it computes */
+#define STEP_TO_SHARE (1 << 18) /* multiplications of a step that take far longer than to wait for a thread */
+#if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#define HAS_BF16
+#endif
+
 /* ------------------------------------------------------------------------------------------------- vectors */
+
+#ifdef HAS_BF16
+INLINE __mmask16 first_of(int64_t count) { return (__mmask16)((1u << least(count, WIDTH)) - 1); }
+
+INLINE Vector load_rounded(const uint16_t *from, int64_t count) {
+    return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_of(count), from)), 16);
+}
+
+INLINE void store_rounded(uint16_t *to, int64_t count, Vector numbers) {
+    _mm256_mask_storeu_epi16(to, first_of(count), (__m256i)_mm512_cvtneps_pbh((__m512)numbers));
+}
+#else
+INLINE Vector load_rounded(const uint16_t *from, int64_t count) { return (Vector){0}; }
+INLINE void store_rounded(uint16_t *to, int64_t count, Vector numbers) {}
+#endif
 
 /* The bits of `yes` where those of a comparison are set, and else of `no`. */
 #define CHOOSE(CONDITION, YES, NO)                                                                                     \
@@ -18,42 +46,52 @@
         (Vector)((mask & (Words)(YES)) | (~mask & (Words)(NO)));                                                       \
     })
 
-INLINE Vector magnitude(Vector x) { return (Vector)((Words)x & 0x7fffffffu); }
+/* Numbers from -bound to bound: the nearest ones. A NaN stays one. */
+INLINE Vector clipped(Vector x, float bound) {
+    const Vector largest = (Vector){0} + bound;
+#if defined(__AVX512F__)
+    return (Vector)_mm512_min_ps((__m512)largest, _mm512_max_ps((__m512)-largest, (__m512)x));
+#elif defined(__AVX2__)
+    return (Vector)_mm256_min_ps((__m256)largest, _mm256_max_ps((__m256)-largest, (__m256)x));
+#else
+    Vector above = CHOOSE(x < -largest, -largest, x);
+    return CHOOSE(above > largest, largest, above);
+#endif
+}
 
-/* exp of numbers that are not larger than 0, by the scheme of Cephes' expf. Below -87 it is 0. A NaN stays one. */
-INLINE Vector exponential(Vector x) {
-    const Vector zero = {0};
-    Vector clipped = CHOOSE(x < -87.0f, zero - 87.0f, x);
-    Vector shifted = clipped * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
+/* Of AVX-512 by a reciprocal to 14 bits and one step of Newton, whose error is 2^-28: faster than a division. */
+INLINE Vector quotient(Vector a, Vector divisor) {
+#if defined(__AVX512F__)
+    Vector reciprocal = (Vector)_mm512_rcp14_ps((__m512)divisor), near = a * reciprocal;
+    return near + reciprocal * (a - near * divisor);
+#else
+    return a / divisor;
+#endif
+}
+
+/* Returns p, and 2^n in `power`: exp of a number from -87 to 87 is 2^n (1 + p), by the scheme of Cephes' expf. */
+INLINE Vector exponential(Vector x, Vector *power) {
+    Vector shifted = x * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
     Vector n = shifted - 12582912.0f;
-    Vector r = clipped - n * 0.693359375f + n * 2.12194440e-4f;
+    Vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
     Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    Vector scaled = p * (Vector)(((Words)shifted + 127u) << 23);
-    return CHOOSE(x < -87.0f, zero, scaled);
+    *power = (Vector)(((Words)shifted + 127u) << 23);
+    return p * (r * r) + r;
 }
 
 INLINE Vector sigmoid(Vector x) {
-    Vector e = exponential(-magnitude(x)), larger = 1.0f / (1.0f + e);
-    return CHOOSE(x < 0.0f, e * larger, larger);
+    Vector power, p = exponential(-clipped(x, 87.0f), &power);
+    return quotient((Vector){0} + 1.0f, power * p + (power + 1.0f));
 }
 
-/* Up to 1 a polynomial that was fitted to a relative error of 7e-9, beyond it 1 - 2e / (1 + e) with e = exp(-2|x|). */
+/* e / (e + 2), with e = exp(2x) - 1 without cancellation. */
 INLINE Vector hyperbolic_tangent(Vector x) {
-    Vector size = magnitude(x), square = x * x, e = exponential(-2.0f * size);
-    Vector p = square * -0.0003584508958738297f + 0.0023013607133179903f;
-    p = p * square - 0.007946101017296314f;
-    p = p * square + 0.02148665301501751f;
-    p = p * square - 0.05387980118393898f;
-    p = p * square + 0.13332344591617584f;
-    p = p * square - 0.33333295583724976f;
-    Vector beyond = 1.0f - 2.0f * e / (1.0f + e);
-    Vector with_sign = (Vector)((Words)beyond | ((Words)x & 0x80000000u));
-    return CHOOSE(size < 1.0f, x + x * (square * p), with_sign);
+    Vector power, p = exponential(2.0f * clipped(x, 10.0f), &power), e = power * p + (power - 1.0f);
+    return quotient(e, e + 2.0f);
 }
 
 /* x (1 - x), the slope of a sigmoid by its value; and 1 - x², that of the hyperbolic tangent. */
@@ -62,31 +100,27 @@ INLINE Vector slope_of_tangent(Vector x) { return 1.0f - x * x; }
 
 /* ------------------------------------------------------------------------------------------------ products */
 
-#ifdef __AVX512BF16__
-#define MOST_ROUNDED 8192 /* numbers of a row that is rounded on the stack */
-
-/* The same in bf16, of rows without gaps. The tile has words of two numbers, which are summed together. */
-INLINE void product_of_rounded_tile(const int rows, const int vectors, int64_t depth, const float *const *a, int64_t a_step,
-                                    const float *tile, int64_t tile_step, float *sums) {
-    int32_t rounded[ROWS][MOST_ROUNDED / 2] __attribute__((aligned(64)));
+#ifdef HAS_BF16
+/* The same of rows of pairs of bf16 numbers, which are summed together, with a tile of such pairs. */
+INLINE void product_of_rounded_tile(const int rows, const int vectors, int64_t pairs, const float *const *a,
+                                    int64_t a_step, const float *tile, int64_t tile_step, float *sums) {
     __m512 totals[ROWS][VECTORS];
+    const char *row[ROWS];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++) {
-        for (int64_t k = 0; k < depth; k += 2 * WIDTH) {
-            Vector low = load(a[i] + k, depth - k), high = {0};
-            if (k + WIDTH < depth) high = load(a[i] + k + WIDTH, depth - k - WIDTH);
-            _mm512_store_si512(&rounded[i][k / 2], (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-        }
+        row[i] = (const char *)a[i];
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) totals[i][j] = _mm512_setzero_ps();
     }
-    for (int64_t k = 0; k < (depth + 1) / 2; k++) {
+    for (int64_t k = 0; k < pairs; k++) {
         __m512bh columns[VECTORS];
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) columns[j] = (__m512bh)_mm512_loadu_ps(tile + k * tile_step + j * WIDTH);
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) {
-            __m512bh of_row = (__m512bh)_mm512_set1_epi32(rounded[i][k]);
+            int pair;
+            memcpy(&pair, row[i] + 4 * k * a_step, sizeof pair);
+            __m512bh of_row = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) totals[i][j] = _mm512_dpbf16_ps(totals[i][j], of_row, columns[j]);
         }
@@ -98,81 +132,103 @@ INLINE void product_of_rounded_tile(const int rows, const int vectors, int64_t d
 }
 FUNCTIONS(IN_BF16, product_of_rounded_tile)
 
-/* Rounds a tile, of which half is used then. */
-static void round_tile(float *tile, int64_t depth, int64_t width) {
+/* Rounds a tile in its place: two numbers that are summed together become one word. Half of it is used then. */
+static void round_tile(float *tile, int64_t depth) {
     for (int64_t k = 0; k < depth; k += 2)
-        for (int64_t at = 0; at < width; at += WIDTH) {
-            const Vector zero = {0};
-            Vector low = load(tile + k * width + at, WIDTH);
-            Vector high = k + 1 < depth ? load(tile + (k + 1) * width + at, WIDTH) : zero;
-            __m512i of_low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)low));
-            __m512i of_high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)high));
-            _mm512_storeu_si512(tile + k / 2 * width + at, _mm512_or_si512(of_low, _mm512_slli_epi32(of_high, 16)));
+        for (int64_t at = 0; at < TILE; at += WIDTH) {
+            __m512 low = _mm512_loadu_ps(tile + k * TILE + at), high = _mm512_setzero_ps();
+            if (k + 1 < depth) high = _mm512_loadu_ps(tile + (k + 1) * TILE + at);
+            __m512i of_low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(low));
+            __m512i of_high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(high));
+            _mm512_storeu_si512(tile + k / 2 * TILE + at, _mm512_or_si512(of_low, _mm512_slli_epi32(of_high, 16)));
         }
 }
 #else
-#define MOST_ROUNDED 0
 #define IN_BF16 IN_FP32
-static void round_tile(float *tile, int64_t depth, int64_t width) {}
+static void round_tile(float *tile, int64_t depth) {}
 #endif
-
-/* Packs a tile of the columns of a matrix, whose rows begin with the one `from`. What is not there is 0. */
-static void pack_columns(const float *matrix, int64_t depth, int64_t from, int64_t columns, int64_t column, float *tile) {
-    int64_t width = vectors_at(column, columns) * WIDTH, count = least(width, columns - column);
-    for (int64_t k = 0; k < depth; k++) {
-        memcpy(tile + k * width, matrix + (from + k) % depth * columns + column, 4 * (size_t)count);
-        memset(tile + k * width + count, 0, 4 * (size_t)(width - count));
-    }
-}
-
-/* Packs rows of a matrix as a vector's columns, from `tile` on, of a tile of `width` columns. */
-static void pack_rows(const float *matrix, int64_t depth, int64_t rows, int64_t width, float *tile) {
-    for (int64_t i = 0; i < WIDTH; i++)
-        for (int64_t k = 0; k < depth; k++) tile[k * width + i] = i < rows ? matrix[i * depth + k] : 0.0f;
-}
 
 /* ------------------------------------------------------------------------------------------------- a layer */
 
 enum { RELU, TANH, LSTM, GRU }; /* torch's modes */
 
-/* Sizes. The states that are multiplied have as many numbers as the outputs: those of the units, or of a projection of them.
-   If it is reversed, the last step is computed first. In bf16, products round what they multiply, where the CPU has
-   instructions for it. */
+/* Sizes. `inputs` are those that are multiplied in the steps of a forward, and 0 where that was done before. The states
+   that are multiplied have as many numbers as the outputs: those of the units, or of a projection of them. If it is
+   reversed, the last step is computed first. If it is packed, steps may have fewer sequences than those before. If it is
+   trained, what the backward reads is kept. If operands are rounded, they are in bf16, and so may be the outputs' gradients.
+ */
 typedef struct {
-    int64_t mode, steps, batch, hidden, outputs, is_reversed, in_bf16;
+    int64_t mode, steps, batch, inputs, hidden, outputs, is_reversed, is_packed, is_trained, is_rounded, gradient_is_rounded;
 } Call;
 
-/* A call, and its tensors, most of which have a row for each step and sequence. */
+/* A call, and its tensors, most of which have a row for each step and sequence. Operands are what is multiplied by weights. */
 typedef struct {
     const Call *call;
     const int64_t *offsets;
-    const float *weight, *bias;      /* of the states before, in rows of gates */
-    const float *projection;         /* or NULL */
-    const float *first, *first_cells; /* the states before the first step */
-    float *gates;                    /* the products of the inputs, and then the gates of all units: not of an RNN */
-    float *inner;                    /* cells of an LSTM; of a GRU, what the reset gate multiplies, or NULL */
-    float *squashed;                 /* the outputs of the units before their projection, or NULL */
-    float *out, *last, *last_cells;
+    const void *inputs;                                    /* operands, or NULL */
+    const float *input_weight, *weight, *projection;       /* of inputs and of states, in rows of gates, or NULL */
+    const float *input_bias, *state_bias;                  /* or NULL */
+    const float *first, *first_cells;                      /* the states before the first step */
+    const void *first_states;                              /* the same as operands */
+    float *gates;   /* the products of inputs that were computed before, and then the gates of all units; or NULL */
+    float *inner;   /* cells of an LSTM; of a GRU, what the reset gate multiplies, or NULL */
+    float *out;     /* may be NULL for an LSTM with rounded operands */
+    void *squashed; /* operands: the outputs of the units before their projection, or NULL */
+    void *states;   /* operands: the outputs. As `first_states`, NULL if they are not rounded */
+    float *last, *last_cells;
     /* Gradients: */
-    const float *of_out;       /* or NULL */
+    const void *of_out;         /* or NULL */
     float *of_state, *of_cells; /* of the state behind the steps that are computed, without the products of `of_gates` */
-    float *of_gates;           /* of a GRU: of the inner part of the new gate, of both sigmoids, and of the new gate */
-    float *of_projected;       /* of all that was projected, or NULL */
-    float *before;             /* not a gradient: the states before all steps */
-    float *packed, *packed_projection, *zeros;
-} Work;
+    void *of_gates;             /* operands; of a GRU: of the new gate's inner part, of both sigmoids, and of that gate */
+    void *of_projected;         /* operands: of all that was projected, or NULL */
+    float *of_bias;             /* the sums of `of_gates` */
+    void *before;               /* no gradient, but operands: the states before all steps, to be written if it is packed */
+    float *of_inputs, *of_input_weight, *of_weight; /* or NULL */
+    float *packed, *packed_inputs, *packed_projection, *bias, *zeros;
+} Layer;
+
+/* Rows of a step in the tensors, of the one that is computed before it in a forward, and of the one after it. */
+typedef struct {
+    int64_t row, count;
+} Rows;
+typedef struct {
+    Rows before, now, after;
+} Step;
 
 INLINE int64_t gates_in(int64_t mode) { return mode == LSTM ? 4 : mode == GRU ? 3 : 1; }
 INLINE int64_t gradients_in(int64_t mode) { return mode == LSTM || mode == GRU ? 4 : 1; }
 INLINE int64_t gates_of(const Call *call) { return gates_in(call->mode); }
+INLINE int64_t gradients_of(const Call *call) { return gradients_in(call->mode) * call->hidden; }
 INLINE int64_t is_projected(const Call *call) { return call->outputs != call->hidden; }
 
-/* Whether rows of this many numbers are rounded to bf16 to be multiplied. */
-INLINE int rounds(const Call *call, int64_t depth) { return call->in_bf16 && depth <= MOST_ROUNDED; }
+INLINE int is_rounded(const Call *call) {
+#ifdef HAS_BF16
+    return call->is_rounded != 0;
+#else
+    return 0;
+#endif
+}
 
-INLINE void product(const Call *call, int64_t rows, int64_t vectors, int64_t depth, const float *const *a, const float *tile,
-                    float *sums) {
-    (rounds(call, depth) ? IN_BF16 : IN_FP32)[vectors - 1](rows, depth, a, 1, tile, vectors * WIDTH, sums);
+/* Bytes of a row of operands. Rounded ones are an even number, the last of which may be 0. */
+INLINE int64_t bytes_of_row(const Call *call, int64_t width) {
+    return is_rounded(call) ? 2 * up_to(width, 2) : 4 * width;
+}
+INLINE void *operands(const Call *call, const void *memory, int64_t row, int64_t width) {
+    return (char *)memory + row * bytes_of_row(call, width);
+}
+INLINE void store_operands(const Call *call, void *memory, int64_t row, int64_t width, int64_t at, Vector numbers,
+                           int64_t count) {
+    void *to = operands(call, memory, row, width);
+    if (is_rounded(call)) store_rounded((uint16_t *)to + at, count + width % 2, numbers);
+    else store((float *)to + at, count, numbers);
+}
+
+/* The place of a packed tile. */
+INLINE float *tile_at(float *packed, int64_t tile, int64_t depth) { return packed + tile * TILE * depth; }
+
+INLINE void product(const Call *call, int64_t rows, int64_t vectors, int64_t depth, const float *const *a,
+                    const float *tile, float *sums) {
+    (is_rounded(call) ? IN_BF16 : IN_FP32)[vectors - 1](rows, is_rounded(call) ? divided(depth, 2) : depth, a, 1, tile, TILE, sums);
 }
 
 /* Units of a tile of the forward, which has all their gates, and its vectors. */
@@ -180,52 +236,59 @@ INLINE int64_t units_of_tile(int64_t kinds) { return kinds == 1 ? TILE : WIDTH; 
 INLINE int64_t vectors_of_tile(int64_t kinds, int64_t unit, int64_t hidden) {
     return kinds == 1 ? vectors_at(unit, hidden) : kinds;
 }
-
-/* Numbers of the packed weights of the states, and of those of the projection. */
-INLINE int64_t packed_weight(const Call *call, int backward) {
-    int64_t gates = gates_of(call);
-    if (backward) return up_to(call->outputs, WIDTH) * gates * call->hidden;
-    return up_to(call->hidden, WIDTH) * gates * call->outputs;
-}
-INLINE int64_t packed_projection(const Call *call, int backward) {
-    if (!is_projected(call)) return 0;
-    return backward ? up_to(call->hidden, WIDTH) * call->outputs : up_to(call->outputs, WIDTH) * call->hidden;
+INLINE int64_t tiles_of(const Call *call, int backward) {
+    return backward ? divided(call->outputs, TILE) : divided(call->hidden, units_of_tile(gates_of(call)));
 }
 
-/* Bytes of memory that a call takes: for packed weights, and for a row of zeros. */
+/* Numbers of the memory that a call takes: for packed weights of the states, of the inputs and of the projection, for
+   biases, and for a row of zeros. */
+enum { WEIGHT, INPUTS, PROJECTION, BIAS, ZEROS, PLACES };
+static int64_t lay_out(const Call *call, int backward, int64_t sizes[PLACES]) {
+    int64_t tiles = tiles_of(call, backward), depth = backward ? gates_of(call) * call->hidden : call->outputs;
+    int64_t of_projection = backward ? divided(call->hidden, TILE) * call->outputs
+                                     : divided(call->outputs, TILE) * call->hidden;
+    sizes[WEIGHT] = tiles * TILE * depth;
+    sizes[INPUTS] = backward ? 0 : tiles * TILE * call->inputs;
+    sizes[PROJECTION] = is_projected(call) ? of_projection * TILE : 0;
+    sizes[BIAS] = backward ? 0 : 4 * up_to(call->hidden, WIDTH);
+    sizes[ZEROS] = backward ? up_to(depth, WIDTH) : 0;
+    int64_t sum = 0;
+    for (int i = 0; i < PLACES; i++) sum += sizes[i];
+    return sum;
+}
+
+/* Bytes of this memory, of which a cache line is for its alignment. */
 int64_t recurrence_bytes(const Call *call, int backward) {
-    return 4 * (packed_weight(call, backward) + packed_projection(call, backward) + gates_of(call) * call->hidden);
+    int64_t sizes[PLACES];
+    return 64 + 4 * lay_out(call, backward, sizes);
 }
 
-/* The step that is computed at a time, in a forward. */
-INLINE int64_t step_at(const Call *call, int64_t time) { return call->is_reversed ? call->steps - 1 - time : time; }
-
-/* The sequences of the step that is computed at a time: none before the first one and behind the last one. */
-INLINE int64_t sequences_at(const Work *work, int64_t time) {
-    if (time < 0 || time >= work->call->steps) return 0;
-    int64_t step = step_at(work->call, time);
-    return work->offsets[step + 1] - work->offsets[step];
+/* The rows of the step that is computed at a time, in a forward: none before the first one and behind the last one. */
+INLINE Rows rows_at(const Layer *work, int64_t time) {
+    int64_t steps = work->call->steps, step = work->call->is_reversed ? steps - 1 - time : time;
+    Rows none = {0, 0}, rows = {work->offsets[least(most(step, 0), steps)], 0};
+    if (time < 0 || time >= steps) return none;
+    rows.count = work->offsets[step + 1] - rows.row;
+    return rows;
+}
+INLINE Step step_at(const Layer *work, int64_t time) {
+    Step step = {rows_at(work, time - 1), rows_at(work, time), rows_at(work, time + 1)};
+    return step;
 }
 
-/* The row of a sequence in the tensors. */
-INLINE int64_t place(const Work *work, int64_t time, int64_t row) {
-    return work->offsets[step_at(work->call, time)] + row;
-}
-
-/* The outputs, and the cells, before the step that is computed at a time. */
-INLINE const float *outputs_before(const Work *work, int64_t time, int64_t row) {
+/* The states before a step. */
+INLINE const void *operands_before(const Layer *work, const Step *step, int64_t row) {
     int64_t outputs = work->call->outputs;
-    if (row < sequences_at(work, time - 1)) return work->out + place(work, time - 1, row) * outputs;
-    return work->first + row * outputs;
+    if (row < step->before.count) return operands(work->call, work->states, step->before.row + row, outputs);
+    return operands(work->call, work->first_states, row, outputs);
 }
-INLINE const float *cells_before(const Work *work, int64_t time, int64_t row) {
-    int64_t hidden = work->call->hidden;
-    if (row < sequences_at(work, time - 1)) return work->inner + place(work, time - 1, row) * hidden;
-    return work->first_cells + row * hidden;
+INLINE const float *numbers_before(const Step *step, int64_t row, const float *all, const float *before_all,
+                                   int64_t width) {
+    return row < step->before.count ? all + (step->before.row + row) * width : before_all + row * width;
 }
 
 /* The first sequence of a part of the batch. Parts have about as many steps. */
-static int64_t first_of_part(const Work *work, int64_t part, int64_t parts) {
+static int64_t first_of_part(const Layer *work, int64_t part, int64_t parts) {
     int64_t steps = work->call->steps, before = 0, row = 0, part_begins = work->offsets[steps] * part / parts;
     for (; row < work->call->batch && before < part_begins; row++) {
         while (work->offsets[steps] - work->offsets[steps - 1] <= row) steps--; /* of this sequence */
@@ -234,229 +297,340 @@ static int64_t first_of_part(const Work *work, int64_t part, int64_t parts) {
     return row;
 }
 
+/* What a thread computes: tiles, by their numbers, of some sequences. Where tiles are shared, it waits in each step. */
+typedef struct {
+    int64_t tile, behind_tiles, row, behind_rows;
+    int waits;
+} Part;
+
 /* ------------------------------------------------------------------------------------------------- forward */
 
-/* Computes units of a sequence from the sums of their gates, which lie WIDTH apart. */
-INLINE void compute_units(const int mode, const Work *work, int64_t time, int64_t row, int64_t unit, const float *sums) {
+/* Writes outputs of a sequence. */
+INLINE void write_outputs(const Layer *work, const Step *step, int64_t row, int64_t unit, Vector numbers) {
+    int64_t outputs = work->call->outputs, at = step->now.row + row;
+    if (work->out) store(work->out + at * outputs + unit, outputs - unit, numbers);
+    if (is_rounded(work->call)) store_operands(work->call, work->states, at, outputs, unit, numbers, outputs - unit);
+    if (row >= step->after.count) store(work->last + row * outputs + unit, outputs - unit, numbers);
+}
+
+/* Computes units of a sequence from the sums of their gates: those of states lie WIDTH apart, those of inputs `apart`. */
+INLINE void compute_units(const int mode, const Layer *work, const Step *step, int64_t row, int64_t unit,
+                          const float *of_inputs, int64_t apart, const float *of_states) {
     const Call *call = work->call;
-    int64_t hidden = call->hidden, count = hidden - unit, at = place(work, time, row), kinds = gates_in(mode);
-    float *gates = work->gates + at * kinds * hidden + unit;
+    int64_t hidden = call->hidden, count = hidden - unit, at = step->now.row + row, kinds = gates_in(mode);
+    int64_t of_gate = up_to(hidden, WIDTH);
+    float *gates = call->is_trained && kinds > 1 ? work->gates + at * kinds * hidden + unit : 0;
+    float *inner = mode == LSTM || (mode == GRU && call->is_trained) ? work->inner + at * hidden + unit : 0;
     const float *bias = work->bias + unit;
-    float *out = (work->squashed ? work->squashed : work->out) + at * hidden + unit;
-    Vector inner[4], of_inputs[4];
+    Vector states[4], inputs[4], output;
     for (int i = 0; i < kinds; i++) {
-        inner[i] = *(const Unaligned *)(sums + i * WIDTH) + load(bias + i * hidden, count);
-        of_inputs[i] = load(gates + i * hidden, count);
+        states[i] = *(const Unaligned *)(of_states + i * WIDTH) + *(const Unaligned *)(bias + i * of_gate);
+        inputs[i] = load(of_inputs + i * apart, call->inputs ? WIDTH : count);
     }
     if (mode == GRU) {
-        Vector reset = sigmoid(of_inputs[0] + inner[0]), update = sigmoid(of_inputs[1] + inner[1]);
-        Vector new = hyperbolic_tangent(of_inputs[2] + reset * inner[2]);
-        store(out, count, (load(outputs_before(work, time, row) + unit, count) - new) * update + new);
-        if (!work->inner) return;
-        store(gates, count, reset);
-        store(gates + hidden, count, update);
-        store(gates + 2 * hidden, count, new);
-        store(work->inner + at * hidden + unit, count, inner[2]);
+        Vector before = load(numbers_before(step, row, work->out, work->first, hidden) + unit, count);
+        Vector reset = sigmoid(inputs[0] + states[0]), update = sigmoid(inputs[1] + states[1]);
+        Vector new = hyperbolic_tangent(inputs[2] + *(const Unaligned *)(bias + 3 * of_gate) + reset * states[2]);
+        output = (before - new) * update + new;
+        if (call->is_trained) {
+            store(gates, count, reset);
+            store(gates + hidden, count, update);
+            store(gates + 2 * hidden, count, new);
+            store(inner, count, states[2]);
+        }
     } else if (mode == LSTM) {
-        Vector input = sigmoid(of_inputs[0] + inner[0]), forget = sigmoid(of_inputs[1] + inner[1]);
-        Vector cell = hyperbolic_tangent(of_inputs[2] + inner[2]), output = sigmoid(of_inputs[3] + inner[3]);
-        Vector cells = forget * load(cells_before(work, time, row) + unit, count) + input * cell;
-        store(out, count, output * hyperbolic_tangent(cells));
-        store(work->inner + at * hidden + unit, count, cells);
-        store(gates, count, input);
-        store(gates + hidden, count, forget);
-        store(gates + 2 * hidden, count, cell);
-        store(gates + 3 * hidden, count, output);
+        Vector before = load(numbers_before(step, row, work->inner, work->first_cells, hidden) + unit, count);
+        Vector input = sigmoid(inputs[0] + states[0]), forget = sigmoid(inputs[1] + states[1]);
+        Vector cell = hyperbolic_tangent(inputs[2] + states[2]), of_output = sigmoid(inputs[3] + states[3]);
+        Vector cells = forget * before + input * cell;
+        output = of_output * hyperbolic_tangent(cells);
+        store(inner, count, cells);
+        if (row >= step->after.count) store(work->last_cells + row * hidden + unit, count, cells);
+        if (call->is_trained) {
+            store(gates, count, input);
+            store(gates + hidden, count, forget);
+            store(gates + 2 * hidden, count, cell);
+            store(gates + 3 * hidden, count, of_output);
+        }
     } else {
-        Vector sum = of_inputs[0] + inner[0];
-        store(out, count, mode == TANH ? hyperbolic_tangent(sum) : CHOOSE(sum < 0.0f, (Vector){0}, sum));
+        Vector sum = inputs[0] + states[0];
+        output = mode == TANH ? hyperbolic_tangent(sum) : CHOOSE(sum < 0.0f, (Vector){0}, sum);
     }
+    if (work->squashed) store_operands(call, work->squashed, at, hidden, unit, output, count);
+    else write_outputs(work, step, row, unit, output);
 }
 
 /* Computes the units of a tile of some sequences, at a time. */
-INLINE void forward_tile(const int mode, const Work *work, int64_t time, int64_t unit, int64_t row, int64_t rows) {
+INLINE void forward_tile(const int mode, const Layer *work, const Step *step, int64_t tile, int64_t row, int64_t rows) {
+    const Call *call = work->call;
     const float *from[ROWS];
-    float sums[ROWS * TILE] __attribute__((aligned(64)));
-    int64_t hidden = work->call->hidden, outputs = work->call->outputs, kinds = gates_in(mode);
-    int64_t vectors = vectors_of_tile(kinds, unit, hidden);
-    for (int64_t i = 0; i < rows; i++) from[i] = outputs_before(work, time, row + i);
-    product(work->call, rows, vectors, outputs, from, work->packed + unit * kinds * outputs, sums);
+    float of_states[ROWS * TILE] __attribute__((aligned(64))), of_inputs[ROWS * TILE] __attribute__((aligned(64)));
+    int64_t hidden = call->hidden, outputs = call->outputs, inputs = call->inputs, kinds = gates_in(mode);
+    int64_t unit = tile * units_of_tile(kinds), vectors = vectors_of_tile(kinds, unit, hidden), at = step->now.row + row;
+    for (int64_t i = 0; i < rows; i++) from[i] = operands_before(work, step, row + i);
+    product(call, rows, vectors, outputs, from, tile_at(work->packed, tile, outputs), of_states);
+    if (inputs) {
+        for (int64_t i = 0; i < rows; i++) from[i] = operands(call, work->inputs, at + i, inputs);
+        product(call, rows, vectors, inputs, from, tile_at(work->packed_inputs, tile, inputs), of_inputs);
+    }
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < vectors; j += kinds)
-            compute_units(mode, work, time, row + i, unit + j / kinds * WIDTH, sums + i * TILE + j * WIDTH);
+        for (int64_t j = 0; j < vectors; j += kinds) {
+            int64_t here = unit + j / kinds * WIDTH;
+            const float *sums = of_states + i * TILE + j * WIDTH, *added = of_inputs + i * TILE + j * WIDTH;
+            if (!inputs) added = work->gates + (at + i) * kinds * hidden + here; /* of all gates, as a product has them */
+            compute_units(mode, work, step, row + i, here, added, inputs ? WIDTH : hidden, sums);
+        }
 }
 
 /* Computes outputs from the outputs of units. */
-static void project_tile(const Work *work, int64_t time, int64_t at, int64_t row, int64_t rows) {
+static void project_tile(const Layer *work, const Step *step, int64_t tile, int64_t row, int64_t rows) {
+    const Call *call = work->call;
     const float *from[ROWS];
     float sums[ROWS * TILE] __attribute__((aligned(64)));
-    int64_t hidden = work->call->hidden, outputs = work->call->outputs, vectors = vectors_at(at, outputs);
-    for (int64_t i = 0; i < rows; i++) from[i] = work->squashed + place(work, time, row + i) * hidden;
-    product(work->call, rows, vectors, hidden, from, work->packed_projection + at * hidden, sums);
+    int64_t hidden = call->hidden, at = tile * TILE, vectors = vectors_at(at, call->outputs);
+    for (int64_t i = 0; i < rows; i++) from[i] = operands(call, work->squashed, step->now.row + row + i, hidden);
+    product(call, rows, vectors, hidden, from, tile_at(work->packed_projection, tile, hidden), sums);
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < vectors; j++)
-            store(work->out + place(work, time, row + i) * outputs + at + j * WIDTH, outputs - at - j * WIDTH,
-                  *(const Unaligned *)(sums + i * TILE + j * WIDTH));
+            write_outputs(work, step, row + i, at + j * WIDTH, *(const Unaligned *)(sums + i * TILE + j * WIDTH));
 }
 
 /* A tile is computed of all sequences, for it stays in the cache. */
-INLINE void forward_part(const int mode, const Work *work, int64_t from, int64_t end) {
-    int64_t hidden = work->call->hidden, outputs = work->call->outputs;
-    int64_t units = units_of_tile(gates_in(mode));
+INLINE void forward_part(const int mode, const Layer *work, const Part *part) {
     for (int64_t time = 0; time < work->call->steps; time++) {
-        int64_t behind = least(end, sequences_at(work, time));
-        for (int64_t unit = 0; unit < hidden; unit += units)
-            for (int64_t row = from; row < behind; row += ROWS)
-                forward_tile(mode, work, time, unit, row, least(ROWS, behind - row));
-        for (int64_t at = 0; work->projection && at < outputs; at += TILE)
-            for (int64_t row = from; row < behind; row += ROWS)
-                project_tile(work, time, at, row, least(ROWS, behind - row));
-        for (int64_t row = most(from, sequences_at(work, time + 1)); row < behind; row++) {
-            int64_t at = place(work, time, row);
-            memcpy(work->last + row * outputs, work->out + at * outputs, 4 * (size_t)outputs);
-            if (mode == LSTM) memcpy(work->last_cells + row * hidden, work->inner + at * hidden, 4 * (size_t)hidden);
+        Step step = step_at(work, time);
+        int64_t end = least(part->behind_rows, step.now.count);
+        if (part->waits) {
+#pragma omp barrier
         }
+        for (int64_t tile = part->tile; tile < part->behind_tiles; tile++)
+            for (int64_t row = part->row; row < end; row += ROWS)
+                forward_tile(mode, work, &step, tile, row, least(ROWS, end - row));
+        for (int64_t tile = 0; work->projection && tile < divided(work->call->outputs, TILE); tile++)
+            for (int64_t row = part->row; row < end; row += ROWS)
+                project_tile(work, &step, tile, row, least(ROWS, end - row));
     }
 }
 
-static void pack_forward(const Work *work, int64_t part, int64_t parts) {
-    const Call *call = work->call;
-    int64_t hidden = call->hidden, outputs = call->outputs, kinds = gates_of(call), units = units_of_tile(kinds);
-    for (int64_t unit = part * units; unit < hidden; unit += parts * units) {
-        int64_t vectors = vectors_of_tile(kinds, unit, hidden);
-        float *tile = work->packed + unit * kinds * outputs;
-        for (int64_t i = 0; i < vectors; i++) {
-            int64_t from = unit + i / kinds * WIDTH; /* unit */
-            pack_rows(work->weight + (i % kinds * hidden + from) * outputs, outputs, hidden - from, vectors * WIDTH,
-                      tile + i * WIDTH);
-        }
-        if (rounds(call, outputs)) round_tile(tile, outputs, vectors * WIDTH);
+/* Packs the gates of a tile's units. */
+static void pack_gates(const Call *call, const float *matrix, int64_t depth, int64_t tile, float *packed) {
+    int64_t kinds = gates_of(call), unit = tile * units_of_tile(kinds);
+    int64_t vectors = vectors_of_tile(kinds, unit, call->hidden);
+    for (int64_t i = 0; i < vectors; i++) {
+        int64_t from = unit + i / kinds * WIDTH;
+        pack_transposed(matrix + (i % kinds * call->hidden + from) * depth, depth, call->hidden - from, depth, TILE,
+                        tile_at(packed, tile, depth) + i * WIDTH);
     }
+    if (is_rounded(call)) round_tile(tile_at(packed, tile, depth), depth);
+}
+
+/* Adds the biases of a gate. Those of the inputs of a GRU's new gate are apart. */
+static void pack_bias(const Layer *work, int64_t gate, float *to) {
+    int64_t hidden = work->call->hidden, is_apart = work->call->mode == GRU && gate >= 2;
+    for (int64_t i = 0; i < up_to(hidden, WIDTH); i++) {
+        float sum = 0;
+        if (i < hidden && work->state_bias && gate < gates_of(work->call)) sum += work->state_bias[gate * hidden + i];
+        if (i < hidden && work->input_bias && (!is_apart || gate == 3))
+            sum += work->input_bias[(is_apart ? 2 : gate) * hidden + i];
+        to[i] = sum;
+    }
+}
+
+static void pack_forward(const Layer *work, int64_t part, int64_t parts) {
+    const Call *call = work->call;
+    int64_t gates = call->mode == GRU ? 4 : gates_of(call);
+    for (int64_t tile = part; tile < tiles_of(call, 0); tile += parts) {
+        pack_gates(call, work->weight, call->outputs, tile, work->packed);
+        if (call->inputs) pack_gates(call, work->input_weight, call->inputs, tile, work->packed_inputs);
+    }
+    for (int64_t gate = part; gate < gates; gate += parts)
+        pack_bias(work, gate, work->bias + gate * up_to(call->hidden, WIDTH));
     if (!work->projection) return;
-    for (int64_t at = part * TILE; at < outputs; at += parts * TILE) {
-        int64_t vectors = vectors_at(at, outputs);
-        float *tile = work->packed_projection + at * hidden;
-        for (int64_t i = at; i < at + vectors * WIDTH; i += WIDTH)
-            pack_rows(work->projection + i * hidden, hidden, outputs - i, vectors * WIDTH, tile + i - at);
-        if (rounds(call, hidden)) round_tile(tile, hidden, vectors * WIDTH);
+    for (int64_t tile = part; tile < divided(call->outputs, TILE); tile += parts) {
+        float *to = tile_at(work->packed_projection, tile, call->hidden);
+        const float *from = work->projection + tile * TILE * call->hidden;
+        pack_tile(from, 1, call->hidden, call->outputs - tile * TILE, call->hidden, TILE, to);
+        if (is_rounded(call)) round_tile(to, call->hidden);
     }
 }
 
 /* ------------------------------------------------------------------------------------------------ backward */
 
 /* Computes the gradients of the gates of units from that of their output. */
-INLINE void differentiate_units(const int mode, const Work *work, int64_t time, int64_t row, int64_t unit, Vector of_output) {
+INLINE void differentiate_units(const int mode, const Layer *work, const Step *step, int64_t row, int64_t unit,
+                                Vector of_output) {
     const Call *call = work->call;
-    int64_t hidden = call->hidden, count = hidden - unit, at = place(work, time, row), kinds = gates_in(mode);
-    const float *gates = work->gates ? work->gates + at * kinds * hidden + unit : 0;
-    float *of_gates = work->of_gates + at * gradients_in(mode) * hidden + unit;
-    float *of_state = work->of_state + row * hidden + unit; /* not of a projection */
+    int64_t hidden = call->hidden, count = hidden - unit, at = step->now.row + row, kinds = gates_in(mode);
+    int64_t width = gradients_in(mode) * hidden;
+    const float *gates = mode == LSTM || mode == GRU ? work->gates + at * kinds * hidden + unit : 0;
+    Vector of_gates[4];
     if (mode == GRU) {
         Vector reset = load(gates, count), update = load(gates + hidden, count), new = load(gates + 2 * hidden, count);
         Vector inner = load(work->inner + at * hidden + unit, count);
-        Vector before = load(outputs_before(work, time, row) + unit, count);
-        Vector of_new = of_output * (1.0f - update) * slope_of_tangent(new);
-        store(of_gates, count, of_new * reset);
-        store(of_gates + hidden, count, of_new * inner * slope(reset));
-        store(of_gates + 2 * hidden, count, of_output * (before - new) * slope(update));
-        store(of_gates + 3 * hidden, count, of_new);
-        store(of_state, count, of_output * update);
+        Vector before = load(numbers_before(step, row, work->out, work->first, hidden) + unit, count);
+        of_gates[3] = of_output * (1.0f - update) * slope_of_tangent(new);
+        of_gates[0] = of_gates[3] * reset;
+        of_gates[1] = of_gates[3] * inner * slope(reset);
+        of_gates[2] = of_output * (before - new) * slope(update);
+        store(work->of_state + row * hidden + unit, count, of_output * update);
     } else if (mode == LSTM) {
         Vector input = load(gates, count), forget = load(gates + hidden, count), cell = load(gates + 2 * hidden, count);
         Vector output = load(gates + 3 * hidden, count);
+        Vector before = load(numbers_before(step, row, work->inner, work->first_cells, hidden) + unit, count);
         Vector squashed = hyperbolic_tangent(load(work->inner + at * hidden + unit, count));
         float *running = work->of_cells + row * hidden + unit;
         Vector of_cells = load(running, count) + of_output * output * slope_of_tangent(squashed);
-        store(of_gates, count, of_cells * cell * slope(input));
-        store(of_gates + hidden, count, of_cells * load(cells_before(work, time, row) + unit, count) * slope(forget));
-        store(of_gates + 2 * hidden, count, of_cells * input * slope_of_tangent(cell));
-        store(of_gates + 3 * hidden, count, of_output * squashed * slope(output));
+        of_gates[0] = of_cells * cell * slope(input);
+        of_gates[1] = of_cells * before * slope(forget);
+        of_gates[2] = of_cells * input * slope_of_tangent(cell);
+        of_gates[3] = of_output * squashed * slope(output);
         store(running, count, of_cells * forget);
     } else {
         Vector output = load(work->out + at * hidden + unit, count);
         Vector of_sum = CHOOSE(output <= 0.0f, (Vector){0}, of_output);
-        store(of_gates, count, mode == TANH ? of_output * slope_of_tangent(output) : of_sum);
+        of_gates[0] = mode == TANH ? of_output * slope_of_tangent(output) : of_sum;
     }
+    for (int i = 0; i < gradients_in(mode); i++)
+        store_operands(call, work->of_gates, at, width, i * hidden + unit, of_gates[i], count);
 }
 
 /* Computes the gradients of what a tile has computed at a time, of some sequences, and of the first states of those that
    have begun behind it. Those of a projection are only written. */
-INLINE void backward_tile(const int mode, const Work *work, int64_t time, int64_t at, int64_t row, int64_t rows) {
+INLINE void backward_tile(const int mode, const Layer *work, const Step *step, int64_t tile, int64_t row, int64_t rows) {
+    const Call *call = work->call;
     const float *from[ROWS];
     float sums[ROWS * TILE] __attribute__((aligned(64)));
-    int64_t hidden = work->call->hidden, outputs = work->call->outputs, vectors = vectors_at(at, outputs);
-    int64_t now = sequences_at(work, time), behind = sequences_at(work, time + 1), depth = gates_in(mode) * hidden;
+    int64_t hidden = call->hidden, outputs = call->outputs, at = tile * TILE, vectors = vectors_at(at, outputs);
+    int64_t depth = gates_in(mode) * hidden, width = gradients_in(mode) * hidden;
     for (int64_t i = 0; i < rows; i++) {
-        int64_t width = gradients_in(mode) * hidden;
-        from[i] = row + i < behind ? work->of_gates + place(work, time + 1, row + i) * width : work->zeros;
+        int is_behind = row + i < step->after.count;
+        from[i] = is_behind ? operands(call, work->of_gates, step->after.row + row + i, width) : work->zeros;
+        if (call->is_packed && !tile && row + i < step->now.count)
+            memcpy(operands(call, work->before, step->now.row + row + i, outputs), operands_before(work, step, row + i),
+                   (size_t)bytes_of_row(call, outputs));
     }
-    if (row < behind) product(work->call, rows, vectors, depth, from, work->packed + at * depth, sums);
+    const float *packed = tile_at(work->packed, tile, depth);
+    if (row < step->after.count) product(call, rows, vectors, depth, from, packed, sums);
     else memset(sums, 0, sizeof sums);
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < vectors; j++) {
-            int64_t unit = at + j * WIDTH, count = outputs - unit;
+            int64_t unit = at + j * WIDTH, count = outputs - unit, here = (step->now.row + row + i) * outputs + unit;
             float *of_state = work->of_state + (row + i) * outputs + unit;
-            Vector gradient = *(const Unaligned *)(sums + i * TILE + j * WIDTH) + load(of_state, count);
-            if (row + i >= now) {
+            Vector gradient = *(const Unaligned *)(sums + i * TILE + j * WIDTH);
+            if (mode == GRU || row + i >= step->after.count) gradient += load(of_state, count);
+            if (row + i >= step->now.count) {
                 store(of_state, count, gradient);
                 continue;
             }
-            int64_t here = place(work, time, row + i) * outputs + unit;
-            if (work->of_out) gradient += load(work->of_out + here, count);
-            store(work->before + here, count, load(outputs_before(work, time, row + i) + unit, count));
-            store(of_state, count, (Vector){0});
-            if (work->projection) store(work->of_projected + here, count, gradient);
-            else differentiate_units(mode, work, time, row + i, unit, gradient);
+            if (work->of_out)
+                gradient += call->gradient_is_rounded ? load_rounded((const uint16_t *)work->of_out + here, count)
+                                                      : load((const float *)work->of_out + here, count);
+            int64_t place = step->now.row + row + i;
+            if (work->projection) store_operands(call, work->of_projected, place, outputs, unit, gradient, count);
+            else differentiate_units(mode, work, step, row + i, unit, gradient);
         }
 }
 
 /* Computes the gradients of units that were projected. */
-static void differentiate_tile(const Work *work, int64_t time, int64_t unit, int64_t row, int64_t rows) {
+static void differentiate_tile(const Layer *work, const Step *step, int64_t tile, int64_t row, int64_t rows) {
+    const Call *call = work->call;
     const float *from[ROWS];
     float sums[ROWS * TILE] __attribute__((aligned(64)));
-    int64_t outputs = work->call->outputs, vectors = vectors_at(unit, work->call->hidden);
-    for (int64_t i = 0; i < rows; i++) from[i] = work->of_projected + place(work, time, row + i) * outputs;
-    product(work->call, rows, vectors, outputs, from, work->packed_projection + unit * outputs, sums);
+    int64_t outputs = call->outputs, unit = tile * TILE, vectors = vectors_at(unit, call->hidden);
+    for (int64_t i = 0; i < rows; i++) from[i] = operands(call, work->of_projected, step->now.row + row + i, outputs);
+    product(call, rows, vectors, outputs, from, tile_at(work->packed_projection, tile, outputs), sums);
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < vectors; j++)
-            differentiate_units(LSTM, work, time, row + i, unit + j * WIDTH,
-                                *(const Unaligned *)(sums + i * TILE + j * WIDTH));
+        for (int64_t j = 0; j < vectors; j++) {
+            Vector of_output = *(const Unaligned *)(sums + i * TILE + j * WIDTH);
+            differentiate_units(LSTM, work, step, row + i, unit + j * WIDTH, of_output);
+        }
 }
 
-INLINE void backward_part(const int mode, const Work *work, int64_t from, int64_t end) {
+INLINE void backward_part(const int mode, const Layer *work, const Part *part) {
     for (int64_t time = work->call->steps - 1; time >= -1; time--) {
-        int64_t now = least(end, sequences_at(work, time)), behind = least(end, most(now, sequences_at(work, time + 1)));
-        for (int64_t at = 0; at < work->call->outputs; at += TILE)
-            for (int64_t row = from; row < behind; row += ROWS)
-                backward_tile(mode, work, time, at, row, least(ROWS, behind - row));
-        for (int64_t unit = 0; work->projection && unit < work->call->hidden; unit += TILE)
-            for (int64_t row = from; row < now; row += ROWS)
-                differentiate_tile(work, time, unit, row, least(ROWS, now - row));
+        Step step = step_at(work, time);
+        int64_t now = least(part->behind_rows, step.now.count);
+        int64_t end = least(part->behind_rows, most(step.now.count, step.after.count));
+        if (part->waits) {
+#pragma omp barrier
+        }
+        for (int64_t tile = part->tile; tile < part->behind_tiles; tile++)
+            for (int64_t row = part->row; row < end; row += ROWS)
+                backward_tile(mode, work, &step, tile, row, least(ROWS, end - row));
+        for (int64_t tile = 0; work->projection && tile < divided(work->call->hidden, TILE); tile++)
+            for (int64_t row = part->row; row < now; row += ROWS)
+                differentiate_tile(work, &step, tile, row, least(ROWS, now - row));
     }
 }
 
-static void pack_backward(const Work *work, int64_t part, int64_t parts) {
+/* Packs columns of a matrix as a tile, whose rows begin with the one `from`. What is not there is 0. */
+static void pack_columns(const Call *call, const float *matrix, int64_t depth, int64_t from, int64_t columns,
+                         int64_t tile, float *packed) {
+    int64_t row = columns;
+    float *to = tile_at(packed, tile, depth);
+    matrix += tile * TILE, columns -= tile * TILE;
+    pack_tile(matrix + from * row, row, 1, columns, depth - from, TILE, to);
+    pack_tile(matrix, row, 1, columns, from, TILE, to + (depth - from) * TILE);
+    if (is_rounded(call)) round_tile(to, depth);
+}
+
+static void pack_backward(const Layer *work, int64_t part, int64_t parts) {
     const Call *call = work->call;
     int64_t hidden = call->hidden, outputs = call->outputs, depth = gates_of(call) * hidden;
-    for (int64_t at = part * TILE; at < outputs; at += parts * TILE) {
-        float *tile = work->packed + at * depth;
-        pack_columns(work->weight, depth, call->mode == GRU ? 2 * hidden : 0, outputs, at, tile);
-        if (rounds(call, depth)) round_tile(tile, depth, vectors_at(at, outputs) * WIDTH);
-    }
-    if (!work->projection) return;
-    for (int64_t at = part * TILE; at < hidden; at += parts * TILE) {
-        float *tile = work->packed_projection + at * outputs;
-        pack_columns(work->projection, outputs, 0, hidden, at, tile);
-        if (rounds(call, outputs)) round_tile(tile, outputs, vectors_at(at, hidden) * WIDTH);
-    }
+    for (int64_t tile = part; tile < divided(outputs, TILE); tile += parts)
+        pack_columns(call, work->weight, depth, call->mode == GRU ? 2 * hidden : 0, outputs, tile, work->packed);
+    for (int64_t tile = part; work->projection && tile < divided(hidden, TILE); tile += parts)
+        pack_columns(call, work->projection, outputs, 0, hidden, tile, work->packed_projection);
+}
+
+/* Sums gradients of gates over all rows, from one column to before another. */
+static void sum_columns(const Layer *work, int64_t column, int64_t end) {
+    const Call *call = work->call;
+    int64_t rows = work->offsets[call->steps], width = gradients_of(call);
+    for (int64_t from = 0; from < rows; from += CHUNK)
+        for (int64_t at = column; at < end; at += WIDTH) {
+            Vector sum = {0};
+            for (int64_t row = from; row < least(rows, from + CHUNK); row++) {
+                const void *numbers = operands(call, work->of_gates, row, width);
+                sum += is_rounded(call) ? load_rounded((const uint16_t *)numbers + at, width - at)
+                                        : load((const float *)numbers + at, width - at);
+            }
+            if (from) sum += load(work->of_bias + at, width - at);
+            store(work->of_bias + at, width - at, sum);
+        }
+}
+
+/* Computes a part of the gradients that are products over all steps. Those of a GRU's hidden states begin with the new gate,
+   and those of its inputs end with it. */
+/* Computes a part of the rows of a product. */
+static void multiply_part(const Shape *shape, const float *a, const float *b, float *out, int64_t part, int64_t parts) {
+    Work product_of_all = {shape, a, b, 0, out};
+    int64_t groups = divided(shape->rows, ROWS), end = least(shape->rows, groups * (part + 1) / parts * ROWS);
+    multiply(&product_of_all, groups * part / parts * ROWS, end, 0, shape->columns);
+}
+
+static void multiply_gradients(const Layer *work, int64_t part, int64_t parts) {
+    const Call *call = work->call;
+    int64_t rows = work->offsets[call->steps], hidden = call->hidden, gates = gates_of(call) * hidden;
+    int64_t width = gradients_of(call), inputs = call->inputs, outputs = call->outputs, of_new = call->mode == GRU ? hidden : 0;
+    const float *of_states = work->of_gates, *of_sums = of_states + of_new;
+    Shape shape = {rows, inputs, gates, width, 1, inputs, 1};
+    if (work->of_inputs) multiply_part(&shape, of_sums, work->input_weight, work->of_inputs, part, parts);
+    Shape of_weight = {gates, inputs, rows, 1, width, inputs, 1};
+    if (work->of_input_weight) multiply_part(&of_weight, of_sums, work->inputs, work->of_input_weight, part, parts);
+    if (!work->of_weight) return;
+    of_weight.rows = gates - of_new, of_weight.columns = of_weight.b_step = outputs;
+    multiply_part(&of_weight, of_sums, work->before, work->of_weight, part, parts);
+    of_weight.rows = of_new;
+    if (of_new) multiply_part(&of_weight, of_states, work->before, work->of_weight + 2 * hidden * outputs, part, parts);
 }
 
 /* --------------------------------------------------------------------------------------------------- calls */
 
-typedef void OfMode(const Work *, int64_t, int64_t);
+typedef void OfMode(const Layer *, const Part *);
 #define OF_MODE(MODE)                                                                                                  \
-    static void forward_##MODE(const Work *work, int64_t from, int64_t end) { forward_part(MODE, work, from, end); }   \
-    static void backward_##MODE(const Work *work, int64_t from, int64_t end) { backward_part(MODE, work, from, end); }
+    static void forward_##MODE(const Layer *work, const Part *part) { forward_part(MODE, work, part); }                 \
+    static void backward_##MODE(const Layer *work, const Part *part) { backward_part(MODE, work, part); }
 OF_MODE(RELU)
 OF_MODE(TANH)
 OF_MODE(LSTM)
@@ -464,46 +638,72 @@ OF_MODE(GRU)
 static OfMode *const FORWARD[] = {forward_RELU, forward_TANH, forward_LSTM, forward_GRU};
 static OfMode *const BACKWARD[] = {backward_RELU, backward_TANH, backward_LSTM, backward_GRU};
 
-/* Lets threads pack the weights, and then compute all steps of their sequences. */
-static void compute(Work *work, int backward, char *scratch, int threads) {
+/* Lets threads pack the weights, and then compute all steps of their sequences, or of their tiles. */
+static void compute(Layer *work, int backward, char *scratch, int threads) {
     const Call *call = work->call;
-    int64_t multiplications = work->offsets[call->steps] * gates_of(call) * call->hidden * call->outputs;
-    int64_t parts = least(least(threads, call->batch), 1 + multiplications / MULTIPLICATIONS);
-    work->packed = (float *)scratch;
-    work->packed_projection = work->packed + packed_weight(call, backward);
-    work->zeros = work->packed_projection + packed_projection(call, backward);
-    memset(work->zeros, 0, 4 * (size_t)(gates_of(call) * call->hidden));
+    int64_t sizes[PLACES], *of = sizes;
+    lay_out(call, backward, sizes);
+    if (!is_rounded(call)) work->first_states = work->first, work->states = work->out;
+    work->packed = (float *)up_to((int64_t)scratch, 64), work->packed_inputs = work->packed + of[WEIGHT];
+    work->packed_projection = work->packed_inputs + of[INPUTS], work->bias = work->packed_projection + of[PROJECTION];
+    work->zeros = work->bias + of[BIAS];
+    memset(work->zeros, 0, 4 * (size_t)of[ZEROS]);
+    int64_t tiles = tiles_of(call, backward), depth = call->outputs + (backward ? 0 : call->inputs);
+    int64_t multiplications = work->offsets[call->steps] * gates_of(call) * call->hidden * depth;
+    int64_t parts = least(threads, 1 + multiplications / MULTIPLICATIONS);
+    int shares_tiles = !is_projected(call) && (4 * (of[WEIGHT] + of[INPUTS]) > CACHED || call->batch < 2 * parts) &&
+                       multiplications / call->steps > STEP_TO_SHARE;
+    if (!backward) parts = least(parts, shares_tiles ? tiles : call->batch);
 #pragma omp parallel num_threads((int)parts)
     {
-        int64_t part = omp_get_thread_num(), count = omp_get_num_threads();
-        (backward ? pack_backward : pack_forward)(work, part, count);
+        int64_t number = omp_get_thread_num(), count = omp_get_num_threads();
+        (backward ? pack_backward : pack_forward)(work, number, count);
 #pragma omp barrier
-        int64_t from = first_of_part(work, part, count), end = first_of_part(work, part + 1, count);
-        OfMode *const *compute_part = backward ? BACKWARD : FORWARD;
-        compute_part[call->mode](work, from, end);
+        Part part = {0, tiles, 0, call->batch, 0};
+        if (shares_tiles) {
+            part.tile = tiles * number / count, part.behind_tiles = tiles * (number + 1) / count, part.waits = count > 1;
+        } else {
+            part.row = first_of_part(work, number, count), part.behind_rows = first_of_part(work, number + 1, count);
+        }
+        (backward ? BACKWARD : FORWARD)[call->mode](work, &part);
+        if (backward) {
+            int64_t width = gradients_of(call), vectors = divided(width, WIDTH);
+#pragma omp barrier
+            sum_columns(work, vectors * number / count * WIDTH, least(width, vectors * (number + 1) / count * WIDTH));
+            multiply_gradients(work, number, count);
+        }
     }
 }
 
-/* Writes the outputs of all steps, the last states, and what the backward takes: the gates over the products of the inputs,
-   and `inner` and `squashed`, of which the first may be NULL for a GRU, and both are for an RNN. */
-void recurrence_forward(const Call *call, const int64_t *offsets, const float *weight, const float *bias,
-                        const float *projection, const float *first, const float *first_cells, float *gates, float *inner,
-                        float *squashed, float *out, float *last, float *last_cells, char *scratch, int threads) {
-    Work work = {.call = call, .offsets = offsets, .weight = weight, .bias = bias, .projection = projection, .first = first};
-    work.first_cells = first_cells, work.gates = gates, work.inner = inner, work.squashed = squashed, work.out = out;
-    work.last = last, work.last_cells = last_cells;
+/* Writes the outputs of all steps, the last states, and what the backward takes: gates, and `inner` and `squashed`, of
+   which the first may be NULL for a GRU that is not trained, and both are for an RNN. */
+void recurrence_forward(const Call *call, const int64_t *offsets, const void *inputs, const float *input_weight,
+                        const float *weight, const float *input_bias, const float *state_bias, const float *projection,
+                        const float *first_outputs, const void *first_states, const float *first_cells, float *gates,
+                        float *inner, void *squashed, float *out, void *states, float *last, float *last_cells,
+                        char *scratch, int threads) {
+    Layer work = {.call = call, .offsets = offsets, .inputs = inputs, .input_weight = input_weight, .weight = weight};
+    work.input_bias = input_bias, work.state_bias = state_bias, work.projection = projection, work.first = first_outputs;
+    work.first_states = first_states, work.first_cells = first_cells, work.gates = gates, work.inner = inner;
+    work.squashed = squashed, work.out = out, work.states = states, work.last = last, work.last_cells = last_cells;
     compute(&work, 0, scratch, threads);
 }
 
-/* Writes the gradients of the gates before their activations, of what was projected, and the states before all steps.
-   `of_state` and `of_cells` are the gradients of the last states, and become those of the first ones. */
-void recurrence_backward(const Call *call, const int64_t *offsets, const float *weight, const float *projection,
-                         const float *first, const float *first_cells, float *gates, float *inner, float *out,
-                         const float *of_out, float *of_state, float *of_cells, float *of_gates, float *of_projected,
-                         float *before, char *scratch, int threads) {
-    Work work = {.call = call, .offsets = offsets, .weight = weight, .projection = projection, .first = first};
-    work.first_cells = first_cells, work.gates = gates, work.inner = inner, work.out = out, work.of_out = of_out;
-    work.of_state = of_state, work.of_cells = of_cells, work.of_gates = of_gates, work.of_projected = of_projected;
-    work.before = before;
+/* Writes the gradients of the gates before their activations, their sums, those of what was projected, and the states
+   before all steps if it is packed; and, of what is not NULL, the gradients of inputs and of weights, which are products
+   over all steps, in fp32. `of_state` and `of_cells` are the gradients of the last states, and become those of the first
+   ones. */
+void recurrence_backward(const Call *call, const int64_t *offsets, const float *inputs, const float *input_weight,
+                         const float *weight, const float *projection, const float *first_outputs,
+                         const void *first_states, const float *first_cells, float *gates, float *inner, float *out,
+                         void *states, const void *of_out, float *of_state, float *of_cells, void *of_gates,
+                         float *of_bias, void *of_projected, void *before, float *of_inputs, float *of_input_weight,
+                         float *of_weight, char *scratch, int threads) {
+    Layer work = {.call = call, .offsets = offsets, .inputs = inputs, .input_weight = input_weight, .weight = weight};
+    work.projection = projection, work.first = first_outputs, work.first_states = first_states;
+    work.first_cells = first_cells, work.gates = gates, work.inner = inner, work.out = out, work.states = states;
+    work.of_out = of_out, work.of_state = of_state, work.of_cells = of_cells, work.of_gates = of_gates;
+    work.of_bias = of_bias, work.of_projected = of_projected, work.before = before, work.of_inputs = of_inputs;
+    work.of_input_weight = of_input_weight, work.of_weight = of_weight;
     compute(&work, 1, scratch, threads);
 }

@@ -1,34 +1,39 @@
 """torch's operators of RNNs, GRUs and LSTMs, layer by layer by `nano_loop.kernels.rnn.recurrence`.
 
-torch composes them of several operators a step, but for LSTMs of sequences of equal length, which are oneDNN's. Those
-are left to it, or to `nano_loop.kernels.rnn.lstm`, in bf16 and where products may round.
+torch composes them of several operators a step, but for LSTMs of sequences of equal length, which are oneDNN's. Of
+those the faster algorithm is chosen.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nano_loop.kernels import rounding
 from nano_loop.kernels.fp32 import COMPILED, TORCH, rule_of
+from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.replacement import Choose, Replacement, unless_none
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.kernels.rnn.recurrence import GATES, GRU, LSTM, RELU, TANH, Recurrence
-from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_mode, in_functorch
 
-#: The name of the rule of a model whose recurrent layers are computed in C. It chooses an algorithm for LSTMs in fp32.
+#: The name of the rule of a model whose recurrent layers are computed in C. It chooses the algorithm of oneDNN's LSTMs.
 ALGORITHM = rule_of(recurrence.KERNEL)
-#: Most units of an LSTM that is not left to oneDNN. The weights of more are not in a core's cache.
+#: Most units of an LSTM in fp32 that is not left to oneDNN. The weights of more are not in a core's cache.
 _MOST_UNITS = 256
+#: Minimum number of multiplications of an LSTM in bf16. Below it, the Python overhead exceeds the gain.
+MIN_MULTIPLICATIONS = 1 << 22
 #: Fewest steps that are computed in C, by the mode, with a backward and without one: torch takes as long for them as
 #: Python takes for a call.
 _FEWEST_STEPS = {RELU: (16, 24), TANH: (16, 24), LSTM: (8, 16), GRU: (8, 16)}
+#: Fewest steps of an LSTM that is oneDNN's otherwise.
+_FEWEST_BESIDE_ONEDNN = 4
 #: Most multiplications of a step of one sequence without a backward: to pack more weights for it takes too long.
 _MOST_OF_ONE = 1 << 16
 _DTYPES = {torch.float32, torch.bfloat16}
@@ -55,6 +60,8 @@ class Arguments(NamedTuple):
         Those of the directions of all layers.
     is_trained : bool
         Whether there will be a backward.
+    products : {"fp32", "bf16", "rounded"}
+        Of which dtype all is, or that products of fp32 tensors round what they multiply to bf16.
     """
 
     mode: int
@@ -69,6 +76,7 @@ class Arguments(NamedTuple):
     bidirectional: bool
     batch_first: bool = False
     is_trained: bool = False
+    products: Literal["fp32", "bf16", "rounded"] = "fp32"
 
     @property
     def is_projected(self) -> bool:
@@ -83,7 +91,13 @@ class Arguments(NamedTuple):
     @property
     def of_torch(self) -> tuple[Any, ...]:
         """The arguments of torch's operator of an LSTM of sequences of equal length."""
-        return (self.inputs, [*self.states], [*self.weights], *self[5:-1])
+        return (self.inputs, [*self.states], [*self.weights], *self[5:-2])
+
+    @property
+    def multiplications(self) -> int:
+        """Those of one layer and direction."""
+        first, second, _ = self.inputs.shape
+        return first * second * sum(weight.numel() for weight in self.weights[:_MATRIX])
 
     @property
     def layers(self) -> list[recurrence.Arguments]:
@@ -123,26 +137,31 @@ def _computed(
     if layer is None:
         return None
     if call.is_onednns:
-        guess = COMPILED if is_faster_than_onednn(call) else TORCH
-        algorithms = {TORCH: lambda call: kernel(*call.of_torch), COMPILED: lambda call: _by_layers(call, layer)}
+        choice = _beside_onednn(call, layer)
+        if choice is None:
+            return None
+        call, layer, guess = choice
+        algorithms: Mapping[str, Callable[..., Any]] = {
+            TORCH: lambda call: kernel(*call.of_torch),
+            COMPILED: functools.partial(_of_some_steps, layer=layer),
+        }
         if rule(call, lambda: algorithms, guess) != COMPILED:
             return None
+        if call.products == "rounded":
+            rounding.note(rounding.LSTM, call.multiplications)
     with below_torch_functions():
         return _by_layers(call, layer)
 
 
 #: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
-REPLACEMENTS, LSTM_REPLACEMENTS = (
-    tuple(
-        Replacement(
-            f"{name}.{overload}",
-            unless_none(functools.partial(_computed, mode, overload == "data"), takes_kernel=True),
-            "AutogradCPU",
-        )
-        for name, mode in names
-        for overload in ("input", "data")
+REPLACEMENTS = tuple(
+    Replacement(
+        f"{name}.{overload}",
+        unless_none(functools.partial(_computed, mode, overload == "data"), takes_kernel=True),
+        "AutogradCPU",
     )
-    for names in ((("rnn_relu", RELU), ("rnn_tanh", TANH), ("gru", GRU)), (("lstm", LSTM),))
+    for name, mode in (("rnn_relu", RELU), ("rnn_tanh", TANH), ("gru", GRU), ("lstm", LSTM))
+    for overload in ("input", "data")
 )
 
 
@@ -167,6 +186,11 @@ def _by_layers(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
     return outputs, *map(torch.stack, zip(*states, strict=True))
 
 
+def _of_some_steps(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
+    """Compute a call with other steps than those of the layer, as where some are measured."""
+    return _by_layers(call, layer._replace(offsets=_offsets_of_equal(call)))
+
+
 def _layer(call: Arguments) -> Recurrence | None:
     """Return what all layers of a call have in common, or None where torch computes it."""
     tensors = (call.inputs, *call.states, *call.weights)
@@ -177,20 +201,21 @@ def _layer(call: Arguments) -> Recurrence | None:
     if not dtypes <= _DTYPES or autocast not in (None, torch.bfloat16) or (autocast is None and len(dtypes) > 1):
         return None
     in_bf16 = autocast is not None or dtypes == {torch.bfloat16}
-    if call.is_onednns and (in_bf16 or rule_for(RULE) is not None):
-        return None
     if in_bf16 and any(rule_for(operator) is not None for operator in _COMPOSED):
         return None
     offsets = _offsets(call)
     if offsets is None or not _are_shapes_right(call) or not is_large(call, offsets.numel() - 1):
         return None
-    return Recurrence(call.mode, offsets, False, in_bf16, _dtypes(call, in_bf16))
+    is_packed = call.batch_sizes is not None
+    return Recurrence(call.mode, offsets, is_packed, False, in_bf16, _dtypes(call, in_bf16))
 
 
 def _dtypes(call: Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of outputs and cells: under autocast, those of torch's products and what is added to them."""
     if not in_bf16:
         return torch.float32, torch.float32
+    if call.is_onednns:
+        return torch.bfloat16, torch.bfloat16
     of_state = torch.promote_types(call.states[-1].dtype, torch.bfloat16)
     is_product = call.mode in (RELU, TANH) or call.is_projected
     return (torch.bfloat16 if is_product else of_state), of_state
@@ -204,14 +229,17 @@ def _offsets(call: Arguments) -> Tensor | None:
         return None
     batch = call.states[0].size(1)
     if call.batch_sizes is None:
-        batch_first, steps = call.inputs.shape[:2] if call.batch_first else call.inputs.shape[1::-1]
-        if batch_first != batch:
-            return None
-        return torch.arange(0, steps * batch + 1, batch, dtype=torch.int64, device="cpu")
+        return _offsets_of_equal(call) if call.inputs.size(0 if call.batch_first else 1) == batch else None
     sizes = call.batch_sizes.tolist()
     if sizes != sorted(sizes, reverse=True) or sizes[0] != batch or sizes[-1] < 1 or sum(sizes) != len(call.inputs):
         return None
     return torch.tensor([0, *sizes], dtype=torch.int64, device="cpu").cumsum(0)
+
+
+def _offsets_of_equal(call: Arguments) -> Tensor:
+    """Return the rows at which the steps of sequences of equal length begin, and their number."""
+    batch, steps = call.inputs.shape[:2] if call.batch_first else call.inputs.shape[1::-1]
+    return torch.arange(0, steps * batch + 1, batch, dtype=torch.int64, device="cpu")
 
 
 def _are_shapes_right(call: Arguments) -> bool:
@@ -231,11 +259,28 @@ def _are_shapes_right(call: Arguments) -> bool:
 def is_large(call: Arguments, steps: int) -> bool:
     """Whether a call is large enough that it is faster in C."""
     hidden, batch = call.weights[1].numel(), call.states[0].size(1)
-    return steps >= _FEWEST_STEPS[call.mode][not call.is_trained] and (
-        call.is_trained or batch > 1 or hidden <= _MOST_OF_ONE
-    )
+    fewest = _FEWEST_BESIDE_ONEDNN if call.is_onednns else _FEWEST_STEPS[call.mode][not call.is_trained]
+    return steps >= fewest and (call.is_trained or batch > 1 or hidden <= _MOST_OF_ONE)
+
+
+def _beside_onednn(call: Arguments, layer: Recurrence) -> tuple[Arguments, Recurrence, str] | None:
+    """Return an LSTM of sequences of equal length as it may be computed in C, and the first guess, or None."""
+    multiplications, is_first_guess = call.multiplications, product.KERNEL.is_first_guess
+    if layer.in_bf16:
+        call, is_faster = call._replace(products="bf16"), is_first_guess and multiplications >= MIN_MULTIPLICATIONS
+    elif rule_for(rounding.RULE) is not None:
+        if not rounding.may_round(rounding.LSTM, multiplications):
+            return None
+        call, layer = call._replace(products="rounded"), layer._replace(in_bf16=True)
+        is_faster = is_first_guess and rounding.is_large(rounding.LSTM, multiplications)
+    else:
+        is_faster = is_faster_than_onednn(call)
+    if layer.in_bf16 and not layer.rounds:
+        return None
+    return call, layer, COMPILED if is_faster else TORCH
 
 
 def is_faster_than_onednn(call: Arguments) -> bool:
-    """Whether an LSTM in fp32 that is not measured is faster in C: oneDNN's threads wait for each other in a step."""
-    return call.is_trained and torch.get_num_threads() > 1 and call.states[-1].size(-1) <= _MOST_UNITS
+    """Whether an LSTM in fp32 that is not measured is faster in C."""
+    steps = call.inputs.size(1 if call.batch_first else 0)
+    return call.is_trained and steps >= _FEWEST_STEPS[LSTM][0] and call.states[-1].size(-1) <= _MOST_UNITS

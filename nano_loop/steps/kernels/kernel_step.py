@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.fp32 import always, by_guess, rule_of
-from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.runtime.objects.called_functions import functions_called
 from nano_loop.runtime.objects.report import StepResult
@@ -117,8 +117,7 @@ class KernelStep(Step):
         for model in parts.models:
             interceptor = self.interceptors.for_model(model, self.name)
             if self.takes_fp32:
-                rule = by_guess if self._is_in_fp32 else always
-                interceptor.rules = {**interceptor.rules, rule_of(self._kernel): rule}
+                interceptor.rules = {**interceptor.rules, rule_of(self._kernel): self.rule}
         if self._in_force is None:
             self._in_force = self.undoing.enter_context(ExitStack())
             for context in self.contexts():
@@ -128,6 +127,11 @@ class KernelStep(Step):
             self._watch(parts)
         reason = self._kernel.unavailable
         return self.says if reason is None else f"{self.says_without_kernel}{for_report(reason)}"
+
+    @property
+    def rule(self) -> Choose:
+        """The rule of models by which the functions compute fp32 tensors, until `tune_operators` measures."""
+        return by_guess if self._is_in_fp32 else always
 
     def contexts(self) -> Iterable[AbstractContextManager[None]]:
         """Return what replaces the kernels, to be entered once a run."""

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MOST 16 /* arguments of a call */
+#define MOST 24 /* arguments of a call */
 
 /* A number, or memory with `count` elements of `size` bytes: bf16, fp32, or else bytes. What is expected of numbers is in
    double precision, and how far the root of their mean square may be from it. Other memory keeps what it has, but for that of
@@ -59,6 +59,10 @@ GRADIENT(bf16_to_bf16, uint16_t, uint16_t)
 ACTIVATIONS(float, float)
 ACTIVATIONS(bf16, uint16_t)
 void exact_gelu_backward_float(const float *, const float *, float *, int64_t, int);
+typedef void *Pointer;
+#define SIX(TYPE) TYPE, TYPE, TYPE, TYPE, TYPE, TYPE
+void recurrence_forward(SIX(Pointer), SIX(Pointer), SIX(Pointer), Pointer, int);
+void recurrence_backward(SIX(Pointer), SIX(Pointer), SIX(Pointer), SIX(Pointer), int);
 
 /* Calls a function by its name. Returns what it returns, 0 if that is nothing, and -1 if there is no such function. */
 static int call(const char *name, const Argument *arguments, int threads) {
@@ -95,6 +99,9 @@ static int call(const char *name, const Argument *arguments, int threads) {
     VOID(gelu_backward_float, THREE, N(3), threads)
     VOID(gelu_backward_bf16, THREE, N(3), threads)
     VOID(exact_gelu_backward_float, THREE, N(3), threads)
+#define SIX_FROM(I) P(I), P(I + 1), P(I + 2), P(I + 3), P(I + 4), P(I + 5)
+    VOID(recurrence_forward, SIX_FROM(0), SIX_FROM(6), SIX_FROM(12), P(18), threads)
+    VOID(recurrence_backward, SIX_FROM(0), SIX_FROM(6), SIX_FROM(12), SIX_FROM(18), threads)
     return -1;
 }
 

@@ -16,19 +16,23 @@ from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import empty
 from nano_loop.kernels.norm import norm_arguments, norms
+from nano_loop.kernels.rnn import recurrence
 
 ATEN = torch.ops.aten
+#: The C files whose functions the driver calls.
+SOURCES = ("norms", "activations", "cross_entropy", "bernoulli", "fp32_product", "fp32_attention", "recurrence")
 #: Letters of the dtypes whose elements are compared as numbers.
 NUMBERS = {torch.bfloat16: "h", torch.float32: "f"}
 #: Functions that return nothing.
-VOID = ("tanh", "gelu", "exact_gelu", "gradient", "fp32")
+VOID = ("tanh", "gelu", "exact_gelu", "gradient", "recurrence", "fp32")
 #: Relative rounding of a result by its dtype, which may be rounded some times in fp32.
 DIGITS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-22}
 
 
 def bytes_of(tensor):
-    """Return the bytes of a dense tensor in the order of memory."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    """Return the bytes of a tensor in the order of memory, with those between its elements."""
+    behind = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return ctypes.string_at(tensor.data_ptr(), behind * tensor.element_size() if tensor.numel() else 0)
 
 
 class Recorder:
@@ -47,6 +51,8 @@ class Recorder:
         def contents():
             return [bytes_of(argument) if isinstance(argument, torch.Tensor) else None for argument in arguments]
 
+        if kernel.name not in SOURCES:
+            return self._original(kernel, function, *arguments)
         before, result, after = contents(), self._original(kernel, function, *arguments), contents()
         returns = function != "layer_norm" and not function.startswith(VOID)
         self._calls.append((function, result if returns else 0, arguments, before, after))
@@ -62,12 +68,14 @@ class Recorder:
         with path.open("wb") as file:
             for (function, returned, arguments, before, after), number in zip(self._calls, threads, strict=False):
                 file.write(f"call {function} {returned} {number} {len(arguments)}\n".encode())
+                dtypes = {argument.dtype for argument in arguments if isinstance(argument, torch.Tensor)}
+                digits = max((DIGITS[dtype] for dtype in dtypes & DIGITS.keys()), default=0.0)
                 for argument, given, left in zip(arguments, before, after, strict=True):
-                    for part in self._parts(argument, given, left if function == "draw_bernoulli" else None):
+                    for part in self._parts(function, argument, given, left, digits):
                         file.write(part)
         return len(self._calls)
 
-    def _parts(self, argument, given, left):
+    def _parts(self, function, argument, given, left, digits):
         if argument is None:
             return [b"null\n"]
         if isinstance(argument, ctypes.Structure):
@@ -76,12 +84,14 @@ class Recorder:
             return [b"number %d\n" % argument]
         if isinstance(argument, float):
             return [f"real {argument.hex()}\n".encode()]
-        if argument.dtype is torch.uint8 and left is None:
+        if argument.dtype is torch.uint8 and function != "draw_bernoulli":
             return _memory("s", 1, given, None)
         place = argument.data_ptr(), argument.numel()
+        if function.startswith(("recurrence", "fp32_product")) and place not in self._expected:
+            return _as_computed(argument, given, left, digits)
         exact, bound, is_kept = self._expected.pop(place, (None, 0.0, True))
         if exact is None or not argument.numel():
-            return _memory("b", 1, given, left)
+            return _memory("b", 1, given, left if function == "draw_bernoulli" else None)
         numbers = torch.empty_like(argument, dtype=torch.float64).copy_(exact)  # in the same order in memory
         size = argument.element_size()
         return _memory(NUMBERS[argument.dtype], size, given if is_kept else None, bytes_of(numbers), bound)
@@ -91,6 +101,15 @@ def _memory(kind, size, given, expected, bound=0.0):
     count = len(expected) // 8 if kind in NUMBERS.values() else len(given)
     line = f"memory {kind} {size} {count} {bound!r} {int(given is not None)} {int(expected is not None)}\n"
     return [line.encode(), given or b"", expected or b""]
+
+
+def _as_computed(tensor, given, left, digits):
+    """Return what a function takes, and what it has written here: what it makes of that elsewhere is as near to it."""
+    if given == left:
+        return _memory("b", 1, given, None)
+    numbers = torch.frombuffer(bytearray(left), dtype=tensor.dtype).double()
+    bound = digits * 8 * max(rms(numbers[numbers.isfinite()]), 1)
+    return _memory(NUMBERS[tensor.dtype], tensor.element_size(), given, bytes_of(numbers), bound)
 
 
 def norm(recorder, kind, shape, **named):
@@ -219,6 +238,49 @@ def draws(recorder, count, dtype, p, skipped=0):
     assert not count or torch.equal(ours.get_state(), torchs.get_state())
 
 
+def recurrence_of(kind, size, hidden, lengths, *, is_reversed=False, in_bf16=False, seed=0):
+    """Record a layer and its gradients. Its numbers are those of fp64."""
+    generator, gates = torch.Generator().manual_seed(seed), recurrence.GATES[kind]
+    is_projected = kind == recurrence.LSTM and hidden % 3 == 0
+    outputs, sizes = hidden // 3 if is_projected else hidden, [sum(n > i for n in lengths) for i in range(max(lengths))]
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).div(max(shape[-1], 9) ** 0.5).requires_grad_()
+
+    tensors = recurrence.Arguments(
+        *(normal(sum(lengths), size), normal(gates * hidden, size), normal(gates * hidden, outputs)),
+        *(normal(gates * hidden), normal(gates * hidden) if seed % 2 else None),
+        normal(outputs, hidden) if is_projected else None,
+        *(normal(len(lengths), outputs), normal(len(lengths), hidden) if kind == recurrence.LSTM else None),
+    )
+    offsets, is_packed = torch.tensor([0, *sizes]).cumsum(0), len(set(lengths)) > 1
+    layer = recurrence.Recurrence(kind, offsets, is_packed, is_reversed, in_bf16, (torch.float32,) * 2)
+
+    def computed(compute, tensors):
+        leaves = [tensor for tensor in tensors if tensor is not None]
+        results = compute(layer, recurrence.Arguments(*tensors))
+        return [*results, *torch.autograd.grad(sum(result.square().sum() for result in results), leaves)]
+
+    exact = computed(recurrence._by_operators, [None if tensor is None else tensor.double() for tensor in tensors])
+    for ours, right in zip(computed(recurrence.recurrence, tensors), exact, strict=True):
+        assert rms(ours.double() - right) <= (0.1 if in_bf16 else 1e-6) * max(rms(right), 1)
+
+
+#: Layers with sizes that no vector divides: few inputs and many, one sequence, and such as end and begin within others.
+LAYERS = [
+    (size, hidden, lengths, is_reversed)
+    for size, hidden in ((3, 7), (19, 33), (70, 65))
+    for lengths in ([4] * 9, [5, 5, 3, 2, 1, 1, 1, 1], [3])
+    for is_reversed in (False, True)
+]
+
+
+def some_recurrences(recorder, in_bf16=False):
+    """Record layers of all kinds."""
+    for seed, (kind, (size, hidden, lengths, is_reversed)) in enumerate(itertools.product(range(4), LAYERS)):
+        recurrence_of(kind, size, hidden, lengths, is_reversed=is_reversed, in_bf16=in_bf16, seed=seed)
+
+
 def some_calls(recorder):
     """Record every function, with sizes that no vector divides, and with none."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -233,6 +295,7 @@ def some_calls(recorder):
             losses(recorder, rows, width, dtype, smoothing=0.1)
     norm(recorder, "layer_norm", (3, 7, 17), dtype=torch.float32, affine=False)
     rms_norm(recorder, 21, 17, torch.float32, has_weight=False)
+    some_recurrences(recorder)
     norms_of_nothing(recorder)
     for place, sizes in enumerate([(1, 1, 1), (7, 300, 65), (13, 5, 130), (110, 40, 270)]):
         products(recorder, sizes, has_bias=bool(place % 2))
@@ -285,3 +348,7 @@ def random_calls(recorder, random, count):
         else:
             size = random.choice([0, 1, 311, 312, 313, random.randint(0, 5000)])
             draws(recorder, size, random.choice([*bernoulli._ONES]), random.random(), random.randint(0, 1300))
+    for seed in range(count // 10):
+        lengths = sorted((random.randint(1, 9) for _ in range(random.randint(1, 20))), reverse=True)
+        sizes = random.randint(1, 90), random.randint(1, 90), random.choice([lengths, lengths[:1] * len(lengths)])
+        recurrence_of(random.randrange(4), *sizes, is_reversed=random.random() < 0.5, seed=seed)

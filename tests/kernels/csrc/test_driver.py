@@ -15,8 +15,8 @@ from nano_loop.cpu import read_machine
 from nano_loop.kernels import compiler
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels.linear import product
 
-SOURCES = ("norms", "activations", "cross_entropy", "bernoulli", "fp32_product", "fp32_attention")
 NATIVE = compiler.NATIVE.flags
 
 
@@ -66,7 +66,10 @@ def driven(target, recorder, folder):
 
     With an error there is what the sanitizers print, too.
     """
-    sources = [Path(__file__).with_name("driver.c"), *(compiler.SOURCES / f"{name}.c" for name in SOURCES)]
+    sources = [
+        Path(__file__).with_name("driver.c"),
+        *(compiler.SOURCES / f"{name}.c" for name in recorded_calls.SOURCES),
+    ]
     flags = (*compiler._FLAGS, *compiler._PARALLEL, *target.flags)
     driver, calls = folder / "driver", folder / "calls"
     subprocess.run([target.compiler, *flags, "-o", str(driver), *map(str, sources), "-lm"], check=True)
@@ -85,6 +88,8 @@ def test_functions_are_exact_at_every_level_of_instructions(recorder, tmp_path, 
 
 def test_functions_read_and_write_their_arguments_alone(recorder, tmp_path):
     recorded_calls.some_calls(recorder)
+    if product.KERNEL.unavailable is None:
+        recorded_calls.some_recurrences(recorder, in_bf16=True)
     printed, count = driven(SANITIZED, recorder, tmp_path)
     assert printed == f"{count} calls, 0 wrong\n"
 

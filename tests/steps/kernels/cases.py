@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from nano_loop import nano
 from nano_loop.kernels.activation import activations
+from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.norm import norms
-from nano_loop.kernels.rnn import lstm, lstm_layer
+from nano_loop.kernels.rnn import rnn
 from nano_loop.patching.operators import upcasts
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.steps.kernels import FastActivation, FastCrossEntropy, FastLinear, FastLstm, FastNorm, fast_linear
+from nano_loop.steps.kernels import FastActivation, FastCrossEntropy, FastLinear, FastNorm, FastRnn, fast_linear
 
 #: What makes sizes of any kind large enough, and the functions in C the first guess.
 THRESHOLDS = {
@@ -28,8 +29,8 @@ THRESHOLDS = {
         *((linear, "MIN_MULTIPLICATIONS", 1), (fast_linear, "_LARGE", 1)),
         (product.KERNEL, "is_first_guess", True),
     ],
-    FastLstm: [(lstm, "MIN_MULTIPLICATIONS", 1), (lstm_layer.KERNEL, "is_first_guess", True)],
     FastNorm: [(norms, "MIN_ELEMENTS", 1)],
+    FastRnn: [(rnn, "MIN_MULTIPLICATIONS", 1), (product.KERNEL, "is_first_guess", True)],
 }
 
 
@@ -37,8 +38,9 @@ def use_for_all_sizes(monkeypatch, kind):
     """Let a step compute tensors of any size, or skip the test where it cannot."""
     if kind.calls_torchs_kernels and not gives_kernels():
         pytest.skip("it needs torch 2.9")
-    if kind.kernel.unavailable is not None:
-        pytest.skip(kind.kernel.unavailable)
+    for kernel in (kind.kernel, *(place for place, *_ in THRESHOLDS[kind] if isinstance(place, CompiledKernel))):
+        if kernel.unavailable is not None:
+            pytest.skip(kernel.unavailable)
     for place, name, value in THRESHOLDS[kind]:
         monkeypatch.setattr(place, name, value)
 
@@ -284,10 +286,10 @@ def with_lstm(forwards=1, **options):
         return (model(x).float().squeeze(1) - x[:, :, 0].sum(1)).square().mean()
 
     def is_expected(called):
-        return called.count("lstm_forward") == 3 * forwards
+        return called.count("recurrence_forward") == 3 * forwards
 
     bounds, variants = {"gradients": 0.02}, ({}, {"precision": "bf16-true"})
-    return Case(FastLstm, lambda: Sequences(**options), loss, is_expected, bounds, variants=variants)
+    return Case(FastRnn, lambda: Sequences(**options), loss, is_expected, bounds, variants=variants)
 
 
 LSTMS = {

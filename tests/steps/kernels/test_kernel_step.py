@@ -17,7 +17,6 @@ from nano_loop.steps.kernels import (
     FastDropout,
     FastEmbedding,
     FastLinear,
-    FastLstm,
     FastNorm,
     FastRnn,
 )
@@ -31,12 +30,11 @@ CALLING = {
     FastDropout: [nn.Dropout(0.1), nn.Linear(2, 2)],
     FastEmbedding: [nn.Embedding(512, 512), nn.EmbeddingBag(512, 512)],
     FastLinear: [nn.Linear(512, 256)],
-    FastLstm: [nn.LSTM(2, 2)],
     FastNorm: [
         *(nn.BatchNorm1d(2), nn.LazyBatchNorm2d(), nn.InstanceNorm2d(2)),
         *(nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2)),
     ],
-    FastRnn: [nn.RNN(2, 2), nn.GRU(2, 2), nn.LSTM(2, 2, proj_size=1)],
+    FastRnn: [nn.RNN(2, 2), nn.GRU(2, 2), nn.LSTM(2, 2)],
 }
 #: Models without the operators, and the reason; without one, the report has no line about them. Any may call dropout.
 OTHERS = {
@@ -46,7 +44,6 @@ OTHERS = {
     FastCrossEntropy: ([nn.Linear(4, 999)], "few_classes"),
     FastEmbedding: ([nn.Linear(512, 512), nn.Embedding(512, 511)], None),
     FastLinear: ([nn.Linear(512, 255), nn.Embedding(512, 256), nn.Conv2d(256, 256, 3)], None),
-    FastLstm: ([nn.GRU(2, 2)], None),
     FastNorm: ([nn.Linear(2, 2)], "no_norm"),
     FastRnn: ([nn.Linear(2, 2), nn.GRUCell(2, 2)], None),
 }
