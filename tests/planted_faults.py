@@ -195,7 +195,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/embedding/row_gradient.py",
-        "            and has_lone_storage(sums)\n",
+        "            and self._is_confirmed\n",
         "",
         "tests/loops/test_embeddings.py",
     ),
