@@ -474,10 +474,10 @@ def checkout(tmp_path):
 
 SET_UP = ["venv", "pins", "package"]
 PYTEST = "ran -m pytest -n 2 --dist worksteal"
-OF_TEST = f"{PYTEST} -m not slow --ignore=tests/benchmarks --ignore=tests/clusters"
+OF_TEST = f"{PYTEST} -m not slow --ignore=tests/benchmarks --ignore=tests/clusters --ignore=tests/libraries"
 GOALS = {
     "test": [OF_TEST],
-    "test-all": [f"{PYTEST} --ignore=tests/clusters"],
+    "test-all": [f"{PYTEST} --ignore=tests/clusters --ignore=tests/libraries"],
     "test-ray": ["ran -m pytest tests/clusters"],
     "test-benchmarks": [f"{PYTEST} tests/benchmarks"],
     "lint": [

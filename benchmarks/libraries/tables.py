@@ -116,7 +116,7 @@ def _recommender(kind: str, small: bool, epochs: int, **settings: Any) -> Fit:
     from recbole.data import create_dataset, data_preparation
     from recbole.utils import get_model, get_trainer, init_seed
 
-    users, items, clicks = (50, 100, 20) if small else (500, 1000, 60)
+    users, items, clicks = (30, 100, 10) if small else (500, 1000, 60)
     random = np.random.default_rng(0)
     lines = ["user_id:token\titem_id:token\ttimestamp:float"]
     for user in range(users):

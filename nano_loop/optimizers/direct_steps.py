@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from nano_loop.errors import error_message
+from nano_loop.kernels.embedding.row_gradient import row_gradients
 from nano_loop.optimizers import own_kernels, row_steps
 from nano_loop.optimizers.row_steps import RowStep, Rule
 from nano_loop.patching.attributes import replaced
@@ -148,31 +149,32 @@ def _gather_fused(
     if settings is None:
         return None
     names = (*rule.states(settings), *("step",) * rule.has_counter)
-    lists: list[list[Tensor]] = [[] for _ in range(2 + len(names))]
+    whole: list[list[Tensor]] = []
     by_rows: list[RowStep] = []
+    has_rows = bool(row_gradients)
     for parameter in group["params"]:
         gradient = gradient_of(parameter)
         if gradient is None:
             continue
         tensors = [parameter, gradient, *map(optimizer.state.get(parameter, {}).get, names)]
-        if any(tensor is None for tensor in tensors):
-            return None
-        row_step = row_steps.row_step(rule, tensors, settings)
-        if row_step is not None:
+        for tensor in tensors:
+            if tensor is None:
+                return None
+        row_step = row_steps.row_step(rule, tensors, settings) if has_rows else None
+        if row_step is None:
+            whole.append(tensors)
+        else:
             by_rows.append(row_step)
-            continue
-        for values, tensor in zip(lists, tensors, strict=True):
-            values.append(tensor)
-    if lists[0] and not _are_alike(*lists[: len(lists) - rule.has_counter]):
+    lists = [list(values) for values in zip(*whole, strict=True)]
+    if lists and not _are_alike(*lists[: len(lists) - rule.has_counter]):
         return None
 
     def kernel() -> None:
-        counters = (
-            [*lists[-1], *(step.counter for step in by_rows if step.counter is not None)] if rule.has_counter else []
-        )
+        counters = [*lists[-1]] if lists and rule.has_counter else []
+        counters += [step.counter for step in by_rows if step.counter is not None]
         if counters:
             foreach_increment(counters)
-        if lists[0]:
+        if lists:
             rule.by_torch(*lists, **settings)
         for step in by_rows:
             step()

@@ -317,6 +317,25 @@ def test_children_of_a_process_that_installs_are_accelerated(script, variable):
     assert dtypes == [["torch.bfloat16" if variable is None else "torch.float32"]] * 2
 
 
+DIVIDED = """
+import os, torch, joblib
+
+def threads(number):
+    return os.environ.get("OMP_NUM_THREADS")
+
+print(joblib.Parallel(n_jobs=2)(joblib.delayed(threads)(number) for number in range(2)), torch.get_num_threads())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [{}, {"OMP_NUM_THREADS": "3"}], ids=str)
+def test_workers_of_joblib_share_the_cores_as_without_the_command(script, own):
+    path = script(DIVIDED)
+    code, plain, _ = ran(path, by=[sys.executable], **own)
+    assert code == 0
+    assert ran(path, **own)[:2] == (0, plain)
+
+
 @pytest.mark.slow
 def test_request_of_several_processes_is_refused_with_what_works(script):
     path = script("import torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters())")

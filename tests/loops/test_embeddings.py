@@ -343,7 +343,7 @@ def test_the_table_that_a_loop_drops_is_freed():
         assert row_gradient.row_gradient_of(model.users.weight) is not None
         key = id(model.users.weight)
         del model
-        assert key not in row_gradient._row_gradients
+        assert key not in row_gradient.row_gradients
 
 
 def test_code_that_is_not_set_up_is_torchs():

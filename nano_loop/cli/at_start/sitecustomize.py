@@ -105,10 +105,27 @@ class _Finder:
 
         def exec_module(module: "Any") -> None:
             execute(module)
+            _leave_threads_to_children()
             _install_at_first([(module.Optimizer, "__init__"), (sys.modules["torch.autograd"], "backward")], self.start)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def _leave_threads_to_children() -> None:
+    """Take away the number of threads that `nano-loop env` has set, now that OpenMP has read it.
+
+    joblib and others divide the cores among their workers only where the variable is not set.
+    """
+    import base64
+    import json
+
+    try:
+        exported = json.loads(base64.urlsafe_b64decode(os.environ.get("NANO_LOOP_ENV_BEFORE", "")))["after"]
+    except (ValueError, KeyError, TypeError):
+        return
+    if "OMP_NUM_THREADS" in exported and exported["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS"):
+        del os.environ["OMP_NUM_THREADS"]
 
 
 def _install_at_first(functions: "list[tuple[Any, str]]", start: _Start) -> None:

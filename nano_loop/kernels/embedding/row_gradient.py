@@ -213,25 +213,25 @@ class RowGradient:
         return gradient
 
 
-_row_gradients: dict[int, RowGradient] = process_wide("row gradients, by table", {})
+row_gradients: dict[int, RowGradient] = process_wide("row gradients, by table", {})
 
 
 def row_gradient_of(weight: Tensor) -> RowGradient | None:
     """Return the row gradient of a table, if it has been looked up in a run."""
-    return _row_gradients.get(id(weight))
+    return row_gradients.get(id(weight))
 
 
 def tracked(weight: nn.Parameter) -> RowGradient:
     """Return the row gradient of a table that is looked up in a run. It lasts as long as both."""
-    rows = _row_gradients.get(id(weight))
+    rows = row_gradients.get(id(weight))
     if rows is None or rows.shape != weight.shape:
-        rows = _row_gradients[id(weight)] = RowGradient(weight)
+        rows = row_gradients[id(weight)] = RowGradient(weight)
         on_read[id(weight)] = rows.forget
     return rows
 
 
 def _drop(key: int) -> None:
-    _row_gradients.pop(key, None)
+    row_gradients.pop(key, None)
     on_read.pop(key, None)
 
 
@@ -241,7 +241,7 @@ def _kept() -> Iterator[None]:
         try:
             yield
         finally:
-            for key in [*_row_gradients]:
+            for key in [*row_gradients]:
                 _drop(key)
 
 

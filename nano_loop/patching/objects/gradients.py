@@ -23,10 +23,8 @@ _GRADIENT: Any = torch.Tensor.grad
 on_read: dict[int, Callable[[], None]] = process_wide("observers of gradients, by parameter", {})
 
 
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return ``parameter.grad``, for code that neither keeps it nor writes into it."""
-    gradient: Tensor | None = _GRADIENT.__get__(parameter)
-    return gradient
+#: Returns ``parameter.grad``, for code that neither keeps it nor writes into it.
+gradient_of: Callable[[Tensor], Tensor | None] = _GRADIENT.__get__
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
