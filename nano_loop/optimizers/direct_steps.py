@@ -148,33 +148,29 @@ def _gather_fused(
     settings = settings_of(group)
     if settings is None:
         return None
-    names = (*rule.states(settings), *("step",) * rule.has_counter)
-    whole: list[list[Tensor]] = []
-    by_rows: list[RowStep] = []
-    has_rows = bool(row_gradients)
-    for parameter in group["params"]:
-        gradient = gradient_of(parameter)
-        if gradient is None:
-            continue
-        tensors = [parameter, gradient, *map(optimizer.state.get(parameter, {}).get, names)]
-        for tensor in tensors:
-            if tensor is None:
-                return None
-        row_step = row_steps.row_step(rule, tensors, settings) if has_rows else None
-        if row_step is None:
-            whole.append(tensors)
-        else:
-            by_rows.append(row_step)
-    lists = [list(values) for values in zip(*whole, strict=True)]
-    if lists and not _are_alike(*lists[: len(lists) - rule.has_counter]):
+    parameters = [parameter for parameter in group["params"] if gradient_of(parameter) is not None]
+    gradients = [gradient_of(parameter) for parameter in parameters]
+    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+    lists: list[list[Any]] = [parameters, gradients]
+    lists += [[state.get(name) for state in states] for name in rule.states(settings)]
+    if parameters and not _are_alike(*lists):
         return None
+    if rule.has_counter:
+        lists.append([state.get("step") for state in states])
+        if any(counter is None for counter in lists[-1]):
+            return None
+    by_rows: list[RowStep] = []
+    if row_gradients:
+        steps = [row_steps.row_step(rule, tensors, settings) for tensors in zip(*lists, strict=True)]
+        by_rows = [step for step in steps if step is not None]
+        lists = [[tensor for tensor, step in zip(tensors, steps, strict=True) if step is None] for tensors in lists]
 
     def kernel() -> None:
-        counters = [*lists[-1]] if lists and rule.has_counter else []
+        counters = [*lists[-1]] if rule.has_counter else []
         counters += [step.counter for step in by_rows if step.counter is not None]
         if counters:
             foreach_increment(counters)
-        if lists:
+        if lists[0]:
             rule.by_torch(*lists, **settings)
         for step in by_rows:
             step()
@@ -201,14 +197,15 @@ def _settings_of_adagrad(group: _Group) -> _Group:
     return {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
 
 
-def _are_alike(*lists: list[Tensor]) -> bool:
-    """Whether all tensors are strided ones on the CPU of one dtype that is real: torch sorts them by these."""
+def _are_alike(*lists: list[Tensor | None]) -> bool:
+    """Whether all are there, strided, on the CPU and of one dtype that is real: torch sorts tensors by these."""
+    assert lists[0][0] is not None
     dtype = lists[0][0].dtype
     if not dtype.is_floating_point:
         return False
     for tensors in lists:
         for tensor in tensors:
-            if tensor.dtype is not dtype or not tensor.is_cpu or tensor.layout is not torch.strided:
+            if tensor is None or tensor.dtype is not dtype or not tensor.is_cpu or tensor.layout is not torch.strided:
                 return False
     return True
 
