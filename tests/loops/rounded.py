@@ -6,6 +6,7 @@ from torch.overrides import TorchFunctionMode
 
 LINEAR = {F.linear, torch.nn.functional.linear}
 MATRICES = {torch.mm, torch.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm}
+_ARGUMENTS = 9
 CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 
 
@@ -42,6 +43,8 @@ class RoundedProducts(TorchFunctionMode):
             return RoundedGradient.apply(function(*map(_rounded, args), **kwargs))
         if function in LINEAR or function in CONVOLUTIONS:
             return _with_bias(function, *args, **kwargs)
+        if function is torch.lstm and len(args) == _ARGUMENTS:  # of sequences of one length
+            return _lstm(*args)
         return function(*args, **kwargs)
 
 
@@ -54,6 +57,30 @@ def _with_bias(function, x, weight, bias=None, *args, **kwargs):
     if is_convolution:
         product = Rounded.apply(product)
     return product if bias is None else product + (bias.view(-1, 1, 1) if is_convolution else bias)
+
+
+def _lstm(x, states, weights, has_biases, layers, dropout, training, bidirectional, batch_first):
+    """Return what an LSTM does, step by step: the inputs of its products are rounded, and the sums are not."""
+    assert has_biases
+    assert not bidirectional
+    out = (x.transpose(0, 1) if batch_first else x).unbind()
+    last = []
+    for layer in range(layers):
+        weight, recurrent, *biases = weights[4 * layer : 4 * layer + 4]
+        hidden, cell = (state[layer] for state in states)
+        hiddens = []
+        for value in out:
+            products = RoundedGradient.apply(
+                _rounded(value) @ _rounded(weight).t() + _rounded(hidden) @ _rounded(recurrent).t()
+            )
+            gates = (products + sum(biases)).chunk(4, -1)
+            i, f, o = (torch.sigmoid(gates[at]) for at in (0, 1, 3))
+            cell = f * cell + i * torch.tanh(gates[2])
+            hidden = o * torch.tanh(cell)
+            hiddens.append(hidden)
+        out = hiddens
+        last.append((hidden, cell))
+    return torch.stack(out, int(batch_first)), *map(torch.stack, zip(*last, strict=True))
 
 
 def _rounded(x):

@@ -121,7 +121,8 @@ def step(model, x):
 
 
 def accelerated(model, x, function=step, **options):
-    train = nano(**{"precision": "bf16-products", "verbose": False, "tune_operators": False, **options})(function)
+    defaults = {"precision": "bf16-products", "verbose": False, "tune_operators": False, "fast_chains": False}
+    train = nano(**{**defaults, **options})(function)
     return train(model, x), train.report
 
 
@@ -382,7 +383,8 @@ def counted(loop, rows, **options):
             optimizer.step()
             used.append(in_force())
 
-    run = nano(precision="auto", tune_operators=False, fast_linear=False, verbose=False, **options)(train)
+    options = {"tune_operators": False, "fast_linear": False, "fast_chains": False, **options}
+    run = nano(precision="auto", verbose=False, **options)(train)
     run(model, torch.optim.SGD(model.parameters(), 1e-3))
     return used
 
