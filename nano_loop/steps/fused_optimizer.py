@@ -87,6 +87,7 @@ class _Switch:
     def __init__(self, sparse: set[int]) -> None:
         self._sparse = sparse
         self._users: dict[int, dict[str, Any]] = {}  # by a group's index, since load_state_dict creates new groups
+        self._dtypes: dict[int, torch.dtype] = {}  # of parameters whose states were looked at, by their ids
 
     def on(self, optimizer: Optimizer) -> None:
         for place, group in enumerate(optimizer.param_groups):
@@ -101,6 +102,7 @@ class _Switch:
 
     def after_load(self, optimizer: Optimizer) -> None:
         self._users.clear()  # the loaded groups have the flags of the saved optimizer
+        self._dtypes.clear()
         self.on(optimizer)
 
     def users_flags(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -112,8 +114,20 @@ class _Switch:
     def check(self, optimizer: Optimizer) -> None:
         """Restore the flags of a group on which the fused kernels would raise in this step."""
         for place in list(self._users):
-            if place < len(optimizer.param_groups) and not _is_ready(optimizer, optimizer.param_groups[place]):
+            if place < len(optimizer.param_groups) and not self._is_ready(optimizer, optimizer.param_groups[place]):
                 self._give_back(place, optimizer.param_groups)
+
+    def _is_ready(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
+        """Whether the fused kernel supports the gradients and the state of `group` in this step."""
+        for parameter in group["params"]:
+            gradient = gradient_of(parameter)
+            if gradient is not None and gradient.layout is not torch.strided:
+                return False
+            if self._dtypes.get(id(parameter)) is not parameter.dtype:  # it is new, or was converted
+                if not _has_state_of_its_dtype(optimizer, parameter):
+                    return False
+                self._dtypes[id(parameter)] = parameter.dtype
+        return not group.get("momentum") or _has_all_momenta(optimizer, group)
 
     def _give_back(self, place: int, groups: list[dict[str, Any]]) -> None:
         flags = self._users.pop(place)
@@ -162,13 +176,11 @@ def _sparse_parameters(models: list[nn.Module]) -> set[int]:
     return {id(module.weight) for module in embeddings if module.sparse}
 
 
-def _is_ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the fused kernel supports the gradients and the state of `group` in this step."""
-    for parameter in group["params"]:
-        gradient = gradient_of(parameter)
-        if gradient is not None and gradient.layout is not torch.strided:
-            return False
-    return not group.get("momentum") or _has_all_momenta(optimizer, group)
+def _has_state_of_its_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether the fused kernel can read the states: after ``model.double()`` they are still those of fp32."""
+    states = optimizer.state.get(parameter, {})
+    tensors = [value for name, value in states.items() if name != "step" and isinstance(value, torch.Tensor)]
+    return all(value.dtype is parameter.dtype for value in tensors)
 
 
 def _has_all_momenta(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -139,6 +139,26 @@ def test_layer_thawed_after_the_first_step_starts_its_momentum_as_in_the_plain_l
     torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "converted"), [(torch.optim.SGD, {"momentum": 0.9}, 2), (torch.optim.Adagrad, {}, 0)]
+)
+def test_model_converted_after_its_optimizer_has_a_state_trains_as_in_the_plain_loop(step, kind, options, converted):
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.rand(5, 3)
+    twin = copy.deepcopy(model)
+    given, plain = parts(kind, model, **options), parts(kind, twin, **options).optimizers[0]
+    step(FusedOptimizer).apply(given)
+    for each, optimizer in ((model, given.optimizers[0]), (twin, plain)):
+        for number in range(4):
+            if number == converted:
+                each.double()
+            optimizer.zero_grad()
+            each(x.to(each.weight.dtype)).square().sum().backward()
+            optimizer.step()
+    assert flags(given.optimizers[0]) == [(None, None)]
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+
+
 def test_groups_are_switched_one_by_one(step):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "foreach": True}], lr=0.1)
