@@ -21,9 +21,11 @@ CLOSURE_EVENT = "nano_loop: closure"
 _ATTENTION = ("softmax", "softmax_backward_data")
 _CASTS = ("copy_", "to_copy", "to", "contiguous", "clone")
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "einsum")
-_LOSSES = ("_Losses", "_LossesBackward")  # of fast_cross_entropy
-#: Of fast_rnn.
-_RECURRENCES = ("_RecurrentLayer", "_RecurrentLayerBackward")
+#: The functions of nano_loop that are no operators, by their names in a trace, without the "Backward" behind some.
+FUNCTIONS = {
+    **dict.fromkeys(("_ChainNode", "_RecurrentLayer"), PRODUCTS),
+    **dict.fromkeys(("_Losses", "_RmsNorm", "_Rows", "_Bags"), ELEMENTWISE),
+}
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 #: The optimizers that have fused kernels in torch, and those for which nano_loop has functions in C.
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -132,10 +134,9 @@ def kind_of(event: Event) -> str:
     inside = [name.removeprefix("aten::") for name in names if name.startswith("aten::")]
     if any("attention" in name.lower() for name in names):  # torch's operators, and the function of fast_attention
         return ATTENTION
-    if event.name in _LOSSES:
-        return ELEMENTWISE
-    if event.name in _RECURRENCES:
-        return PRODUCTS
+    function = FUNCTIONS.get(event.name.removesuffix("Backward"))
+    if function is not None:
+        return function
     return kind_of_operator(inside[0]) if inside and event.name.startswith("aten::") else PYTHON
 
 

@@ -9,7 +9,7 @@ import pytest
 LOOP = """
 import torch, nano_loop
 
-@nano_loop.nano(verbose=False)
+@nano_loop.nano(verbose=False, fast_chains=False)  # torch knows the arithmetic of its own products alone
 def train(model, optimizer, loader):
     for x in loader:
         optimizer.zero_grad()
@@ -44,7 +44,7 @@ def test_step_is_divided_into_kinds_and_the_trace_is_written(profile, tmp_path):
     assert sum(row["milliseconds"] for row in found["kinds"]) == pytest.approx(found["profiled_ms"], rel=0.05)
     by_kind = {row["kind"]: row for row in found["kinds"]}
     for kind in ("matrix products and convolutions", "optimizer", "loader", "norms and elementwise"):
-        assert by_kind[kind]["milliseconds"] > 0
+        assert by_kind[kind]["milliseconds"] > 0, kind
     assert 0 < by_kind["matrix products and convolutions"]["share_of_rate"] <= 1
     assert found["step_ms"] > 0
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())

@@ -1,10 +1,14 @@
 """Each event counts for one kind of work, what no event covers is Python's, and the largest kinds get advice."""
 
+import importlib
+import pkgutil
+
 import pytest
 import torch
 
+from nano_loop import kernels
 from nano_loop.profiling import kinds
-from nano_loop.profiling.kinds import KINDS, Circumstances, advice_for, kind_of, lines_of, times_of
+from nano_loop.profiling.kinds import FUNCTIONS, KINDS, Circumstances, advice_for, kind_of, lines_of, times_of
 from profiling.events import Event
 
 
@@ -34,6 +38,22 @@ def test_event_counts_for_one_kind(names, kind):
     for name in reversed(names):
         event = Event(name, cpu_parent=event)
     assert kind_of(event) == kind
+
+
+def test_functions_of_kernels_are_no_python():
+    modules = [
+        importlib.import_module(each.name) for each in pkgutil.walk_packages(kernels.__path__, "nano_loop.kernels.")
+    ]
+    functions = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function) and "kernels" in value.__module__
+    }
+    computing = {function.__name__ for function in functions} - {"_Root"}  # which only notes a call
+    assert computing >= FUNCTIONS.keys()
+    for name in computing:
+        assert kind_of(Event(name)) == kind_of(Event(f"{name}Backward")) != kinds.PYTHON
 
 
 def test_times_add_up_to_the_time_of_the_steps():
