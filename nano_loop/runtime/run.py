@@ -46,6 +46,11 @@ def active_run() -> Run | None:
     return _active[-1] if _active else None
 
 
+def _forget(run: Run) -> None:
+    if run in _active:  # or Ctrl-C came before it was noted
+        _active.remove(run)
+
+
 class RunTask(Task):
     """A task that is executed in a `Run`.
 
@@ -168,8 +173,8 @@ class Run:
     def _enter(self, ending: ExitStack) -> None:
         slot = self._slot = ending.enter_context(self._joined)
         ending.callback(self._leave)
+        ending.callback(_forget, self)
         _active.append(self)
-        ending.callback(_active.remove, self)
         accelerated = partial(accelerated_copy, Settings(self.options, slot.machine))
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated)
         self._steps = [step(context) for step in self._kinds]
