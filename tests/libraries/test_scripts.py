@@ -59,7 +59,7 @@ def in_a_notebook(folder, cells):
     cells = [f"import sys\nsys.argv = ['', {str(folder / 'weights.pt')!r}]", *cells]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(folder)}}).execute()
-    outputs = [output for cell in notebook.cells for output in cell.outputs if output.get("name") == "stderr"]
+    outputs = [output for cell in notebook.cells for output in cell.outputs if output.get("output_type") == "stream"]
     return torch.load(folder / "weights.pt"), "".join(output.text for output in outputs)
 
 
