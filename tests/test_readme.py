@@ -12,6 +12,7 @@ import torch
 import nano_loop
 from benchmarks.experts import has_fast_bf16
 from nano_loop.config.declarations import DECLARED
+from nano_loop.patching.operators.operators import gives_kernels
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -58,8 +59,15 @@ def test_decorated_example_trains_the_same_model_and_prints_the_report_that_is_s
     for mine, theirs in zip(fast["model"].parameters(), plain["model"].parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.05, atol=5e-3)
     shown = re.search(r"```\n(nano_loop .*?)```", README, flags=re.DOTALL)[1]
-    assert steps_of(shown).keys() == steps_of(printed).keys()
-    for name in ("channels_last", "fused_optimizer", "fast_fetch", *["precision"] * has_fast_bf16()):
+    assert steps_of(shown).keys() <= steps_of(printed).keys()
+    if gives_kernels():  # before torch 2.9, other steps are skipped, each with a line
+        assert steps_of(shown).keys() == steps_of(printed).keys()
+    for name in (
+        "channels_last",
+        "fused_optimizer",
+        "fast_fetch",
+        *["precision"] * (has_fast_bf16() and gives_kernels()),
+    ):
         assert steps_of(shown)[name] == steps_of(printed)[name]
 
 
