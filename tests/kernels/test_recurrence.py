@@ -388,7 +388,8 @@ def test_in_reduced_precision_it_is_as_exact_as_torch_with_its_dtypes(called, ki
         squares.append([(error(a, c) ** 2, error(b, c) ** 2) for a, b, c in zip(computed, torchs, exact, strict=True)])
     ours, torchs = torch.tensor(squares, dtype=torch.float64).mean(0).sqrt().unbind(1)
     assert (ours <= 1.1 * torchs).all()
-    assert called.count("recurrence_backward") == 10
+    is_onednns = kind == "LSTM" and lengths is None and not HAS_BF16  # faster than ours without the instructions
+    assert called.count("recurrence_backward") == (0 if is_onednns else 10)
 
 
 @EACH
