@@ -38,17 +38,12 @@ from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import STEPS, Step, StepContext
 
 #: The runs that are under way, the innermost last.
-_active: list[Run] = process_wide("runs", [])
+_active: dict[Run, None] = process_wide("runs", {})
 
 
 def active_run() -> Run | None:
     """Return the run that was begun last, of those that are under way; None outside of all runs."""
-    return _active[-1] if _active else None
-
-
-def _forget(run: Run) -> None:
-    if run in _active:  # or Ctrl-C came before it was noted
-        _active.remove(run)
+    return next(reversed(_active), None)
 
 
 class RunTask(Task):
@@ -173,8 +168,8 @@ class Run:
     def _enter(self, ending: ExitStack) -> None:
         slot = self._slot = ending.enter_context(self._joined)
         ending.callback(self._leave)
-        ending.callback(_forget, self)
-        _active.append(self)
+        ending.callback(_active.pop, self, None)  # no line of Python, at which Ctrl-C may come
+        _active[self] = None
         accelerated = partial(accelerated_copy, Settings(self.options, slot.machine))
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated)
         self._steps = [step(context) for step in self._kinds]
