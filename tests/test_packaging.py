@@ -273,6 +273,56 @@ def test_wheel_says_what_it_is(wheel):
     assert (ROOT / "README.md").read_text().strip() in metadata
 
 
+#: Finds what nano_loop needs, and nothing else that happens to be installed; then uses nano_loop.
+ALONE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Needed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else PathFinder.find_spec(name, path, target)
+
+hidden = {*sys.argv[1:]}
+sys.meta_path[sys.meta_path.index(PathFinder)] = Needed
+import torch
+import nano_loop
+
+def train(model, optimizer, loader):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+def parts():
+    model = torch.nn.Linear(4, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(8, 4)), 4)
+    return model, torch.optim.SGD(model.parameters(), 0.1), loader
+
+for options in ({}, {"precision": "bf16", "channels_last": "auto"}, {"fast_images": False, "num_processes": 2}):
+    nano_loop.nano(verbose=False, **options)(train)(*parts())
+nano_loop.install(verbose=False)
+nano_loop.patch_torch(cuda_to_cpu=True)
+train(*parts())
+nano_loop.unpatch_torch()
+nano_loop.uninstall()
+print(len([getattr(nano_loop, name) for name in nano_loop.__all__]))
+"""
+
+
+def test_all_but_extras_works_with_the_declared_requirements_alone(tmp_path):
+    seen = {("nano-loop", "")}
+    for requirement in requirements_of(setup_cfg()["options"]["install_requires"]):
+        needed_by(requirement, seen)
+    needed, owners = {name for name, _ in seen}, importlib.metadata.packages_distributions()
+    hidden = [name for name, packages in owners.items() if needed.isdisjoint(map(canonicalize_name, packages))]
+    assert "PIL" in hidden
+    (tmp_path / "script.py").write_text(ALONE)
+    command = [sys.executable, "-W", "ignore", "script.py", *hidden]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, f"{len(nano_loop.__all__)}\n"), done.stderr
+
+
 def test_sdist_has_all_that_is_tracked(tmp_path):
     for path in files_of_the_project():
         (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)

@@ -1,23 +1,26 @@
-"""Keeps decoded and resized images, so that only the first epoch decodes them."""
+"""Keeps decoded and resized images, so that only the first epoch decodes them.
+
+The rest of the room of images is imported where torchvision is: it needs Pillow, which nano_loop does not.
+"""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.errors import NanoError
-from nano_loop.images.lifetime import store_for
-from nano_loop.images.loaders import CachedImages, datasets_in, has_images, plans_in, refusal
-from nano_loop.images.store import Store
+from nano_loop.images.pipelines import compositions
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.loaders import changed
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
+
+if TYPE_CHECKING:
+    from nano_loop.images.store import Store
 
 
 class FastImages(Step):
@@ -40,22 +43,31 @@ class FastImages(Step):
     @override
     def enabled(self) -> bool:
         # Without torchvision, the report does not mention the step.
-        return super().enabled and (self.required or "torchvision.transforms" in sys.modules)
+        return super().enabled and (self.required or bool(compositions()))
 
     @override
     def is_relevant(self, parts: TrainingObjects) -> bool:
+        is_relevant = super().is_relevant(parts)
+        if self.required or not is_relevant:
+            return is_relevant
+        from nano_loop.images.loaders import has_images
+
         # Most loaders have no images, also where torchvision is imported.
-        return super().is_relevant(parts) and (
-            self.required or any(has_images(loader.dataset) for loader in parts.loaders)
-        )
+        return any(has_images(loader.dataset) for loader in parts.loaders)
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
+        if not compositions():
+            return SkipReason("no_images", "torchvision is not imported")
+        from nano_loop.images.loaders import refusal
+
         reasons = [refusal(loader) for loader in parts.loaders]
         return SkipReason.of_all([None if reason is None else SkipReason("no_images", reason) for reason in reasons])
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
+        from nano_loop.images.loaders import refusal
+
         fitting = [loader for loader in parts.loaders if not refusal(loader)]
         reasons = [reason for loader in fitting if (reason := self._cache(loader))]
         if reasons:
@@ -77,6 +89,9 @@ class FastImages(Step):
 
     def _cache(self, loader: DataLoader[Any]) -> str | None:
         """Change a loader, and return None, or why there is no cache for it."""
+        from nano_loop.images.lifetime import store_for
+        from nano_loop.images.loaders import CachedImages, datasets_in
+
         if loader in self._changed:
             return None
         try:
@@ -93,6 +108,8 @@ class FastImages(Step):
 
 
 def _kept(loaders: list[DataLoader[Any]]) -> str:
+    from nano_loop.images.loaders import plans_in
+
     prefixes = [plan.names for loader in loaders for plan in plans_in(loader.dataset)]
     texts = [f"kept after {names[-1]}" if names else "kept as decoded" for names in prefixes]
     return ", ".join(dict.fromkeys(texts)) or "nothing to keep"
