@@ -20,7 +20,7 @@ from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import Plan
 from nano_loop.kernels.linear import linear
 from nano_loop.kernels.rnn import rnn
-from nano_loop.kernels.rnn.recurrence import GATES, LSTM
+from nano_loop.kernels.rnn.recurrent_layer import GATES, LSTM
 from nano_loop.patching.torch_private import below_autocast
 
 #: Number of steps of an LSTM that are measured, or of multiplications if that is more steps: what a call takes besides

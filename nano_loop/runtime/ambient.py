@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -34,6 +33,7 @@ from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 from nano_loop.patching.torch_private_compiler import is_compiled
 from nano_loop.patching.user_code import warn
+from nano_loop.runtime.ambient_training import Training
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.runtime.run import Run
@@ -204,7 +204,7 @@ class Ambient:
             if optimizer not in self._postponed and (is_new or has_closure):
                 self._postponed[optimizer] = None  # until its model was called
                 return False
-            training = self._trainings[optimizer] = _Training(self._run)
+            training = self._trainings[optimizer] = Training(self._run)
             training.hold(optimizer)
             detail = f"{type(optimizer).__name__} trains no module that is called"
             result = StepResult("model", "skipped", detail, code="no_module")
@@ -226,7 +226,7 @@ class Ambient:
         training = self._training_of([module, *optimizers])
         if training is None:
             reason = _reason_to_leave(module)
-            training = _Training(None if reason else self._run)
+            training = Training(None if reason else self._run)
             if reason:
                 self._run.note(StepResult("model", "skipped", reason.detail, code=reason.code))
         for part in [*(module.modules() if is_model else ()), *new]:
@@ -241,7 +241,7 @@ class Ambient:
         result = StepResult("model", "applied", f"{class_name(module)}, trained by {names}")
         training.apply(TrainingObjects([module] if is_model else [*training.models], new), result)
 
-    def _training_of(self, parts: Iterable[nn.Module | Optimizer]) -> _Training | None:
+    def _training_of(self, parts: Iterable[nn.Module | Optimizer]) -> Training | None:
         """Return the training that one of the parts belongs to, unless it has ended."""
         trainings = (self._trainings.get(part) for part in parts)
         return next((training for training in trainings if training is not None and not training.has_ended), None)
@@ -271,57 +271,6 @@ class Ambient:
             training.end()
         if self._loader_run is not None:
             self._loader_run.__exit__(None, None, None)
-
-
-class _Training:
-    """A run for models that are trained together, which ends when all that it holds, weakly, have been freed.
-
-    Parameters
-    ----------
-    outer : Run or None
-        The run that it is inside of. None: nothing is set up.
-
-    Attributes
-    ----------
-    models : WeakIdKeyDictionary
-        The models, as keys.
-    has_ended : bool
-        Whether its run has.
-    """
-
-    def __init__(self, outer: Run | None) -> None:
-        self._run = None if outer is None else outer.inner()
-        self._owners: list[weakref.finalize[..., Any]] = []
-        self.models: Any = WeakIdKeyDictionary()
-        self.has_ended = False
-
-    def hold(self, owner: nn.Module | Optimizer) -> None:
-        """Last as long as `owner`, at the least."""
-        finalizer = weakref.finalize(owner, self._release)
-        finalizer.atexit = False
-        self._owners.append(finalizer)
-
-    def apply(self, parts: TrainingObjects, result: StepResult) -> None:
-        """Set up parts, with an entry of the report for them."""
-        if self._run is None:
-            return
-        try:
-            self._run.apply(parts, [result])
-        except BaseException:
-            self.end()
-            raise
-
-    def end(self) -> None:
-        """Undo what was set up."""
-        self.has_ended = True
-        for finalizer in self._owners:
-            finalizer.detach()
-        if self._run is not None:
-            self._run.__exit__(None, None, None)
-
-    def _release(self) -> None:
-        if not any(finalizer.alive for finalizer in self._owners):
-            self.end()
 
 
 #: Calls of modules that had been looked at, after which no more are.

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from nano_loop.config.declarations import MEASURING
@@ -16,9 +15,10 @@ from nano_loop.errors import NanoError, NanoWorkerError, error_message
 from nano_loop.runtime.objects.report import print_lines
 from nano_loop.runtime.run import RunTask
 from nano_loop.runtime.settings import Settings
-from nano_loop.search.candidates import OF_NUMBERS, Changes, candidates
+from nano_loop.search.candidates import Changes, candidates
 from nano_loop.search.key import key_of
 from nano_loop.search.load import BUSY, load_of
+from nano_loop.search.measured import EARLY, PAYS, Measured
 from nano_loop.search.result import Row, Tuning, as_text, differing
 from nano_loop.search.trial import Trial
 from nano_loop.search.trial_processes import TrialFailedError, TrialProcesses, trial_server
@@ -26,90 +26,17 @@ from nano_loop.storage.cache_folder import JsonFile, cache_folder
 
 #: Seconds of a search, by default.
 SECONDS = 90.0
-#: How many times as fast as the options as they are a candidate has to be, and in what part of the turns faster.
-PAYS, MOST_TURNS = 1.02, 0.75
 #: Turns of a candidate, and the seconds that one takes, at least.
 TURNS, TURN = 10, 0.12
-#: After so many turns a candidate stops that was so many times as slow in each.
-_EARLY, _HOPELESS = 3, 1.4
+#: How many times as slow in each turn a candidate is that stops early.
+_HOPELESS = 1.4
 #: The part of the time for timing; the rest is for comparisons of numbers.
 _TIMING = 0.8
-#: The largest error of the loss, relative to fp64, with which a candidate may be chosen. A model that computes
-#: something else under autocast does so by hand as well, so `verify` finds no fault there.
-TOLERANCE = 0.1
 #: What is left to begin a candidate with: seconds, and steps of the loop.
 _LEAST, _STEPS = 3.0, 8
 _FIRST = 10.0  # seconds that the loop without nano_loop may take, if less is left
 _NOT_IN_TRIALS = dict.fromkeys(("verbose", *MEASURING), False)
 _FORMAT = 3  # of the file of a kept result
-
-
-@dataclass(eq=False)
-class Measured:
-    """A candidate and its times."""
-
-    row: Row  # in the result; its times are there at the end
-    #: The time of a step for one batch, turn by turn: of the candidate, and of the options as they are.
-    seconds: list[float] = field(default_factory=list)
-    reference: list[float] = field(default_factory=list)
-    is_compared: bool = False  # whether `verify` was asked about its numbers
-    remark: str = ""  # why it could not tell
-
-    @property
-    def ratios(self) -> list[float]:
-        """How many times as fast as the options as they are, turn by turn."""
-        return [own / seconds for own, seconds in zip(self.reference, self.seconds, strict=True)]
-
-    @property
-    def speed(self) -> float | None:
-        """How many times as fast as the options as they are, by the median of the turns; None without turns."""
-        return statistics.median(self.ratios) if self.seconds else None
-
-    @property
-    def pays(self) -> bool:
-        """Whether it may replace the options as they are."""
-        often = sum(ratio > 1 for ratio in self.ratios) >= MOST_TURNS * len(self.ratios)
-        return len(self.ratios) >= _EARLY and often and (self.speed or 0.0) >= PAYS
-
-    @property
-    def changes_batch(self) -> bool:
-        """Whether it trains with other batches than the options as they are, which speed alone is no reason for."""
-        return "num_processes" in self.row.options
-
-    @property
-    def numbers(self) -> Changes:
-        """The options that change its numbers. Candidates with equal ones are compared once."""
-        return {name: value for name, value in self.row.options.items() if name in OF_NUMBERS}
-
-    def compare(self, comparison: dict[str, Any]) -> None:
-        """Take note of what `verify` says of its numbers."""
-        self.is_compared, self.remark = True, comparison.get("remark", "")
-        self.row.loss, self.row.gradients = comparison.get("loss"), comparison.get("gradients")
-        if fault := comparison.get("fault"):
-            self.row.note = f"not exact: {fault} is off by more than rounding"
-        elif (self.row.loss or 0.0) > TOLERANCE:
-            self.row.note = f"not exact: the loss is off by {self.row.loss:.0%}"
-
-    def finish(self, own_seconds: float, own_speed: float) -> Row:
-        """Return the row with the times, which are those of the options as they are by the ratios of the turns.
-
-        So a row with a shorter time has a higher speed, although the machine may have been slower in its turns.
-
-        Parameters
-        ----------
-        own_seconds : float
-            The time of a step with the options as they are.
-        own_speed : float
-            How many times as fast that is as the loop without nano_loop.
-        """
-        times = [1e3 * own_seconds / ratio for ratio in self.ratios]
-        if len(times) > 1:
-            low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-            self.row.spread = low, high
-        if self.speed is not None:
-            self.row.milliseconds = 1e3 * own_seconds / self.speed
-            self.row.speed_up = 1.0 if self.row.plain else own_speed * self.speed
-        return self.row
 
 
 class SearchInterrupted(KeyboardInterrupt):
@@ -279,7 +206,7 @@ class Search:
         for number in range(TURNS):
             for steps_of, count, times in turns if number % 2 else turns[::-1]:
                 times.append(steps_of(count))
-            if number + 1 < _EARLY:
+            if number + 1 < EARLY:
                 continue
             if max(candidate.ratios) * _HOPELESS < 1:
                 candidate.row.note = "" if candidate.row.plain else "slower"

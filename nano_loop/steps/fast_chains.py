@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from nano_loop.kernels.linear import chain
-from nano_loop.kernels.linear.chain import Activation, Chain, ChainLayer, Norm, compute
+from nano_loop.kernels.linear.chain import Chain, compute
+from nano_loop.kernels.linear.chain_layers import Activation, ChainLayer, Norm
 from nano_loop.patching.calls.calls import Call, CallInterceptor
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.torch_private import (

@@ -21,7 +21,7 @@ from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import Plan
 from nano_loop.kernels.linear import linear, product
-from nano_loop.kernels.rnn import recurrence, rnn
+from nano_loop.kernels.rnn import recurrent_layer, rnn
 from nano_loop.patching.operators.operators import gives_kernels
 
 ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM, FP32_ATTENTION, FP32_PRODUCT, _ = module.OPERATORS
@@ -52,7 +52,7 @@ def lstm_call(steps=20, batch=5, has_biases=True, is_trained=True, products="fp3
     weights = [normal(*sizes).float() for sizes in ((64, 6), (64, 16), *[(64,), (64,)] * has_biases)]
     states = normal(1, batch, 16).float(), normal(1, batch, 16).float()
     numbers = has_biases, 1, 0.5, True, False, False, is_trained, products
-    return rnn.Arguments(recurrence.LSTM, normal(steps, batch, 6).float(), None, states, (*weights,), *numbers)
+    return rnn.Arguments(recurrent_layer.LSTM, normal(steps, batch, 6).float(), None, states, (*weights,), *numbers)
 
 
 def rounding_call(kind=rounding.PRODUCT, rows=40, last=56, numbers=(), bias=None):

@@ -9,7 +9,8 @@ from torch import nn
 
 from nano_loop.kernels import build
 from nano_loop.kernels.linear import chain
-from nano_loop.kernels.linear.chain import Activation, Chain, ChainLayer, Norm
+from nano_loop.kernels.linear.chain import Chain
+from nano_loop.kernels.linear.chain_layers import Activation, ChainLayer, Norm
 
 SEEDS = 25
 ACTIVATIONS = {

@@ -436,7 +436,9 @@ def test_gradients_that_are_not_needed_are_not_computed(called):
 def test_fewer_threads_than_asked_for_compute_all_parts(hidden):
     """OpenMP gives what a limit leaves. torch's own bf16 products are wrong then, so this is compared by files."""
     code = (
-        "import sys, torch; from nano_loop.kernels.rnn.recurrence import *\n"
+        "import sys, torch\n"
+        "from nano_loop.kernels.rnn.recurrence import recurrence\n"
+        "from nano_loop.kernels.rnn.recurrent_layer import LSTM, Arguments, Recurrence\n"
         f"torch.set_num_threads(int(sys.argv[1])); torch.manual_seed(0); hidden = {hidden}\n"
         "def normal(*sizes): return (torch.randn(sizes) / 8).requires_grad_()\n"
         "weights = normal(4 * hidden, 70), normal(4 * hidden, hidden), normal(4 * hidden), normal(4 * hidden)\n"

@@ -12,8 +12,8 @@ from nano_loop import NanoConfigError, NanoError, accelerated
 from nano_loop.config.options import Options
 from nano_loop.runtime.settings import Settings
 from nano_loop.search import search
+from nano_loop.search.measured import Measured
 from nano_loop.search.result import Row, differing
-from nano_loop.search.search import Measured
 from search.small import FIXED, STEPS, loss_of, made, state_of
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
+from nano_loop.kernels.linear.chain_layers import BATCH_NORM, LAYER_NORM, NONE, OPERATORS, ChainLayer
 from nano_loop.kernels.memory import FP32, UnsupportedTensorError, check, empty
 from nano_loop.kernels.rounding import PRODUCT, may_round
 from nano_loop.patching.ownership import rule_for
@@ -29,108 +30,6 @@ RULE = rule_of(KERNEL)
 #: Multiplications of a forward from which on a chain of linear layers alone is computed in C before it is measured.
 LEAST = 3 << 18
 _BYTES, _MATRIX = 4, 2
-
-#: The numbers of norms in the C file.
-_NO_NORM, _BATCH_NORM, _LAYER_NORM = range(3)
-#: The numbers of activations in the C file. The slope of the last is computed by its argument.
-_NONE, _RELU, _LEAKY_RELU, _ELU, _SIGMOID, _TANH, _SILU = range(7)
-_NUMBERS = {nn.ReLU: _RELU, nn.Sigmoid: _SIGMOID, nn.Tanh: _TANH, nn.SiLU: _SILU}
-_OPERATORS: dict[int, Callable[[Tensor, float], Tensor]] = {
-    _NONE: lambda x, _: x,
-    _RELU: lambda x, _: torch.relu(x),
-    _LEAKY_RELU: F.leaky_relu,
-    _ELU: F.elu,
-    _SIGMOID: lambda x, _: torch.sigmoid(x),
-    _TANH: lambda x, _: torch.tanh(x),
-    _SILU: lambda x, _: F.silu(x),
-}
-
-
-class Activation(NamedTuple):
-    """An activation as the C function knows it.
-
-    Attributes
-    ----------
-    number : int
-        Its number in the C file.
-    slope : float
-        The slope of LeakyReLU below 0; of ELU, the limit below 0.
-    """
-
-    number: int = _NONE
-    slope: float = 0.0
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Activation | None:
-        """Return the activation that a module computes, or None where the C function has none."""
-        if type(module) is nn.LeakyReLU:
-            slope = float(module.negative_slope)
-            return cls(_LEAKY_RELU, slope) if slope > 0 else None  # else its values do not tell its slopes
-        if type(module) is nn.ELU:
-            limit = float(module.alpha)
-            return cls(_ELU, limit) if limit > 0 else None
-        number = _NUMBERS.get(type(module))
-        return None if number is None else cls(number)
-
-
-class Norm(NamedTuple):
-    """A norm as the C function knows it.
-
-    Attributes
-    ----------
-    number : int
-        Its number in the C file.
-    eps : float
-        What is added to the variance.
-    momentum : float
-        The share of the batch in the running statistics of a batch norm.
-    """
-
-    number: int = _NO_NORM
-    eps: float = 0.0
-    momentum: float = 0.0
-
-    @classmethod
-    def of(cls, module: nn.Module, size: int) -> Norm | None:
-        """Return the norm of so many numbers that a module computes, or None where the C function has none."""
-        if type(module) is nn.LayerNorm and module.normalized_shape == (size,) and module.bias is not None:
-            return cls(_LAYER_NORM, module.eps)
-        if type(module) is nn.BatchNorm1d and module.num_features == size and module.affine:
-            return cls(_BATCH_NORM, module.eps, module.momentum) if module.momentum is not None else None
-        return None
-
-
-class ChainLayer(NamedTuple):
-    """A linear layer, what is computed of its sums, and the probability that the dropout behind it drops a number."""
-
-    inputs: int
-    outputs: int
-    has_bias: bool = True
-    norm: Norm = Norm()
-    activation: Activation = Activation()
-    dropout: float = 0.0
-
-    @property
-    def keeps_arguments(self) -> bool:
-        """Whether the slope is computed by something else than the output, which is kept beside it."""
-        return self.activation.number == _SILU or (bool(self.dropout) and self.activation.number > _RELU)
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether its output are its sums."""
-        return not (self.norm.number or self.activation.number or self.dropout)
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of its parameters: weight, bias, and weight and bias of the norm, as far as there are any."""
-        return (self.outputs, self.inputs), *((self.outputs,),) * (self.has_bias + 2 * bool(self.norm.number))
-
-    @property
-    def constants(self) -> tuple[float, ...]:
-        """The numbers that begin a `Layer` of the C file."""
-        (norm, eps, momentum), (activation, slope) = self.norm, self.activation
-        return self.inputs, self.outputs, norm, activation, eps, momentum, slope, 1 / (1 - self.dropout)
-
 
 #: The running mean and the running variance of a batch norm, or None.
 Buffers = tuple[Tensor, Tensor] | None
@@ -157,10 +56,10 @@ class Chain:
         self.multiplications = [layer.inputs * layer.outputs for layer in self.layers]
         #: Whether there are no norms and dropouts.
         self.is_plain = not any(layer.norm.number or layer.dropout for layer in self.layers)
-        self.has_batch_norms = any(layer.norm.number == _BATCH_NORM for layer in self.layers)
+        self.has_batch_norms = any(layer.norm.number == BATCH_NORM for layer in self.layers)
         last = self.layers[-1]
         #: Whether the backward reads the output.
-        self.reads_output = last.activation.number != _NONE and not last.keeps_arguments
+        self.reads_output = last.activation.number != NONE and not last.keeps_arguments
         self._tensors = [*self._find_tensors()]
         self._pack = struct.Struct(_CALL + _LAYER * len(self.layers)).pack
         self._in_memory: tuple[int, Any] = 0, None  # of the last number of rows
@@ -218,13 +117,13 @@ class Chain:
         of_layers, of_dropouts = iter(parameters), iter(masks)
         for layer in self.layers:
             x = F.linear(x, next(of_layers), next(of_layers) if layer.has_bias else None)
-            if layer.norm.number == _BATCH_NORM:
+            if layer.norm.number == BATCH_NORM:
                 weight, bias = next(of_layers), next(of_layers)
                 x = F.batch_norm(x, None, None, weight, bias, training=True, eps=layer.norm.eps)
-            elif layer.norm.number == _LAYER_NORM:
+            elif layer.norm.number == LAYER_NORM:
                 x = F.layer_norm(x, x.shape[-1:], next(of_layers), next(of_layers), layer.norm.eps)
             number, slope = layer.activation
-            x = _OPERATORS[number](x, slope)
+            x = OPERATORS[number](x, slope)
             x = x * (next(of_dropouts) / (1 - layer.dropout)) if layer.dropout else x
         return x
 
@@ -265,13 +164,13 @@ class Chain:
             argument, at = (at, at + size) if layer.keeps_arguments else (output, at)
             sums = mean = deviation = argument
             if layer.norm.number:
-                statistics = layer.outputs if layer.norm.number == _BATCH_NORM else rows
+                statistics = layer.outputs if layer.norm.number == BATCH_NORM else rows
                 sums, mean, deviation = at, at + size, at + size + statistics
                 at = deviation + statistics
             of_normalized = of_sums = _ELSEWHERE
             if not (is_last and layer.is_linear):
                 of_sums, gradients = gradients, gradients + size
-            if layer.norm.number == _LAYER_NORM:
+            if layer.norm.number == LAYER_NORM:
                 of_normalized, gradients = gradients, gradients + size
             places.append((sums, mean, deviation, argument, output, of_normalized, of_sums))
         return places, at, gradients

@@ -18,8 +18,8 @@ from nano_loop.kernels.fp32 import COMPILED, TORCH, rule_of
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.replacement import Choose, Replacement, unless_none
-from nano_loop.kernels.rnn import recurrence
-from nano_loop.kernels.rnn.recurrence import GATES, GRU, LSTM, RELU, TANH, Recurrence
+from nano_loop.kernels.rnn import recurrence, recurrent_layer
+from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Recurrence
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_mode, in_functorch
 
@@ -48,7 +48,7 @@ class Arguments(NamedTuple):
     Attributes
     ----------
     mode : int
-        One of those of `recurrence.Recurrence`.
+        One of those of `recurrent_layer.Recurrence`.
     inputs : torch.Tensor
         Of shape (steps, batch, input size), or (batch, steps, input size) if `batch_first`; packed, of shape (rows,
         input size).
@@ -100,7 +100,7 @@ class Arguments(NamedTuple):
         return first * second * sum(weight.numel() for weight in self.weights[:_MATRIX])
 
     @property
-    def layers(self) -> list[recurrence.Arguments]:
+    def layers(self) -> list[recurrent_layer.Arguments]:
         """The arguments of the directions of all layers, each with the operator's inputs."""
         count = _MATRIX * (1 + self.has_biases) + self.is_projected
         layers = []
@@ -108,7 +108,7 @@ class Arguments(NamedTuple):
             input_weight, hidden_weight, *others = self.weights[at * count : (at + 1) * count]
             input_bias, hidden_bias = others[:2] if self.has_biases else (None, None)
             layers.append(
-                recurrence.Arguments(
+                recurrent_layer.Arguments(
                     self.inputs,
                     input_weight,
                     hidden_weight,

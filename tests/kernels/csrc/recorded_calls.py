@@ -16,7 +16,7 @@ from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import empty
 from nano_loop.kernels.norm import norm_arguments, norms
-from nano_loop.kernels.rnn import recurrence
+from nano_loop.kernels.rnn import recurrence, recurrent_layer
 
 ATEN = torch.ops.aten
 #: The C files whose functions the driver calls.
@@ -240,28 +240,28 @@ def draws(recorder, count, dtype, p, skipped=0):
 
 def recurrence_of(kind, size, hidden, lengths, *, is_reversed=False, in_bf16=False, seed=0):
     """Record a layer and its gradients. Its numbers are those of fp64."""
-    generator, gates = torch.Generator().manual_seed(seed), recurrence.GATES[kind]
-    is_projected = kind == recurrence.LSTM and hidden % 3 == 0
+    generator, gates = torch.Generator().manual_seed(seed), recurrent_layer.GATES[kind]
+    is_projected = kind == recurrent_layer.LSTM and hidden % 3 == 0
     outputs, sizes = hidden // 3 if is_projected else hidden, [sum(n > i for n in lengths) for i in range(max(lengths))]
 
     def normal(*shape):
         return torch.randn(shape, generator=generator).div(max(shape[-1], 9) ** 0.5).requires_grad_()
 
-    tensors = recurrence.Arguments(
+    tensors = recurrent_layer.Arguments(
         *(normal(sum(lengths), size), normal(gates * hidden, size), normal(gates * hidden, outputs)),
         *(normal(gates * hidden), normal(gates * hidden) if seed % 2 else None),
         normal(outputs, hidden) if is_projected else None,
-        *(normal(len(lengths), outputs), normal(len(lengths), hidden) if kind == recurrence.LSTM else None),
+        *(normal(len(lengths), outputs), normal(len(lengths), hidden) if kind == recurrent_layer.LSTM else None),
     )
     offsets, is_packed = torch.tensor([0, *sizes]).cumsum(0), len(set(lengths)) > 1
-    layer = recurrence.Recurrence(kind, offsets, is_packed, is_reversed, in_bf16, (torch.float32,) * 2)
+    layer = recurrent_layer.Recurrence(kind, offsets, is_packed, is_reversed, in_bf16, (torch.float32,) * 2)
 
     def computed(compute, tensors):
         leaves = [tensor for tensor in tensors if tensor is not None]
-        results = compute(layer, recurrence.Arguments(*tensors))
+        results = compute(layer, recurrent_layer.Arguments(*tensors))
         return [*results, *torch.autograd.grad(sum(result.square().sum() for result in results), leaves)]
 
-    exact = computed(recurrence._by_operators, [None if tensor is None else tensor.double() for tensor in tensors])
+    exact = computed(recurrent_layer.by_operators, [None if tensor is None else tensor.double() for tensor in tensors])
     for ours, right in zip(computed(recurrence.recurrence, tensors), exact, strict=True):
         assert rms(ours.double() - right) <= (0.1 if in_bf16 else 1e-6) * max(rms(right), 1)
 
