@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType, prepare_class, resolve_bases
 from typing import Any
 
 import cloudpickle
@@ -117,6 +117,9 @@ def with_slots(value: type, reduction: Reduction) -> Reduction:
     if "__slots__" not in vars(value) or issubclass(value, Enum):
         return reduction
     make, (metaclass, name, bases, members, *rest), *state = reduction
+    made_by, _, _ = prepare_class(name, resolve_bases(bases), {"metaclass": metaclass})
+    if made_by is not type(value):  # as of a NamedTuple, which has slots anyway, and takes none
+        return reduction
     return make, (metaclass, name, bases, {**members, "__slots__": vars(value)["__slots__"]}, *rest), *state
 
 

@@ -593,8 +593,10 @@ def test_operators_and_modules_that_are_only_attributes_are_sent_by_their_names(
 
 
 SCRIPT = """
-import dataclasses, enum, sys
+import abc, dataclasses, enum, sys
 from pathlib import Path
+from typing import Generic, NamedTuple, TypedDict, TypeVar
+import typing_extensions
 import torch
 from nano_loop import TorchNano, nano
 from nano_loop.distributed.payload.payload import dump
@@ -620,12 +622,39 @@ class Outer:
 class Settings:
     width: int = 8
 
+T = TypeVar("T")
+
+class Box(Generic[T]):
+    __slots__ = ("value",)
+
+class Meta(type):
+    pass
+
+class Made(abc.ABC):
+    __slots__ = ("value",)
+
+class Own(metaclass=Meta):
+    __slots__ = ("value",)
+
+class Batch(NamedTuple):
+    x: int
+    factor: float = 2.0
+
+    def product(self):
+        return self.x * self.factor
+
+class Pair(typing_extensions.NamedTuple):
+    x: int
+
+class Named(TypedDict):
+    x: int
+
 @nano(verbose=False)
 def train(model, x):
     return model(x).tolist()
 
 model, x = Model(2, 2), torch.ones(1, 2)
-saved = [Settings, Model, Outer, Outer.Kind.LINEAR, Outer.double]
+saved = [Settings, Box, Made, Own, Batch, Pair, Named, Model, Outer, Outer.Kind.LINEAR, Outer.double]
 dump((train.__wrapped__, Nano(verbose=False), (model, x), model(x).tolist(), saved), Path(sys.argv[1]), {})
 """
 
@@ -641,8 +670,9 @@ def test_functions_and_classes_of_a_script_arrive_by_value_and_pickle_finds_them
     def check(ranks):
         train, runner, arguments, expected, saved = load(folder)
         again = pickle.loads(pickle.dumps([*saved, arguments]))
-        assert [*map(operator.is_, again, saved)] == [True] * 5
-        assert not hasattr(saved[0](), "__dict__"), "other slots than in the script"
+        assert [*map(operator.is_, again, saved)] == [True] * len(saved)
+        assert not any(hasattr(kind(), "__dict__") for kind in saved[:4]), "other slots than in the script"
+        assert (saved[4](3).product(), saved[5](1), saved[6](x=1)) == (6.0, (1,), {"x": 1})
         assert again[-1][0](arguments[1]).tolist() == expected
         return train(*arguments) == expected, runner.train(*arguments) == expected, isinstance(runner, TorchNano)
 
