@@ -21,7 +21,7 @@ from nano_loop.kernels.embedding.row_gradient import row_gradients
 from nano_loop.optimizers import own_kernels, row_steps
 from nano_loop.optimizers.row_steps import RowStep, Rule
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.objects.gradients import drop_gradients, gradient_of
+from nano_loop.patching.objects.gradients import drop_gradients, gradient_of, state_of
 from nano_loop.patching.patch_table import listed, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import (
     foreach_increment,
@@ -150,7 +150,8 @@ def _gather_fused(
         return None
     parameters = [parameter for parameter in group["params"] if gradient_of(parameter) is not None]
     gradients = [gradient_of(parameter) for parameter in parameters]
-    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+    of_parameters = state_of(optimizer)
+    states = [of_parameters.get(parameter, {}) for parameter in parameters]
     lists: list[list[Any]] = [parameters, gradients]
     lists += [[state.get(name) for state in states] for name in rule.states(settings)]
     if parameters and not _are_alike(*lists):

@@ -15,7 +15,7 @@ from torch.optim import Adadelta, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rpro
 
 from nano_loop.kernels.embedding.row_gradient import row_gradient_of
 from nano_loop.kernels.optimizer_steps import KERNEL, Numbers, addresses_of
-from nano_loop.patching.objects.gradients import gradient_of
+from nano_loop.patching.objects.gradients import gradient_of, state_of
 from nano_loop.patching.torch_private_optimizers import foreach_increment
 
 _RECTIFIED = 5  # RAdam's length of a mean from which on its variance is known
@@ -58,7 +58,7 @@ def gathered(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[], None] 
         gradient = gradient_of(parameter)
         if gradient is None:
             continue
-        state = optimizer.state.get(parameter)
+        state = state_of(optimizer).get(parameter)
         if not state or any(state.get(name) is None for name in names):
             return None
         tensors = (parameter, gradient, *map(state.__getitem__, names))

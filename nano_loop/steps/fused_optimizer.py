@@ -15,7 +15,7 @@ from nano_loop.kernels.build import for_report
 from nano_loop.optimizers import own_kernels
 from nano_loop.optimizers.direct_steps import stepped_directly
 from nano_loop.patching.lifetime import undone_with, weakly
-from nano_loop.patching.objects.gradients import gradient_of
+from nano_loop.patching.objects.gradients import gradient_of, state_of
 from nano_loop.patching.objects.optimizers import guard_layout, is_dense, once_gradients_exist
 from nano_loop.patching.torch_private_optimizers import forget_fused_check, fused_check_pending
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -178,7 +178,7 @@ def _sparse_parameters(models: list[nn.Module]) -> set[int]:
 
 def _has_state_of_its_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """Whether the fused kernel can read the states: after ``model.double()`` they are still those of fp32."""
-    states = optimizer.state.get(parameter, {})
+    states = state_of(optimizer).get(parameter, {})
     tensors = [value for name, value in states.items() if name != "step" and isinstance(value, torch.Tensor)]
     return all(value.dtype is parameter.dtype for value in tensors)
 
@@ -190,7 +190,7 @@ def _has_all_momenta(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     step from zero momentum. With dampening it does not, and the unfused kernel has to do this step.
     """
     stepped = [parameter for parameter in group["params"] if gradient_of(parameter) is not None]
-    late = [parameter for parameter in stepped if optimizer.state[parameter].get("momentum_buffer") is None]
+    late = [parameter for parameter in stepped if state_of(optimizer)[parameter].get("momentum_buffer") is None]
     if not late or len(late) == len(stepped):
         return True
     if group["dampening"]:

@@ -220,6 +220,27 @@ def changing_the_state(model, optimizer, words, number):
                     value[13] = 0.5
 
 
+def changing_the_state_past_versions(model, optimizer, words, number):
+    plainly(model, optimizer, words, number)
+    if number == 3:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value.data[13] = 0.5
+
+
+def restoring_the_state_by_hand(model, optimizer, words, number):
+    if number == 1:
+        restoring_the_state_by_hand.saved = copy.deepcopy(optimizer.state_dict()["state"])
+    if number == 4:
+        for parameter, saved in zip(
+            optimizer.param_groups[0]["params"], restoring_the_state_by_hand.saved.values(), strict=True
+        ):
+            for name, value in saved.items():
+                optimizer.state[parameter][name].data.copy_(value).add_(0.1)
+    plainly(model, optimizer, words, number)
+
+
 def loading(model, optimizer, words, number):
     plainly(model, optimizer, words, number)
     if number == 2:
@@ -258,7 +279,8 @@ def evaluating_between(model, optimizer, words, number):
 LOOPS = (
     *(plainly, by_the_models_zero_grad, with_zeros, accumulating, clipping, writing_past_versions),
     *(writing_after_the_step, keeping, skipping_steps, twice_backward, by_closure, with_hooks, penalizing),
-    *(by_hand_between, changing_the_state, loading, adding_a_group, in_two_losses, evaluating_between),
+    *(by_hand_between, changing_the_state, changing_the_state_past_versions, restoring_the_state_by_hand, loading),
+    *(adding_a_group, in_two_losses, evaluating_between),
 )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.memory import BYTES, FP32, INT64, Pointer, empty
-from nano_loop.patching.objects.gradients import on_read, reads_noticed
+from nano_loop.patching.objects.gradients import on_read, on_state_read, reads_noticed
 from nano_loop.patching.patch_table import process_wide, shared_change
 from nano_loop.patching.torch_private import (
     graph_task,
@@ -165,6 +165,12 @@ class RowGradient:
         """Note that a step of all rows is taken."""
         self._states = None
 
+    def forget_states_in(self, states: Mapping[Tensor, Any]) -> None:
+        """Note that somebody reads the states of an optimizer, and may change those of the table."""
+        weight = self._weight()
+        if weight is not None and weight in states:
+            self._states = None
+
     def know(self, *states: Tensor) -> None:
         """Note that the marks are those of states that a step has left."""
         self._states = _signs(states)
@@ -227,12 +233,14 @@ def tracked(weight: nn.Parameter) -> RowGradient:
     if rows is None or rows.shape != weight.shape:
         rows = row_gradients[id(weight)] = RowGradient(weight)
         on_read[id(weight)] = rows.forget
+        on_state_read[id(weight)] = rows.forget_states_in
     return rows
 
 
 def _drop(key: int) -> None:
     row_gradients.pop(key, None)
     on_read.pop(key, None)
+    on_state_read.pop(key, None)
 
 
 @contextmanager
