@@ -12,10 +12,11 @@ import torch
 
 from kernels.csrc import recorded_calls
 from nano_loop.cpu import read_machine
-from nano_loop.kernels import compiler
+from nano_loop.kernels import compiler, memory
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
+from nano_loop.kernels.rnn import recurrence
 
 NATIVE = compiler.NATIVE.flags
 
@@ -56,6 +57,8 @@ def recorder(monkeypatch):
     """Record the calls of C functions."""
     if bernoulli.KERNEL.unavailable is not None:
         pytest.skip(bernoulli.KERNEL.unavailable)
+    # What memory held by chance may be what a function writes there, and would look as if it had not been written.
+    monkeypatch.setattr(recurrence, "empty", lambda *sizes, **named: memory.empty(*sizes, **named).fill_(torch.nan))
     made = recorded_calls.Recorder(CompiledKernel.__call__)
     monkeypatch.setattr(CompiledKernel, "__call__", lambda self, *arguments: made.call(self, *arguments))
     return made
