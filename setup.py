@@ -1,4 +1,4 @@
-"""What setup.cfg cannot say: the kernels in C are compiled into the package, where gcc is there."""
+"""What setup.cfg cannot say: kernels in C that are compiled where gcc is there, and links for a package index."""
 
 import importlib.util
 import os
@@ -6,17 +6,17 @@ import shutil
 from pathlib import Path
 from typing import ClassVar
 
-from setuptools import Command, setup
+from setuptools import Command, Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
 PREBUILT = "nano_loop/kernels/prebuilt"
 
 
-def compiler_module():
-    """Load the module by its path: the package around it needs torch."""
-    path = Path(__file__).parent / "nano_loop/kernels/compiler.py"
-    specification = importlib.util.spec_from_file_location("nano_loop_compiler", path)
+def module_at(path):
+    """Load a module by its path: the package around it needs torch."""
+    path = Path(__file__).parent / path
+    specification = importlib.util.spec_from_file_location(f"nano_loop_{path.stem}", path)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
@@ -36,7 +36,7 @@ class BuildKernels(Command):
         self.set_undefined_options("build_py", ("build_lib", "build_lib"))
 
     def run(self):
-        compiler = compiler_module()
+        compiler = module_at("nano_loop/kernels/compiler.py")
         folder = compiler.PREBUILT if self.editable_mode else Path(self.build_lib, PREBUILT)
         try:
             if os.environ.get("NANO_LOOP_KERNELS") in (compiler.OFF, compiler.COMPILE):
@@ -74,5 +74,19 @@ class BdistWheel(bdist_wheel):
         return tag if self.root_is_pure else ("py3", "none", tag[2])
 
 
+class LinkedDistribution(Distribution):
+    """Describes itself by README, whose relative links lead nowhere on a package index."""
+
+    def parse_config_files(self, *args, **kwargs):
+        super().parse_config_files(*args, **kwargs)
+        source = (self.metadata.project_urls or {}).get("Source")
+
+        def target_of(path, is_picture):
+            return source and f"{source}/{'raw' if is_picture else 'blob'}/HEAD/{path}"
+
+        described = self.metadata.long_description
+        self.metadata.long_description = module_at("scripts/links.py").relinked(described, target_of)
+
+
 build.sub_commands = [*build.sub_commands, ("build_kernels", None)]
-setup(cmdclass={"build_kernels": BuildKernels, "bdist_wheel": BdistWheel})
+setup(cmdclass={"build_kernels": BuildKernels, "bdist_wheel": BdistWheel}, distclass=LinkedDistribution)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ast
 import posixpath
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from links import relinked
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -28,9 +27,6 @@ SHOWN = {
     "several-hosts.md": "examples/multi_node.md",
 }
 _PAGES = {file: page for page, file in SHOWN.items()}
-_BLOCK = re.compile(r"^(?:```.*?^```|(?: {4}[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
-# A link, or code in a line, in which nothing is a link.
-_LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^)\s]+)\)|(`+).*?\4", re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -48,30 +44,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = markdown.replace("<!-- codes -->", _codes())
     here = SHOWN.get(source, f"docs/{source}")
 
-    def linked(match: re.Match[str]) -> str:
-        mark, text, target, _ = match.groups()
-        path, hash_sign, anchor = (target or "").partition("#")
-        if not path or re.match(r"\w+:", path):
-            return match[0]
+    def target_of(path: str, _: bool) -> str | None:
         file = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
-        found = _PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
-        text = _LINK.sub(linked, text)  # it may be a picture
-        if found is None or found not in files.src_uris:
-            return text  # a file of the repository that is no page
-        return f"{mark}[{text}]({posixpath.relpath(found, posixpath.dirname(source) or '.')}{hash_sign}{anchor})"
+        target = _PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
+        if target is None or target not in files.src_uris:
+            return None  # a file of the repository that is no page
+        return posixpath.relpath(target, posixpath.dirname(source) or ".")
 
-    parts = _outside_of_code(markdown)
-    return "".join(_LINK.sub(linked, part) if is_text else part for part, is_text in parts)
-
-
-def _outside_of_code(markdown: str) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a page, and whether each is text and no code."""
-    end = 0
-    for code in _BLOCK.finditer(markdown):
-        yield markdown[end : code.start()], True
-        yield code[0], False
-        end = code.end()
-    yield markdown[end:], True
+    return relinked(markdown, target_of)
 
 
 def _commands() -> str:

@@ -270,7 +270,36 @@ def test_wheel_says_what_it_is(wheel):
     assert f"Version: {nano_loop.__version__}\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
     assert "Requires-Python: >=3.10\n" in metadata
-    assert (ROOT / "README.md").read_text().strip() in metadata
+    assert not relative_links(metadata)
+
+
+def relative_links(markdown):
+    """Return the links and pictures that lead nowhere where the pages of the repository are not beside."""
+    text = re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith("https://")]
+
+
+@pytest.mark.parametrize("source", [None, "https://example.org/nano_loop"])
+def test_description_for_a_package_index_is_the_readme_with_links_that_lead_somewhere(tmp_path, source):
+    for name in (*BUILD_INPUTS, "scripts/links.py", "nano_loop/version.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    if source:
+        config, line = tmp_path / "setup.cfg", f"[metadata]\nproject_urls =\n    Source = {source}\n"
+        config.write_text(config.read_text().replace("[metadata]\n", line))
+    (tmp_path / "made").mkdir()
+    build = "import setuptools.build_meta as backend; backend.prepare_metadata_for_build_wheel('made')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    (made,) = (tmp_path / "made").glob("*.dist-info")
+    described = importlib.metadata.Distribution.at(made).metadata.get_payload()
+    readme = (ROOT / "README.md").read_text()
+    assert not relative_links(described)
+    if source:
+        pictures = re.findall(rf"!\[[^]]*\]\({source}/raw/HEAD/(\S+)\)", described)
+        assert pictures == re.findall(r"!\[[^]]*\]\((\S+)\)", readme) != []
+        assert re.sub(rf"\]\({source}/(blob|raw)/HEAD/", "](", described).strip() == readme.strip()
+    else:
+        assert re.sub(r"!?\[([^]]*)\]\((?!https:)[^)\s]+\)", r"\1", readme).strip() == described.strip()
 
 
 #: Finds what nano_loop needs, and nothing else that happens to be installed; then uses nano_loop.
@@ -441,6 +470,73 @@ assert libraries and all("/kernels/prebuilt/" in library for library in librarie
 print(build.summary())
 print(has_bf16)
 """
+
+# --- the wheel, for somebody who has just installed it in a container ---
+
+README = (ROOT / "README.md").read_text()
+#: A user without an entry in /etc/passwd, as by `docker run --user`, and root without its right to write everywhere.
+UNKNOWN = ("unshare", "--mount", "bash", "-c", '/bin/mount --bind /dev/null /etc/passwd && exec "$@"', "-")
+POWERLESS = ("setpriv", "--bounding-set=-dac_override", "--")
+#: By the home folder: its mode, by which commands start others, and what is in it at the end.
+HOMES = {"clean": (0o700, (), {".cache"}), "none": (None, UNKNOWN, set()), "read-only": (0o500, POWERLESS, set())}
+
+
+def scripts_of_the_readme():
+    """Return its scripts with what the diff adds to the first, and with as many steps as `profile` takes."""
+    loop, processes = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    added = re.findall(r"^\+(from .*|@.*)$", README.partition("```diff")[2].partition("```")[0], re.MULTILINE)
+    loop = f"{added[0]}\n{loop}".replace("def train", f"{added[1]}\ndef train").replace("batch_size=16", "batch_size=1")
+    return {"train.py": loop, "processes.py": processes}
+
+
+def commands_of_the_readme():
+    commands = [command.rstrip() for command in re.findall(r"^\$ (.*?)(?:#.*)?$", README, re.MULTILINE)]
+    named = {re.search(r"nano-loop (\w+)", command)[1] for command in commands}
+    assert named == {"doctor", "run", "tune", "profile", "env"}
+    short = (command.replace("nano-loop tune", "nano-loop tune --seconds 5") for command in commands)
+    return ["python train.py", "nano-loop doctor", "python processes.py", *short]
+
+
+#: By the beginning of a command: what it prints among other things.
+PRINTED = {
+    "python train.py": "C kernels",
+    "nano-loop doctor": "kernels in C",
+    "nano-loop run": "applied  fused_optimizer",
+    "nano-loop tune": "fastest (",
+    "nano-loop profile": "optimizer",
+}
+
+
+@WITH_GCC
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("home", HOMES)
+def test_readme_can_be_followed_in_a_container(home, fresh_environment, tmp_path):
+    mode, starter, kept = HOMES[home]
+    if starter and os.geteuid() != 0:
+        pytest.skip("only root can change what a user is")
+    folders = {name: tmp_path / name for name in ("home", "temporary", "project")}
+    for folder in folders.values():
+        folder.mkdir()
+    environ = {"PATH": str(fresh_environment.parent), "TMPDIR": str(folders["temporary"])}
+    if mode is not None:
+        environ["HOME"] = str(folders["home"])
+        folders["home"].chmod(mode)
+    scripts = scripts_of_the_readme()
+    for name, text in scripts.items():
+        (folders["project"] / name).write_text(text)
+    shell = [shutil.which(name) or name for name in (*starter, "bash")]
+    for command in commands_of_the_readme()[: None if home == "none" else 2]:
+        line = [*shell, "-c", command]
+        done = subprocess.run(line, cwd=folders["project"], env=environ, capture_output=True, text=True, check=False)
+        printed = f"{command}\n{done.stdout}{done.stderr}"
+        assert done.returncode in {0, int("doctor" in command)}, printed
+        assert not re.search("Traceback|Warning|no C kernels|no-kernels", printed), printed
+        assert all(words in printed for start, words in PRINTED.items() if command.startswith(start)), printed
+    left = {name: {path.name for path in folder.iterdir()} for name, folder in folders.items()}
+    left["temporary"] -= {"torchinductor_root"}  # torch's own
+    assert left == {"home": kept, "temporary": set(), "project": {*scripts}}
+
 
 # --- make, with a Python that only pretends ---
 

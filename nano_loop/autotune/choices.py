@@ -39,9 +39,10 @@ class Choice(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """The milliseconds that the algorithm saves each time, against the guess."""
+        """The milliseconds that the algorithm saves each time, against the guess; 0 where other programs hid it."""
         times = self.milliseconds
-        return times[self.guess] - times[self.algorithm] if {self.guess, self.algorithm} <= times.keys() else 0.0
+        is_known = {self.guess, self.algorithm} <= times.keys()
+        return max(times[self.guess] - times[self.algorithm], 0.0) if is_known else 0.0
 
 
 class Choices:

@@ -34,9 +34,10 @@ class ScriptCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in two lists."""
+        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
         for heading, is_nanos in (("Options", False), (_HEADING, True)):
-            parameters = [option for option in self.get_params(ctx) if isinstance(option, NanoOption) == is_nanos]
-            records = [record for parameter in parameters if (record := parameter.get_help_record(ctx)) is not None]
+            listed = [option for option in options if isinstance(option, NanoOption) == is_nanos]
+            records = [record for option in listed if (record := option.get_help_record(ctx)) is not None]
             with formatter.section(heading):
                 formatter.write_dl(records)
 

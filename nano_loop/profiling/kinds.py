@@ -36,6 +36,7 @@ class Circumstances(NamedTuple):
     """What advice depends on, as it is in the steps."""
 
     options: Mapping[str, Any] = MappingProxyType({})  # of the run of nano_loop; empty without one
+    has_bf16: bool = True  # whether the CPU has instructions for it
     is_reduced: bool = False  # whether products are computed in bf16 or fp16, also by the user's own autocast
     has_convolutions: bool = False
     optimizer: str = ""  # its class
@@ -43,7 +44,7 @@ class Circumstances(NamedTuple):
 
 
 def _for_products(now: Circumstances) -> str | None:
-    options = [] if now.is_reduced else ['precision="bf16"']
+    options = [] if now.is_reduced or not now.has_bf16 else ['precision="bf16"']
     if now.has_convolutions and not now.options.get("channels_last"):
         options.append("channels_last=True")
     return f"use {' and '.join(options)}: nano-loop tune says what that gains" if options else None
@@ -51,7 +52,7 @@ def _for_products(now: Circumstances) -> str | None:
 
 def _for_attention(now: Circumstances) -> str | None:
     if not now.is_reduced:
-        return 'use precision="bf16", in which fast_attention applies'
+        return 'use precision="bf16", in which fast_attention applies' if now.has_bf16 else None
     is_off = not now.options.get("fast_attention", False)
     return "use fast_attention, which is faster in bf16" if is_off else None
 

@@ -179,6 +179,7 @@ class _Recorder:
         dtypes = {dtype for event in products for dtype in getattr(event, "input_dtypes", None) or ()}
         return Circumstances(
             options=options,
+            has_bf16=self._machine.has_fast_bf16,
             is_reduced=not dtypes.isdisjoint(_REDUCED) or options.get("precision", _FULL[0]) not in _FULL,
             has_convolutions=any("conv" in event.name for event in products),
             optimizer=name,

@@ -165,11 +165,11 @@ class Bf16Products(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return that no product was large enough, or None."""
+        """Return that no product was computed in bf16, or None."""
         if self._has_rounded or self._rounding.fewest or not self._models:
             return None
         names = ", ".join(self._models)
-        return StepResult(self.name, "skipped", f"fp32 for {names}: no product was large enough", code="too_small")
+        return StepResult(self.name, "measured", f"fp32 for {names}: no product is faster in bf16", code="too_small")
 
     def _put_in_force(self, kind: _Kind) -> None:
         self._kinds.add(kind)

@@ -127,7 +127,8 @@ class TuneOperators(Step):
         if tuner is None or not tuner.measured:
             return None
         gain = sum(choice.gain for choice in tuner.new_choices)
-        words = f"{tuner.measured} shapes timed in {tuner.spent:.2g} s; {tuner.replaced} with another algorithm"
+        shapes = f"{tuner.measured} shape{'s' * (tuner.measured > 1)}"
+        words = f"{shapes} timed in {tuner.spent:.2g} s; {tuner.replaced} with another algorithm"
         return StepResult(self.name, "applied", f"{words}, {gain:.2g} ms faster together" if gain else words)
 
     def _open(self) -> Tuner:

@@ -26,6 +26,7 @@ def test_choices_are_there_again_and_those_of_others_too(tmp_path):
 def test_gain_is_that_over_the_guess():
     assert FASTER.gain == 1
     assert FASTER._replace(algorithm="bf16").gain == 0
+    assert FASTER._replace(algorithm="bf16", guess="fp32").gain == 0  # which other programs slowed at its best
     assert FASTER._replace(milliseconds={}).gain == 0  # without another way nothing is timed
 
 

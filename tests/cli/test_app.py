@@ -38,6 +38,7 @@ def test_options_of_nano_loop_stand_behind_those_of_the_command(name, capsys):
     own, nanos = capsys.readouterr().out.split("\nOptions of nano_loop", 1)
     assert "--json" in own
     assert "--help" in own
+    assert "\n  SCRIPT" not in own
     assert not {"--precision", "--tune"} & {*own.partition("\nOptions:")[2].split()}
     assert {"--num-processes", "--precision", "--channels-last"} <= {*nanos.replace("/", " ").split()}
 

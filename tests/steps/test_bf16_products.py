@@ -258,7 +258,9 @@ def test_small_products_and_models_are_fp32(rounded):
     model, x = nn.Sequential(nn.Linear(64, 1024)), torch.randn(32 * threads, 64)
     exact = step(model, x)
     small, report = accelerated(model, x)
-    assert report["precision"].code == "too_small"
+    assert (report["precision"].status, report["precision"].code) == ("measured", "too_small")
+    assert "precision" in report.applied
+    assert "precision" not in report.skipped
     assert all(torch.equal(one, two) for one, two in zip(small, exact, strict=True))
     assert not rounded
     _, report = accelerated(model, torch.randn(128 * threads, 64))

@@ -42,7 +42,9 @@ def cache_is_closed(inspected: Inspected) -> Iterator[Finding]:
         "cache-folder",
         f"{cache.path} cannot be written by this user alone" if cache.path else "this user has no home folder",
         f"each run measures operators anew{', and compiles the kernels in C, which takes seconds' * compiles}",
-        "Make it writable for this user alone (chmod 700), or set XDG_CACHE_HOME to a folder that is",
+        "Make it writable for this user alone (chmod 700), or set XDG_CACHE_HOME to a folder that is"
+        if cache.path
+        else "Set XDG_CACHE_HOME to a folder that this user alone can write to",
         hurts=compiles,
     )
 

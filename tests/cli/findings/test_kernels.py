@@ -32,6 +32,10 @@ def test_what_is_lost_is_found(only, change, name, hurts):
     assert (finding.id, finding.hurts) == (name, hurts)
 
 
+def test_user_without_a_home_is_not_told_to_change_it(only):
+    assert only(kernels=PACKED, cache=CacheFolder("", False, True)).advice.startswith("Set XDG_CACHE_HOME")
+
+
 def test_kernels_of_the_package_may_be_where_no_library_is_loaded_from(found):
     assert found(kernels=PACKED, cache=CacheFolder("/cache", True, False)) == []
 
