@@ -8,7 +8,7 @@ What is unusual is left to torch: a first step, a closure, a mixture of dtypes, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from nano_loop.optimizers import own_kernels, row_steps
 from nano_loop.optimizers.row_steps import RowStep, Rule
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.objects.gradients import drop_gradients, gradient_of, state_of
+from nano_loop.patching.objects.optimizers import FusedStepCheck
 from nano_loop.patching.patch_table import listed, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import (
     foreach_increment,
@@ -83,12 +84,16 @@ def _step(original: _Method) -> _Method:
         if args or kwargs or _is_left_to_torch(self):
             return original(self, *args, **kwargs)
         arguments: tuple[Any, ...] = (self,)
+        checks = []
         for hook in hooks_before_step(self):
-            changed = hook(self, arguments, kwargs)
-            if changed is not None:
-                arguments, kwargs = _of_hook(changed)
+            if type(hook) is FusedStepCheck:
+                checks.append(hook)
+            else:
+                arguments, kwargs = _after_hook(hook, self, arguments, kwargs)
         result = None
         if len(arguments) > 1 or kwargs or not _called_directly(self):
+            for hook in checks:
+                arguments, kwargs = _after_hook(hook, self, arguments, kwargs)
             result = body(*arguments, **kwargs)
         for hook in hooks_after_step(self):
             hook(self, arguments, kwargs)
@@ -97,8 +102,13 @@ def _step(original: _Method) -> _Method:
     return step
 
 
-def _of_hook(changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that a hook before the step has changed. torch raises the same kind of error."""
+def _after_hook(
+    hook: _Method, optimizer: Optimizer, arguments: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call a hook before a step, and return the arguments, which it may change. torch raises the same kind of error."""
+    changed = hook(optimizer, arguments, kwargs)
+    if changed is None:
+        return arguments, kwargs
     if not isinstance(changed, tuple) or len(changed) != 2:
         got = f"A hook before optimizer.step() returned {changed!r}"
         raise RuntimeError(
@@ -112,8 +122,7 @@ def _zero_grad(original: _Method) -> _Method:
 
     @functools.wraps(original)
     def zero_grad(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        sets_none = not args and kwargs in ({}, {"set_to_none": True})
-        if not sets_none or _is_left_to_torch(self):
+        if args or (kwargs and kwargs != {"set_to_none": True}) or _is_left_to_torch(self):
             return original(self, *args, **kwargs)
         for group in self.param_groups:
             drop_gradients(group["params"])
@@ -149,17 +158,17 @@ def _gather_fused(
     if settings is None:
         return None
     parameters = [parameter for parameter in group["params"] if gradient_of(parameter) is not None]
-    gradients = [gradient_of(parameter) for parameter in parameters]
-    of_parameters = state_of(optimizer)
-    states = [of_parameters.get(parameter, {}) for parameter in parameters]
-    lists: list[list[Any]] = [parameters, gradients]
-    lists += [[state.get(name) for state in states] for name in rule.states(settings)]
+    names, of_parameters = rule.states(settings), state_of(optimizer)
+    states = [of_parameters.get(parameter, {}) for parameter in parameters] if names or rule.has_counter else []
+    try:
+        columns = [[state[name] for state in states] for name in names]
+        counters = [[state["step"] for state in states]] if rule.has_counter else []
+    except KeyError:
+        return None  # it is a first step
+    lists: list[list[Any]] = [parameters, [*map(gradient_of, parameters)], *columns]
     if parameters and not _are_alike(*lists):
         return None
-    if rule.has_counter:
-        lists.append([state.get("step") for state in states])
-        if any(counter is None for counter in lists[-1]):
-            return None
+    lists += counters
     by_rows: list[RowStep] = []
     if row_gradients:
         steps = [row_steps.row_step(rule, tensors, settings) for tensors in zip(*lists, strict=True)]
@@ -184,9 +193,15 @@ def _settings_of_adam(group: _Group) -> _Group | None:
     beta1, beta2 = group["betas"]
     if group["amsgrad"] or group["capturable"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return None
-    names = ("lr", "weight_decay", "eps", "maximize")
-    settings = {name: group[name] for name in names}
-    return {**settings, "beta1": beta1, "beta2": beta2, "is_decoupled": group["decoupled_weight_decay"]}
+    return {
+        "lr": group["lr"],
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": group["maximize"],
+        "beta1": beta1,
+        "beta2": beta2,
+        "is_decoupled": group["decoupled_weight_decay"],
+    }
 
 
 def _settings_of_sgd(group: _Group) -> _Group:
@@ -199,16 +214,24 @@ def _settings_of_adagrad(group: _Group) -> _Group:
 
 
 def _are_alike(*lists: list[Tensor | None]) -> bool:
-    """Whether all are there, strided, on the CPU and of one dtype that is real: torch sorts tensors by these."""
+    """Whether all are there, on the CPU, and of one dtype that is real: torch sorts tensors by these.
+
+    Those of a parameter have to lie in memory in the same order, which the kernels do not check.
+    """
     assert lists[0][0] is not None
-    dtype = lists[0][0].dtype
+    dtype, is_in_order = lists[0][0].dtype, True
     if not dtype.is_floating_point:
         return False
     for tensors in lists:
         for tensor in tensors:
             if tensor is None or tensor.dtype is not dtype or not tensor.is_cpu or tensor.layout is not torch.strided:
                 return False
-    return True
+            is_in_order = is_in_order and tensor.is_contiguous()
+    return is_in_order or all(map(_lie_alike, zip(*lists, strict=True)))
+
+
+def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+    return all(map(Tensor.is_contiguous, tensors)) or len(set(map(Tensor.stride, tensors))) == 1
 
 
 _GATHER: dict[type, Callable[[Optimizer, _Group], _Kernel | None]] = {

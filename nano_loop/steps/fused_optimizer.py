@@ -16,7 +16,7 @@ from nano_loop.optimizers import own_kernels
 from nano_loop.optimizers.direct_steps import stepped_directly
 from nano_loop.patching.lifetime import undone_with, weakly
 from nano_loop.patching.objects.gradients import gradient_of, state_of
-from nano_loop.patching.objects.optimizers import guard_layout, is_dense, once_gradients_exist
+from nano_loop.patching.objects.optimizers import FusedStepCheck, guard_layout, is_dense
 from nano_loop.patching.torch_private_optimizers import forget_fused_check, fused_check_pending
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -74,7 +74,7 @@ class FusedOptimizer(Step):
         guard_layout(optimizer, self.undoing)
         switch.on(optimizer)
         for handle in (
-            optimizer.register_step_pre_hook(once_gradients_exist(switch.check)),
+            optimizer.register_step_pre_hook(FusedStepCheck(switch.check)),
             optimizer.register_load_state_dict_post_hook(switch.after_load),
             optimizer.register_state_dict_post_hook(switch.users_flags),
         ):

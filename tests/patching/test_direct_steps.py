@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nano_loop.optimizers.direct_steps import stepped_directly, steps_labelled
+from nano_loop.patching.objects.optimizers import FusedStepCheck
 
 KINDS = {
     "Adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),
@@ -223,6 +224,26 @@ def test_gradients_are_dropped_or_filled_with_zeros(kind, settings):
         direct.zero_grad(set_to_none=False)
         assert parameters[1].grad is None
         assert not parameters[0].grad.any()
+
+
+@OF_EACH_KIND
+def test_checks_for_fused_kernels_are_left_out_where_the_step_has_checked_itself(kind, settings, refused):
+    calls = []
+    direct = build(kind, settings)
+    direct.register_step_pre_hook(FusedStepCheck(calls.append))
+    with stepped_directly(direct):
+        step(direct, seed=0)  # torch's own for some
+        calls.clear()
+        step(direct, seed=1)
+        assert calls == []
+        weight = direct.param_groups[0]["params"][0]
+        weight.grad = weight.grad.t().contiguous().t()
+        refused(kind)
+        with by_torch():
+            direct.step()
+        with by_torch():
+            direct.step(lambda: calls.append("closure"))
+        assert calls == [direct, "closure", direct]
 
 
 def test_profiler_sees_torchs_labels():

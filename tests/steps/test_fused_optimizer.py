@@ -122,6 +122,37 @@ def test_gradient_in_another_layout_than_its_parameter_is_laid_out_first(step, t
     assert torch.equal(weight.detach(), -gradient)
 
 
+def lay_out_gradient(weight):
+    weight.grad = weight.grad.t().contiguous().t()
+
+
+def lay_out_parameter(weight):
+    weight.data = weight.data.t().contiguous().t()
+
+
+def lay_out_both(weight):
+    lay_out_gradient(weight)
+    lay_out_parameter(weight)
+
+
+@pytest.mark.parametrize("change", [lay_out_gradient, lay_out_parameter, lay_out_both])
+@pytest.mark.parametrize("settings", [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})], ids=str)
+def test_layout_that_changes_in_the_course_of_the_training_changes_no_number(step, settings, change):
+    kind, options = settings
+    weight, plain = (nn.Parameter(torch.arange(6.0).view(2, 3)) for _ in range(2))
+    optimizer, other = kind([weight], lr=0.1, **options), kind([plain], lr=0.1, foreach=False, **options)
+    step(FusedOptimizer).apply(TrainingObjects(optimizers=[optimizer]))
+    for number in range(6):
+        weight.grad = torch.arange(6.0).sub(number).view(2, 3)
+        plain.grad = weight.grad.clone()
+        if number in (2, 3, 5):
+            change(weight)
+        optimizer.step()
+        other.step()
+    assert flags(optimizer) == [(True, False)]
+    torch.testing.assert_close(weight.detach(), plain.detach())
+
+
 @STEPS
 @pytest.mark.parametrize("dampening", [0, 0.3])
 def test_layer_thawed_after_the_first_step_starts_its_momentum_as_in_the_plain_loop(step, dampening, take_step):

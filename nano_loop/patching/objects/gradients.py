@@ -29,12 +29,13 @@ on_state_read: dict[int, Callable[[Any], None]] = process_wide("observers of sta
 
 #: Returns ``parameter.grad``, for code that neither keeps it nor writes into it.
 gradient_of: Callable[[Tensor], Tensor | None] = _GRADIENT.__get__
+_set_gradient: Callable[[Tensor, Tensor | None], None] = _GRADIENT.__set__
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
     """Set ``parameter.grad`` of parameters to None."""
     for parameter in parameters:
-        _GRADIENT.__set__(parameter, None)
+        _set_gradient(parameter, None)
 
 
 def state_of(optimizer: Optimizer) -> Any:

@@ -62,6 +62,20 @@ def once_gradients_exist(check: Callable[[Optimizer], None]) -> Callable[[Optimi
     return before_step
 
 
+class FusedStepCheck:
+    """A hook before the steps of one optimizer, by which what a fused kernel needs is so once there are gradients.
+
+    A step that has seen that it is so leaves the hook out (see `nano_loop.optimizers.direct_steps`).
+    """
+
+    def __init__(self, check: Callable[[Optimizer], None]) -> None:
+        self._before_step = once_gradients_exist(check)
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check before a step, or after each call of its closure."""
+        return self._before_step(optimizer, args, kwargs)
+
+
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the parameters that a step would train now: with a gradient, and a learning rate other than 0.
 
@@ -129,7 +143,7 @@ def _guarded(optimizer: Optimizer) -> Iterator[None]:
     guard = _Guard()
     relay_state(optimizer)
     with (
-        optimizer.register_step_pre_hook(once_gradients_exist(guard.check)),
+        optimizer.register_step_pre_hook(FusedStepCheck(guard.check)),
         optimizer.register_load_state_dict_post_hook(relay_state),
         optimizer.register_state_dict_post_hook(portable_state),
     ):
