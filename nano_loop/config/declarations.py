@@ -164,7 +164,9 @@ class Declarations:
         changes_bits=True,
     )
     fast_fetch: bool | Literal["auto"] = step(
-        "Whole batches out of tensors and arrays in memory, in datasets of torch and of skorch.", changes_bits=False
+        "Whole batches out of tensors and arrays in memory, in datasets of torch and of skorch; arrays of other "
+        "datasets' samples stacked at once.",
+        changes_bits=False,
     )
     num_threads: int | None = option(
         None, checks.num_threads, "Compute threads of each process. `None`: one a physical core."

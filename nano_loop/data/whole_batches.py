@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
 
-_ARRAYS = (np.ndarray, np.memmap)
+from nano_loop.data.collate import ARRAYS, collate
+
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -39,7 +40,7 @@ class WholeBatches(Dataset[Any]):
         try:
             return batch_of(self.dataset, _array(positions))
         except (IndexError, RuntimeError, TypeError, ValueError):
-            return default_collate([self.dataset[position] for position in positions])
+            return collate([self.dataset[position] for position in positions])
 
 
 def leaves_of(dataset: Any) -> Iterator[Any]:
@@ -63,7 +64,7 @@ def is_supported(leaf: Any) -> bool:
     """Whether rows of a tensor or an array are what torch stacks: a subclass may have its own rows."""
     if type(leaf) is Tensor:
         return leaf.dim() > 0 and leaf.layout is torch.strided
-    if type(leaf) not in _ARRAYS or not leaf.ndim or leaf.dtype.kind not in "biufc" or not len(leaf):
+    if type(leaf) not in ARRAYS or not leaf.ndim or leaf.dtype.kind not in "biufc" or not len(leaf):
         return False
     try:
         return bool(torch.from_numpy(leaf[:1].copy()).dtype is default_collate([leaf[0], leaf[0]]).dtype)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd import forward_ad
@@ -21,6 +22,12 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
 from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.collate import (
+    collate,
+    collate_numpy_array_fn,
+    collate_tensor_fn,
+    default_collate_fn_map,
+)
 
 _KEPT_ITERATOR = "_iterator"
 _PRESETS = "torchvision.transforms._presets"
@@ -302,6 +309,22 @@ def stop_kept_workers(loader: DataLoader[Any]) -> None:
 def bytes_of(storage: torch.TypedStorage) -> torch.UntypedStorage:
     """Return the untyped storage of a typed one, without the deprecation warning of the public method."""
     return storage._untyped_storage
+
+
+def default_collate_by(batch: Sequence[Any], of_arrays: Callable[[Sequence[Any]], torch.Tensor | None]) -> Any:
+    """Return what `default_collate` returns, with a function for numpy arrays that returns None where torch's has to.
+
+    Functions that the user has registered for arrays or tensors apply instead.
+    """
+    functions = dict(default_collate_fn_map)
+    if (functions.get(np.ndarray), functions.get(torch.Tensor)) == (collate_numpy_array_fn, collate_tensor_fn):
+
+        def collate_arrays(arrays: Sequence[Any], *, collate_fn_map: Any) -> Any:
+            stacked = of_arrays(arrays)
+            return collate_numpy_array_fn(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
+
+        functions[np.ndarray] = collate_arrays
+    return collate(batch, collate_fn_map=functions)
 
 
 def shared_storage(size: int) -> torch.UntypedStorage:

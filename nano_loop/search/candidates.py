@@ -12,6 +12,7 @@ from nano_loop.config.declarations import DEFAULTS, EXACT
 from nano_loop.config.options import Options
 from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
 from nano_loop.runtime.settings import Settings
+from nano_loop.steps.fast_fetch import ONE_BY_ONE
 
 Changes = dict[str, Any]
 
@@ -70,7 +71,8 @@ def _processes(settings: Settings) -> Iterator[Changes]:
 
 def _loaders(settings: Settings, steps: Mapping[str, list[str]]) -> Iterator[Changes]:
     # Whole batches out of memory are fetched faster than they are sent between processes.
-    if steps.get("fast_fetch", ["applied"])[0] != "applied":
+    status, detail = steps.get("fast_fetch", ["applied", ""])
+    if status != "applied" or ONE_BY_ONE in detail:
         yield from ({"loader_workers": count} for count in (0, settings.machine.num_threads))
 
 

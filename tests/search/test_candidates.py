@@ -10,6 +10,7 @@ from nano_loop.cpu import read_machine
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.candidates import STEPS_BY_DEFAULT, candidates
+from nano_loop.steps.fast_fetch import ONE_BY_ONE
 
 ANSWER = {"steps": {"fast_fetch": ["applied", ""]}, "convolutions": False}
 
@@ -35,6 +36,16 @@ def test_list_is_short_and_names_each_choice_once(proposed):
     assert found[-1]["compile"] is True  # takes the longest to start
     varied = {name for changes in found for name in changes}
     assert varied >= {"precision", "channels_last", "loader_workers", "compile", *STEPS_BY_DEFAULT}
+
+
+def test_workers_are_candidates_where_samples_are_fetched_one_by_one(proposed):
+    for result, expected in (
+        (["applied", "1 of 1 loaders"], False),
+        (["applied", f"1 of 1 loaders; samples of OwnDataset {ONE_BY_ONE}"], True),
+        (["skipped", "the loader has 2 workers"], True),
+    ):
+        found = proposed(answer={**ANSWER, "steps": {"fast_fetch": result}})
+        assert any("loader_workers" in changes for changes in found) == expected
 
 
 @pytest.mark.parametrize("name", ["avx512_bf16", "avx512_fp16"])

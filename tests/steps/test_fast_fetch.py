@@ -1,5 +1,7 @@
 """Batches are the default loader's, bit for bit and in its order, and its random draws are made."""
 
+import re
+from collections import namedtuple
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,6 +13,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     StackDataset,
@@ -20,9 +23,11 @@ from torch.utils.data import (
     default_collate,
     random_split,
 )
+from torch.utils.data._utils.collate import default_collate_fn_map
 
+from nano_loop.data.collate import collate
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.fast_fetch import FastFetch
+from nano_loop.steps.fast_fetch import FastFetch, _Fetching
 
 
 @pytest.fixture
@@ -38,11 +43,13 @@ def epochs(loader, count=2):
 
 
 def assert_equal(one, other):
-    """Compare two batches of lists, dicts and tensors."""
+    """Compare two batches of lists, dicts, strings and tensors."""
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, other)
         assert (one.stride(), one.dtype) == (other.stride(), other.dtype)
+    elif isinstance(one, str):
+        assert one == other
     else:
         assert len(one) == len(other)
         for key in one if isinstance(one, dict) else range(len(one)):
@@ -204,11 +211,146 @@ def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(step):
         next(iter(loader))
 
 
-def test_report_says_why_another_loader_is_left_alone(step, dataset):
-    loaders = [DataLoader(dataset), DataLoader(OwnDataset())]
+def test_report_says_how_other_loaders_fetch(step, dataset):
+    loaders = [DataLoader(dataset), DataLoader(OwnDataset()), DataLoader(dataset, num_workers=2)]
     said = step(FastFetch).apply(TrainingObjects(loaders=loaders))
-    assert said.startswith("1 of 2 loaders; ")
+    assert said.startswith("2 of 3 loaders; ")
     assert "OwnDataset" in said
+    assert "2 workers" in said
+
+
+Point = namedtuple("Point", ["x", "y"])
+WORDS = [f"word {number}" for number in range(23)]
+IMAGES = np.random.default_rng(1).integers(256, size=(23, 4, 5, 3), dtype=np.uint8)
+
+#: What a dataset of the user's own returns for a position.
+SAMPLES = {
+    "pair": lambda i: (ROWS[i], ROWS[i, 0]),
+    "with an int": lambda i: (ROWS[i].astype(np.float32), i),
+    "named tuple": lambda i: Point(ROWS[i], IMAGES[i]),
+    "dict": lambda i: {"x": ROWS[i], "word": WORDS[i], "both": [ROWS[i, :2], torch.tensor(i)]},
+    "array alone": lambda i: ROWS[i],
+    "rows of columns": lambda i: np.asfortranarray(ROWS)[i],
+    "image with the channels first": lambda i: IMAGES[i].transpose(2, 0, 1),
+    "images": lambda i: IMAGES[i : i + 1].transpose(0, 3, 1, 2),
+    "truths": lambda i: ROWS[i] > 0,
+    "complex": lambda i: ROWS[i].astype(np.complex64),
+    "half": lambda i: ROWS[i].astype(np.float16),
+    "nothing in a row": lambda i: np.empty((0, 3)),
+    "no dimension": lambda i: np.array(i),
+    "read only": lambda i: np.broadcast_to(ROWS[i, 0], (3,)),
+    "drawn": lambda i: (torch.rand(2), np.random.default_rng(i).random(3)),
+    "two dtypes": lambda i: ROWS[i].astype(np.float32 if i % 2 else np.float64),
+    "two layouts": lambda i: IMAGES[i] if i % 2 else np.asfortranarray(IMAGES[i]),
+    "a subclass": lambda i: ROWS[i].view(OwnArray),
+    "a tensor among arrays": lambda i: torch.from_numpy(ROWS[i]) if i == 2 else ROWS[i],
+}
+
+
+class OfSamples(Dataset):
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return self.sample(index)
+
+
+class OfItems(OfSamples):
+    def __getitems__(self, indices):
+        return [self.sample(index) for index in indices]
+
+
+class Streamed(IterableDataset):
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __iter__(self):
+        return map(self.sample, range(23))
+
+
+def own_loaders(sample):
+    """Return loaders of datasets of the user's own."""
+    torch.manual_seed(5)
+    listed = [sample(i) for i in range(23)]
+    return [
+        DataLoader(OfSamples(sample), 4, shuffle=True),
+        DataLoader(OfItems(sample), 4, sampler=WeightedRandomSampler(torch.ones(23), 30), drop_last=True),
+        DataLoader(listed, batch_sampler=OwnBatchSampler(RandomSampler(listed), 3, False)),
+        DataLoader(Streamed(sample), 5),
+        DataLoader(Subset(listed, [3, 1, 20]), generator=torch.Generator().manual_seed(3), shuffle=True),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # torch's, the first time in a process
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+def test_samples_of_other_datasets_are_collated_as_by_torch(step, sample):
+    for plain, loader in zip(own_loaders(sample), own_loaders(sample), strict=True):
+        try:
+            expected = epochs(plain)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            expected = error
+        made = step(FastFetch)
+        assert made.skip_reason(TrainingObjects(loaders=[loader])) is None
+        made.apply(TrainingObjects(loaders=[loader]))
+        if isinstance(expected, Exception):
+            with pytest.raises(type(expected), match=f"^{re.escape(str(expected))}$"):
+                epochs(loader)
+        else:
+            assert_same(epochs(loader), expected)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda i: ROWS[i, : 2 + i % 2],
+        lambda i: ROWS[i, ::-1],
+        lambda i: np.array(["a"]),
+        lambda i: np.array([None]),
+        lambda i: ROWS[i].astype(">f8"),
+        lambda i: np.array(["2026-11-27"], "M8[D]"),
+        lambda i: (ROWS[i],) * (1 + i % 2),
+        lambda i: torch.eye(2).to_sparse(),
+        lambda i: None,
+    ],
+    ids=["sizes", "backwards", "words", "objects", "other bytes", "dates", "lengths", "sparse", "nothing"],
+)
+def test_samples_that_torch_does_not_collate_have_its_errors(step, sample):
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - any that torch raises
+        next(iter(DataLoader(OfSamples(sample), 4)))
+    loader = DataLoader(OfSamples(sample), 4)
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    with pytest.raises(expected.type, match=f"^{re.escape(str(expected.value))}$"):
+        next(iter(loader))
+
+
+def test_arrays_of_samples_are_stacked_at_once(step, monkeypatch):
+    loader = DataLoader(OfSamples(lambda i: (ROWS[i], {"image": IMAGES[i].transpose(2, 0, 1)})), 23)
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    made, as_tensor = [], torch.as_tensor
+    monkeypatch.setattr(torch, "as_tensor", lambda array: made.append(array) or as_tensor(array))
+    next(iter(loader))
+    assert len(made) == 2, "one to see whether torch takes such arrays, for each field"
+
+
+def test_function_that_is_registered_for_arrays_or_tensors_is_obeyed(step, monkeypatch):
+    loader = DataLoader(OfSamples(lambda i: ROWS[i]), 4)
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    for kind in (torch.Tensor, np.ndarray):
+        with monkeypatch.context() as patch:
+            patch.setitem(default_collate_fn_map, kind, lambda values, *, collate_fn_map: "registered")
+            assert next(iter(loader)) == "registered"
+
+
+def test_writing_into_a_batch_of_arrays_does_not_reach_them(step):
+    arrays = [np.ones(2), np.ones(2)]
+    loader = DataLoader(arrays, 1)
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    for batch in loader:
+        batch.zero_()
+    assert [array.tolist() for array in arrays] == [[1, 1], [1, 1]]
 
 
 class OwnItems(TensorDataset):
@@ -244,27 +386,31 @@ class OwnBatchSampler(BatchSampler):
     ("make", "code"),
     [
         (lambda data: DataLoader(data, collate_fn=lambda batch: batch), "collate_fn"),
-        (lambda data: DataLoader(OwnItems(*data.tensors)), "no_tensors"),
-        (lambda data: DataLoader(OwnSubset(data, [1])), "no_tensors"),
-        (lambda data: DataLoader(OwnDataset()), "no_tensors"),
-        (lambda data: DataLoader(ConcatDataset([data, OwnDataset()])), "no_tensors"),
-        (lambda data: DataLoader(StackDataset(data, OwnItems(*data.tensors))), "no_tensors"),
-        (lambda data: DataLoader(np.array(["a", "b"])), "no_tensors"),
-        (lambda data: DataLoader(ROWS.view(OwnArray)), "no_tensors"),
-        (lambda data: DataLoader([1, 2]), "no_tensors"),
-        (lambda data: DataLoader(nn.Parameter(torch.rand(3, 2))), "no_tensors"),
         (lambda data: DataLoader(data, num_workers=2), "workers"),
         (lambda data: DataLoader(data, batch_size=None), "collate_fn"),
-        (
-            lambda data: DataLoader(data, batch_sampler=OwnBatchSampler(SequentialSampler(data), 2, False)),
-            "batch_sampler",
-        ),
-        (lambda data: DataLoader(TensorDataset(torch.eye(3).to_sparse())), "sparse"),
     ],
 )
 def test_it_keeps_its_hands_off_what_is_the_users_own(step, dataset, make, code):
     loader = make(dataset)
     assert step(FastFetch).skip_reason(TrainingObjects(loaders=[loader])).code == code
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: OwnItems(*data.tensors),
+        lambda data: OwnSubset(data, [1]),
+        lambda data: ConcatDataset([data, OwnDataset()]),
+        lambda data: StackDataset(data, OwnItems(*data.tensors)),
+        lambda data: ROWS.view(OwnArray),
+        lambda data: nn.Parameter(torch.rand(3, 2)),
+        lambda data: np.array(["a", "b"]),
+        lambda data: TensorDataset(torch.eye(3).to_sparse()),
+    ],
+)
+def test_samples_of_other_classes_are_fetched_by_them(dataset, make):
+    changes = _Fetching().attributes(DataLoader(make(dataset)))
+    assert changes == {"collate_fn": collate}
 
 
 def test_collate_fn_put_on_the_loader_in_the_loop_is_obeyed(step, dataset):
