@@ -103,7 +103,7 @@ class Declarations:
     )
     fused_optimizer: bool | Literal["auto"] = step(
         "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs, and functions in C "
-        "for RMSprop, NAdam, RAdam, Adamax, Adadelta and Rprop.",
+        "for RMSprop, NAdam, RAdam, Adamax, Adadelta and Rprop, and for clipping gradients.",
         changes_bits=True,
     )
     allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.", changes_bits=False)
