@@ -164,8 +164,8 @@ class Declarations:
         changes_bits=True,
     )
     fast_fetch: bool | Literal["auto"] = step(
-        "Whole batches out of tensors and arrays in memory, in datasets of torch and of skorch; arrays of other "
-        "datasets' samples stacked at once.",
+        "Whole batches out of tensors and arrays in memory, in datasets of torch and of skorch and in those that only "
+        "index; arrays of other datasets' samples stacked at once.",
         changes_bits=False,
     )
     num_threads: int | None = option(
