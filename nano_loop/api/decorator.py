@@ -202,4 +202,5 @@ def _without_model(got: str, function: Callable[..., Any]) -> str:
 
 
 def _name(function: Any) -> str:
-    return str(getattr(function, "__qualname__", repr(function)))
+    kind = type(function).__name__
+    return str(getattr(function, "__qualname__", kind if callable(function) else repr(function)))

@@ -103,7 +103,7 @@ class Declarations:
     )
     fused_optimizer: bool | Literal["auto"] = step(
         "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs, and functions in C "
-        "for RMSprop, NAdam, RAdam, Adamax, Adadelta and Rprop.",
+        "for RMSprop, NAdam, RAdam, Adamax, Adadelta and Rprop, and for clipping gradients.",
         changes_bits=True,
     )
     allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.", changes_bits=False)
@@ -164,8 +164,8 @@ class Declarations:
         changes_bits=True,
     )
     fast_fetch: bool | Literal["auto"] = step(
-        "Whole batches out of tensors and arrays in memory, in datasets of torch and of skorch; arrays of other "
-        "datasets' samples stacked at once.",
+        "Whole batches out of tensors and arrays in memory, in datasets of torch and of skorch and in those that only "
+        "index; arrays of other datasets' samples stacked at once.",
         changes_bits=False,
     )
     num_threads: int | Literal["auto"] | None = option(

@@ -12,7 +12,6 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata
-from itertools import islice
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -32,6 +31,8 @@ from nano_loop.version import __version__
 
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.Size)
+_VARYING = (float, complex, str, bytes)  # times and paths, which differ from run to run
+_LASTING = (int, range, slice, torch.dtype, torch.Size, Tensor, np.ndarray, *CONTAINERS)
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _ITEMS, _DEPTH, _LONGEST = 64, 4, 200
 _MOST = 10_000  # objects that are looked at for the code that they run
@@ -47,7 +48,8 @@ def key_of(task: RunTask, settings: Settings, fixed: Collection[str]) -> str | N
     """Return a key that is equal for searches that find the same; None where the model is not known beforehand.
 
     No sample of a dataset is fetched. What counts of it are its class and what it holds: shapes, dtypes and settings.
-    Of the loop, and of the classes of what it uses, it is their code, and the numbers that this names as globals.
+    Of the loop, and of the classes of what it uses, it is their code, and the shapes, dtypes and settings that it
+    names, less texts and fractions, which may be paths and times.
     """
     if task.parts is None:
         return None
@@ -71,8 +73,13 @@ def _versions() -> Iterator[str]:
             yield ""
 
 
-def _described(value: Any, depth: int = 0) -> Any:
-    """Return a description of a value: no contents of tensors, and of large containers and deep objects a part."""
+def _described(value: Any, depth: int = 0, *, is_global: bool = False) -> Any:
+    """Return a description of a value: no contents of tensors, and of large containers and deep objects a part.
+
+    Of a global, it is without what may differ from run to run.
+    """
+    if is_global and isinstance(value, _VARYING):
+        return type(value).__name__
     if isinstance(value, _PLAIN):
         return repr(value)[:_LONGEST]
     if isinstance(value, (Tensor, np.ndarray)):
@@ -85,10 +92,12 @@ def _described(value: Any, depth: int = 0) -> Any:
         groups = [(len(group["params"]), group.get("fused"), group.get("foreach")) for group in value.param_groups]
         return type(value).__qualname__, groups
     items = _items(value)
+    if is_global and not isinstance(value, CONTAINERS) and not _is_users(type(value)):
+        items = [item for item in items if isinstance(item[1], _LASTING)]
     return (
         type(value).__qualname__,
         len(items),
-        [_described(item, depth + 1) for item in items[:_ITEMS] if depth < _DEPTH],
+        [_described(item, depth + 1, is_global=is_global) for item in items[:_ITEMS] if depth < _DEPTH],
     )
 
 
@@ -119,22 +128,26 @@ def _settings(model: nn.Module) -> Iterator[tuple[str, str]]:
 # --- code ---
 
 
-class _Number(NamedTuple):
-    """A number that code names as a global."""
+class _Named(NamedTuple):
+    """A value that code names as a global, or that a class or a function holds."""
 
     name: str
-    value: str
+    description: str
 
 
 def _code_of(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the user's code that the objects among some values run, and the numbers that it names as globals."""
-    objects = walk(values, _held_by, depth=2 * _DEPTH, most=_MOST)
-    start = [item if isinstance(item, (type, FunctionType)) else type(item) for item in map(_function_of, objects)]
-    for item in walk(start, _named_by, most=_MOST):
+    """Yield the user's code that the objects among some values run, and the values that it names."""
+    for item in walk(_run_by(values), _named_by, most=_MOST):
         if isinstance(item, FunctionType) and _is_users(item):
             yield item.__qualname__, [_instructions(code) for code in code_in(item.__code__)]
-        elif isinstance(item, _Number):
+        elif isinstance(item, _Named):
             yield item
+
+
+def _run_by(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the functions and classes of the objects among some values."""
+    for item in map(_function_of, walk(values, _held_by, depth=2 * _DEPTH, most=_MOST)):
+        yield item if isinstance(item, (type, FunctionType)) else type(item)
 
 
 def _held_by(value: Any) -> Iterable[Any]:
@@ -157,20 +170,22 @@ def _function_of(value: Any) -> Any:
 
 
 def _named_by(item: Any) -> Iterator[Any]:
-    """Yield the functions of a class of the user's, or what a function of the user's names."""
+    """Yield what a class of the user's holds, or what a function of the user's names and holds."""
     if isinstance(item, type):
         for base in item.__mro__ if _is_users(item) else ():
-            yield from map(_function_of, [*vars(base).values()])
+            values = [*vars(base).items()]
+            yield from (_function_of(value) for _, value in values)
+            yield from (_named(name, value) for name, value in values if isinstance(value, _LASTING))
     elif isinstance(item, FunctionType) and _is_users(item):
+        yield _named(item.__qualname__, (item.__defaults__, item.__kwdefaults__))
         for name, value in _variables_of(item):
-            if isinstance(value, int):  # times and paths differ from run to run
-                yield _Number(name, repr(value))
-            elif isinstance(value, (type, FunctionType)):
-                yield _function_of(value)
-            else:
-                named = value.items() if isinstance(value, dict) else getattr(value, "__dict__", {}).items()
-                numbers = ((key, held) for key, held in islice(named, _LONGEST) if isinstance(held, int))
-                yield from (_Number(f"{name}.{key}", repr(held)) for key, held in numbers)
+            yield from _run_by([value])
+            if not isinstance(value, (type, FunctionType)):
+                yield _named(name, value)
+
+
+def _named(name: str, value: Any) -> _Named:
+    return _Named(name, repr(_described(value, is_global=True)))
 
 
 def _variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:

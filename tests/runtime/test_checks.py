@@ -57,6 +57,7 @@ NO_LOOPS = {
     "a str": "train",
     "a NoneType": None,
     "a classmethod": classmethod(generate),
+    "a model": torch.nn.Linear(1, 1),
 }
 
 

@@ -12,8 +12,20 @@ import argparse, time
 from torch import nn
 
 begun = time.time()
-args = argparse.Namespace(rows=8, out="a")
+args = argparse.Namespace(rows=8, out="a", shape=(4, 8), seen={"a", "b", "c"})
 repeats = 2
+noise = [torch.zeros(4, 8)]
+shapes = {"noise": (4, 8)}
+scales = {"loss": lambda loss: loss * 1}
+
+class Settings:
+    width = 8
+
+class Scale:
+    def of(self, x, times=1):
+        return x * times
+
+scale = Scale()
 
 def loss_of(outputs):
     return outputs.square().mean() * 1.0
@@ -38,7 +50,8 @@ class Images(torch.utils.data.Dataset):
 def train(model, optimizer, loader, batches):
     for x in loader:
         for _ in range(repeats):
-            loss_of(model(x[: args.rows])).backward()
+            x = x[: args.rows] + noise[0] + torch.zeros(shapes["noise"]) + torch.zeros(args.shape)
+            scales["loss"](loss_of(model(scale.of(x[:, : Settings.width])))).backward()
             optimizer.step()
     print("seconds", time.time() - begun)
 
@@ -63,13 +76,20 @@ def key(change=("", "")):
 @pytest.mark.parametrize(
     "change",
     [
-        ("loss_of(model(x", "loss_of(model(2 * x"),
+        ("loss_of(model(scale", "loss_of(model(2 * scale"),
         ("mean() * 1.0", "mean() * 2.0"),
         ("self.layer(x) + 1", "self.layer(x).relu()"),
         ("model = Net()", "model = Net(depth=3)"),
         ("return torch.zeros(8)", "return torch.ones(8)"),
         ("rows=8", "rows=4"),
         ("repeats = 2", "repeats = 3"),
+        ("shape=(4, 8)", "shape=(1, 8)"),
+        ("noise = [torch.zeros(4, 8)]", "noise = [torch.zeros(1, 8)]"),
+        ('{"noise": (4, 8)}', '{"noise": (1, 8)}'),
+        ("loss * 1}", "loss * 2}"),
+        ("width = 8", "width = 4"),
+        ("return x * times", "return x * times + 1"),
+        ("times=1", "times=2"),
         ("batch_size=4", "batch_size=8"),
         ("batches = [torch.zeros(4, 8)]", "batches = [torch.zeros(9, 8)]"),
     ],

@@ -6,17 +6,21 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+
 from nano_loop.errors import NanoConfigError, error_message
 
 _ITERATE = "Collect the yielded values in a list and return the list"
 _AWAIT = "Write it without async, and await its inputs before the call"
 _CALL = "Pass a function, or decorate the method that trains"
+_BLOCK = "Decorate the function that trains it, or call that in a block of nano_loop.accelerated(model, optimizer)"
 # Kinds of objects that cannot be a training loop, each with a check and the advice for its error.
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a class": (inspect.isclass, _CALL),
     "a generator function": (inspect.isgeneratorfunction, _ITERATE),
     "an async function": (inspect.iscoroutinefunction, _AWAIT),
     "an async generator function": (inspect.isasyncgenfunction, _AWAIT),
+    "a model": (lambda value: isinstance(value, nn.Module), _BLOCK),
 }
 
 
