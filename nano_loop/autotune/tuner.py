@@ -85,14 +85,13 @@ class Tuner:
         budget: Budget,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.choices = choices
+        self.use(choices)
         #: The seconds that measurements have taken.
         self.spent = 0.0
         #: What was measured in this run.
         self.new_choices: list[Choice] = []
         self._budget = budget
         self._timer = timer
-        self._threads = torch.get_num_threads()  # that of the choices
         self._is_measuring = False
         self._of_inner = 0.0  # the seconds that measurements inside of others have taken
 
@@ -111,6 +110,11 @@ class Tuner:
         """How often another algorithm than the guess was the fastest."""
         return sum(choice.algorithm != choice.guess for choice in self.new_choices)
 
+    def use(self, choices: Choices) -> None:
+        """Go on with choices for the number of threads that torch has now. For another one, nothing is measured."""
+        self.choices = choices
+        self.threads = torch.get_num_threads()
+
     def choose(self, key: str, guess: str, race: Callable[[], Race]) -> str | None:
         """Return the name of the algorithm to take, or None if it is not known yet, and `guess` is to be taken.
 
@@ -124,15 +128,15 @@ class Tuner:
             Returns the race that measures the algorithms if there is time for it.
         """
         choice = self.choices.get(key)
-        if choice is None and self._threads == torch.get_num_threads() and self._budget.left(self.spent) > 0:
-            choice = self._measure(key, guess, race)
+        if choice is None and self.threads == torch.get_num_threads() and self._budget.left(self.spent) > 0:
+            choice = self._measure(key, guess, race())
         return None if choice is None else choice.algorithm
 
-    def _measure(self, key: str, guess: str, race: Callable[[], Race]) -> Choice | None:
+    def _measure(self, key: str, guess: str, race: Race) -> Choice | None:
         begun, of_race, outermost = self._timer(), self._time(), not self._is_measuring
         self._is_measuring = True
         try:
-            choice = fastest(race(), guess, self._budget.left(self.spent), self._time)
+            choice = fastest(race, guess, self._budget.left(self.spent), self._time)
         except _FAILURES:  # there may be memory for it later
             return None
         finally:

@@ -58,7 +58,7 @@ class NumThreads(Step):
         if self._trial is None:
             numbers = 1, torch.get_num_threads()
             self.undoing.enter_context(shared_change(_key(), lambda: _varied(numbers)))
-            budget = Budget(measures=True, part=HALF)
+            budget = Budget(measures=True, part=HALF, in_advance=False)
             self.undoing.callback(budget.close)
             self._trial = ThreadTrial(parts.optimizers[0], 1, budget)
             self.undoing.callback(self._trial.close)

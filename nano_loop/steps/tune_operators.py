@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -136,14 +136,27 @@ class TuneOperators(Step):
     def _open(self) -> Tuner:
         choices = self._agreed(choices_for(self.machine))
         if self.ranks.rank == 0:
-            save = _saving(choices)
-            self.undoing.callback(save)
+            self._waits = Waits()
+            self.undoing.callback(self._save)
             part = HALF if self.options.num_threads == "auto" else 1.0
-            budget = Budget(measures=True, at_turn=save, part=part)  # now and then, for a run that is killed
+            budget = Budget(measures=True, at_turn=self._note_turn, part=part)  # now and then, for a run that is killed
         else:
             budget = Budget(measures=False)
         self.undoing.callback(budget.close)
         return Tuner(choices, budget)
+
+    def _note_turn(self) -> None:
+        """Save what was measured, and go on with choices for the number of threads that torch has now."""
+        self._save()
+        tuner = self._tuner
+        if tuner is not None and self.ranks.size == 1 and tuner.threads != torch.get_num_threads():
+            tuner.use(choices_for(self.machine))
+
+    def _save(self) -> None:
+        """Save what was measured since this was called last, unless other programs had the CPUs meanwhile."""
+        share, self._waits = self._waits.share(), Waits()
+        if self._tuner is not None:
+            self._tuner.choices.save(is_busy=share is not None and share >= BUSY)
 
     def _agreed(self, choices: Choices) -> Choices:
         """Return rank 0's choices, which all ranks take over when it has measured more."""
@@ -168,15 +181,3 @@ class TuneOperators(Step):
         self.ranks.context.after_averaging.append(share)
         self.undoing.callback(self.ranks.context.after_averaging.remove, share)
         return choices_here
-
-
-def _saving(choices: Choices) -> Callable[[], None]:
-    """Return a function that saves what was measured since its last call, unless other programs had the CPUs then."""
-    waits = Waits()
-
-    def save() -> None:
-        nonlocal waits
-        share, waits = waits.share(), Waits()
-        choices.save(is_busy=share is not None and share >= BUSY)
-
-    return save

@@ -23,7 +23,7 @@ class Loop:
         monkeypatch.setattr(budget_module, "SHARE", SHARE)
         monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)  # that of budgets, too
         self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
-        self.budget = Budget(measures=True)
+        self.budget = Budget(measures=True, in_advance=False)
         self.trial = ThreadTrial(self.optimizer, 1, self.budget)
 
     def steps(self, count, seconds, noise=lambda: 1.0):

@@ -13,7 +13,7 @@ from torch import nn
 from nano_loop import nano
 from nano_loop.autotune import choices, tuner
 from nano_loop.autotune.choices import Choice, Choices
-from nano_loop.autotune.tuner import Tuner
+from nano_loop.autotune.tuner import Race, Tuner
 from nano_loop.distributed.comm.ranks import RunContext
 from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
@@ -99,10 +99,13 @@ def test_choices_of_a_busy_moment_are_measured_again_by_the_next_run(measuring, 
     assert any(measuring.glob("operators-*.json")) == is_kept
 
 
-def test_nothing_is_measured_for_another_number_of_threads(monkeypatch):
+def test_nothing_is_measured_for_another_number_of_threads_until_its_choices_are_used(monkeypatch):
     tuner = Tuner(Choices(None), ALWAYS)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert tuner.choose("a", "torch", lambda: pytest.fail("the choices are for fewer threads")) is None
+    tuner.use(Choices(None))
+    race = Race({"torch": lambda: []}, "torch", None)
+    assert tuner.choose("a", "torch", lambda: race) == "torch"
 
 
 @measured
