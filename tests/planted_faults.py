@@ -86,6 +86,12 @@ FAULTS = (
         "tests/cpu/test_partition.py",
     ),
     Fault(
+        "data/indexed_attributes.py",
+        " or not _only_indexes(function.__code__)",
+        "",
+        "tests/steps/test_fast_fetch.py",
+    ),
+    Fault(
         "data/whole_batches.py",
         "_array([dataset.indices[position] for position in positions.tolist()])",
         "positions",
