@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from distributed.team import Team
@@ -12,7 +13,6 @@ from leaks import affinity_masks, changes, moved_threads, process_state
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from nano_loop.autotune import budget, choices
-from nano_loop.autotune.budget import SHARE
 from nano_loop.autotune.choices import Choices
 from nano_loop.config.environment import KERNELS
 from nano_loop.steps import tune_operators
@@ -78,7 +78,6 @@ def nothing_leaks():
 @pytest.fixture(autouse=True)
 def nothing_is_measured(nothing_leaks, monkeypatch):
     """Let runs in the test's process compute by the first guesses, or what a test shows would depend on times."""
-    monkeypatch.setattr(budget, "STEPS", -1)
     monkeypatch.setattr(budget, "SHARE", -1)
     monkeypatch.setattr(tune_operators, "choices_for", lambda machine: Choices(None))
 
@@ -86,8 +85,8 @@ def nothing_is_measured(nothing_leaks, monkeypatch):
 @pytest.fixture
 def measuring(nothing_is_measured, monkeypatch, tmp_path):
     """Let runs measure, with time for all shapes and an empty cache folder; return the folder."""
-    monkeypatch.setattr(budget, "STEPS", 1e6)
-    monkeypatch.setattr(budget, "SHARE", SHARE)
+    monkeypatch.setattr(budget, "SHARE", 1e6)
+    monkeypatch.setattr(tune_operators, "Waits", lambda: SimpleNamespace(share=lambda: 0.0))
     monkeypatch.setattr(tune_operators, "choices_for", choices.choices_for)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choices, "_opened", {})

@@ -9,13 +9,13 @@ from typing import Any
 
 from nano_loop.patching.objects.optimizers import hook_after_steps
 
-#: How long measurements may take: this many steps, and from then on this share of the time of the run. One that would
-#: take longer is given up when that is seen, so a hundred steps take less than 3% more.
-STEPS, SHARE = 1.8, 0.018
+#: The part of the time of the training so far that measurements may take. One that would take longer is given up when
+#: that is seen.
+SHARE = 0.018
 
 
 class Budget:
-    """The time for measurements in the loop of this thread, until it is closed.
+    """The time for measurements in the loop of this thread, from its third step until it is closed.
 
     Parameters
     ----------
@@ -23,25 +23,27 @@ class Budget:
         Whether there is any.
     at_turn : callable, optional
         Is called when `turn` changes.
+    part : float
+        How much of it there is, where another budget has the rest.
     """
 
-    def __init__(self, measures: bool, at_turn: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, measures: bool, at_turn: Callable[[], None] = lambda: None, part: float = 1.0) -> None:
         #: Changes when there may be time again for what had to wait, or choices of rank 0: the more steps there were,
         #: the more seldom, since to ask again takes time too.
         self.turn = 0
         self._measures = measures
         self._at_turn = at_turn
+        self._part = part
         self._thread = threading.get_ident()
-        self._first = self._last = 0.0
+        self._first = 0.0
         self._steps = 0
-        self._step: float | None = None
         self._hook = hook_after_steps(self._note)
 
     def left(self, spent: float) -> float:
         """Return how many seconds measurements may still take, where `spent` have been spent before."""
-        if self._step is None or not self._measures or threading.get_ident() != self._thread:
+        if self._steps < 2 or not self._measures or threading.get_ident() != self._thread:
             return 0.0
-        return max(STEPS * self._step, SHARE * (time.perf_counter() - self._first)) - spent
+        return SHARE * self._part * (time.perf_counter() - self._first) - spent
 
     def close(self) -> None:
         """Remove the hook."""
@@ -51,13 +53,8 @@ class Budget:
         """Note the end of a step, of any optimizer."""
         if threading.get_ident() != self._thread:
             return
-        now = time.perf_counter()
-        if self._steps:
-            # The shortest: a step in which something was measured is longer.
-            self._step = min(self._step or now, now - self._last)
-        else:
-            self._first = now
-        self._last = now
+        if not self._steps:
+            self._first = time.perf_counter()
         self._steps += 1
         if self.turn != self._steps.bit_length():
             self.turn = self._steps.bit_length()

@@ -17,7 +17,7 @@ from nano_loop.storage.cache_folder import JsonFile, cache_folder
 from nano_loop.version import __version__
 
 #: Of the file, and of the algorithms: a choice among fewer algorithms is not used.
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Choice(NamedTuple):
@@ -59,6 +59,7 @@ class Choices:
         self._lock = threading.Lock()
         self._choices = _read(self._file)
         self._new: dict[str, Choice] = {}
+        self._unsure: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -82,15 +83,29 @@ class Choices:
         with self._lock:
             return dict(self._choices)
 
-    def save(self) -> None:
+    def save(self, is_busy: bool = False) -> None:
         """Write the new choices to the file, besides those that other processes have written meanwhile.
 
         A file that cannot be written is left: the next run measures again.
+
+        Parameters
+        ----------
+        is_busy : bool
+            Whether other programs had the CPUs meanwhile. The choices are then for this run alone.
         """
         with self._lock:
             new, self._new = self._new, {}
-        if new:
+            if is_busy:
+                self._unsure |= new.keys()
+        if new and not is_busy:
             self._file.write({"choices": _read(self._file) | new})
+
+    def forget_unsure(self) -> None:
+        """Forget what was measured beside other programs, so that it is measured again."""
+        with self._lock:
+            for key in self._unsure:
+                self._choices.pop(key, None)
+            self._unsure.clear()
 
 
 _opened: dict[Path, Choices] = {}
@@ -104,11 +119,14 @@ def choices_for(machine: Machine) -> Choices:
     """
     name, folder = f"operators-{_key(machine)}.json", cache_folder()
     if folder is None:
-        return _without_file.setdefault(name, Choices(None))
-    path = folder / name
-    if path not in _opened:
-        _opened[path] = Choices(path)
-    return _opened[path]
+        choices = _without_file.setdefault(name, Choices(None))
+    else:
+        path = folder / name
+        if path not in _opened:
+            _opened[path] = Choices(path)
+        choices = _opened[path]
+    choices.forget_unsure()
+    return choices
 
 
 def _key(machine: Machine) -> str:

@@ -18,7 +18,7 @@ Algorithm = Callable[[], Sequence[Tensor]]
 #: How many times as fast as another an algorithm has to be to replace it, and as slow to be measured no further.
 PAYS, HOPELESS = 1.05, 1.3
 #: In which share of the rounds it has to be faster: in all of three.
-_NEARLY_ALWAYS = 0.75
+NEARLY_ALWAYS = 0.75
 #: How often one is timed: at least, and at most while all timings together take less than `_ENOUGH`, in seconds.
 _LEAST, _MOST, _ENOUGH = 3, 12, 0.004
 #: The error that an algorithm may have in any case.
@@ -92,6 +92,7 @@ class Tuner:
         self.new_choices: list[Choice] = []
         self._budget = budget
         self._timer = timer
+        self._threads = torch.get_num_threads()  # that of the choices
         self._is_measuring = False
         self._of_inner = 0.0  # the seconds that measurements inside of others have taken
 
@@ -123,15 +124,15 @@ class Tuner:
             Returns the race that measures the algorithms if there is time for it.
         """
         choice = self.choices.get(key)
-        if choice is None and self._budget.left(self.spent) > 0:
-            choice = self._measure(key, guess, race())
+        if choice is None and self._threads == torch.get_num_threads() and self._budget.left(self.spent) > 0:
+            choice = self._measure(key, guess, race)
         return None if choice is None else choice.algorithm
 
-    def _measure(self, key: str, guess: str, race: Race) -> Choice | None:
+    def _measure(self, key: str, guess: str, race: Callable[[], Race]) -> Choice | None:
         begun, of_race, outermost = self._timer(), self._time(), not self._is_measuring
         self._is_measuring = True
         try:
-            choice = fastest(race, guess, self._budget.left(self.spent), self._time)
+            choice = fastest(race(), guess, self._budget.left(self.spent), self._time)
         except _FAILURES:  # there may be memory for it later
             return None
         finally:
@@ -210,7 +211,7 @@ def _timed(race: Race, beaten: str, in_time: list[str], timer: Callable[[], floa
 def _is_faster(times: Sequence[float], of_beaten: Sequence[float], pays: float) -> bool:
     """Whether an algorithm was faster than another by enough, and nearly always."""
     wins = sum(a < b for a, b in zip(times, of_beaten, strict=True))
-    return pays * min(times) < min(of_beaten) and wins >= _NEARLY_ALWAYS * len(times)
+    return pays * min(times) < min(of_beaten) and wins >= NEARLY_ALWAYS * len(times)
 
 
 def _as_exact(race: Race, timer: Callable[[], float], seconds: float) -> dict[str, float] | None:

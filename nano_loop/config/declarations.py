@@ -103,7 +103,7 @@ class Declarations:
     )
     fused_optimizer: bool | Literal["auto"] = step(
         "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs, and functions in C "
-        "for RMSprop, NAdam, RAdam, Adamax, Adadelta and Rprop.",
+        "for RMSprop, NAdam, RAdam, Adamax, Adadelta and Rprop, and for clipping gradients.",
         changes_bits=True,
     )
     allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.", changes_bits=False)
@@ -164,12 +164,15 @@ class Declarations:
         changes_bits=True,
     )
     fast_fetch: bool | Literal["auto"] = step(
-        "Whole batches out of tensors and arrays in memory, in datasets of torch and of skorch; arrays of other "
-        "datasets' samples stacked at once.",
+        "Whole batches out of tensors and arrays in memory, in datasets of torch and of skorch and in those that only "
+        "index; arrays of other datasets' samples stacked at once.",
         changes_bits=False,
     )
-    num_threads: int | None = option(
-        None, checks.num_threads, "Compute threads of each process. `None`: one a physical core."
+    num_threads: int | Literal["auto"] | None = option(
+        None,
+        checks.num_threads,
+        'Compute threads of each process. `None`: one a physical core. `"auto"`: that or one thread, whichever is '
+        "faster by 10% in steps of the loop; with `exact`, and with several processes, as `None`.",
     )
     loader_workers: int | None = option(
         None,

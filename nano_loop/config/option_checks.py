@@ -40,15 +40,16 @@ def _one_of(*values: bool | str | None, hint: str) -> Check:
     return check
 
 
-def _count(least: int, hint: str) -> Check:
-    """Return a check that accepts None and whole numbers."""
+def _count(least: int, hint: str, *words: str) -> Check:
+    """Return a check that accepts None, whole numbers and these words."""
 
-    def check(value: Any) -> int | None:
-        if value is None:
-            return None
+    def check(value: Any) -> int | str | None:
+        if value is None or (isinstance(value, str) and value in words):
+            return value
         if _is_number(value, Integral) and least <= value < _TOO_MANY:
             return int(value)
-        raise RefusedValueError(f"it must be None or an int from {least} to {_TOO_MANY - 1}", hint)
+        others = ", ".join(["None", *(f'"{word}"' for word in words)])
+        raise RefusedValueError(f"it must be {others} or an int from {least} to {_TOO_MANY - 1}", hint)
 
     return check
 
@@ -59,7 +60,7 @@ verbosity = _one_of(True, False, "all", hint="Pass False to silence the report")
 gradient_compression = _one_of(None, "bf16", hint="Leave it out for exact averages")
 sync_buffers = _one_of(None, "average", "rank0", hint="Leave it out, and each process keeps its own")
 num_processes = _count(1, "Pass the number of processes, or leave it out for one")
-num_threads = _count(1, "Leave it out for one thread a physical core")
+num_threads = _count(1, "Leave it out for one thread a physical core", "auto")
 loader_workers = _count(0, "Leave it out for as many as each loader has")
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TASKS = Path("/proc/self/task")
+#: The waiting part of the time from which on other programs make times unsure.
+BUSY = 0.2
 
 
 class _Counted(NamedTuple):

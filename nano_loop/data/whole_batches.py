@@ -1,8 +1,8 @@
 """Batches that are taken out of datasets in memory by one indexing operation for each tensor or array.
 
 A `DataLoader` indexes each sample by itself and stacks the samples, in six times the time. Here the result is what
-`torch.utils.data.default_collate` makes of them. Datasets are known by their exact classes, of torch and of skorch:
-what the ``__getitem__`` of another class does is not known.
+`torch.utils.data.default_collate` makes of them. Datasets are known by their exact classes, of torch and of
+skorch, or by a ``__getitem__`` that only indexes (see `nano_loop.data.indexed_attributes`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from nano_loop.data.collate import ARRAYS, collate
+from nano_loop.data.indexed_attributes import Row, indexed_sample, rows_in
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -56,6 +57,8 @@ def leaves_of(dataset: Any) -> Iterator[Any]:
     elif _is_of_skorch(dataset):
         for part in (dataset.X, dataset.y):
             yield from part.values() if type(part) is dict else () if part is None else (part,)
+    elif (sample := indexed_sample(dataset)) is not None:
+        yield from (row.values for row in rows_in(sample))
     else:
         yield dataset
 
@@ -89,7 +92,18 @@ def batch_of(dataset: Any, positions: Positions) -> Any:
             torch.zeros(len(positions), 1, device="cpu") if dataset.y is None else _rows_of_skorch(dataset.y, positions)
         )
         return [_rows_of_skorch(dataset.X, positions), targets]
-    return _rows(dataset, positions)
+    if type(dataset) is Tensor or type(dataset) in ARRAYS:
+        return _rows(dataset, positions)
+    return _batch_of_rows(indexed_sample(dataset), positions)
+
+
+def _batch_of_rows(part: Any, positions: Positions) -> Any:
+    """Return the batch of samples that consist of rows, in tuples, lists and dicts."""
+    if type(part) is Row:
+        return _rows(part.values, positions)
+    if type(part) is dict:
+        return {key: _batch_of_rows(value, positions) for key, value in part.items()}
+    return [_batch_of_rows(value, positions) for value in part]
 
 
 def _batch_of_several(dataset: ConcatDataset[Any], positions: Positions) -> Any:

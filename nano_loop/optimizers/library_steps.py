@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
+from nano_loop.optimizers.covered_parameters import are_covered, covered
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import foreach_multiply
 from nano_loop.patching.torch_private_libraries import (
     KERAS_ADAM,
@@ -31,9 +30,6 @@ from nano_loop.patching.torch_private_libraries import (
 from nano_loop.patching.torch_private_optimizers import fused_adam, fused_sgd
 
 _Method = Callable[..., Any]
-
-#: Of each user, the parameters whose optimizers may be called by kernels.
-_covered: list[Any] = process_wide("parameters of libraries' optimizers", [])
 
 
 class _Step(NamedTuple):
@@ -57,29 +53,14 @@ def library_steps_fused(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
     Libraries that are imported later are not concerned. The parameters are held weakly.
     """
-    covered: Any = WeakIdKeyDictionary()
-    for parameter in parameters:
-        covered[parameter] = None
-    del parameters
     with ExitStack() as changes:
         for step in _STEPS:
             if step.module in sys.modules:
                 kind = getattr(sys.modules[step.module], step.kind)
                 changes.enter_context(replaced(kind, step.method, step.make))
-        _covered.append(covered)
-        changes.callback(_forget, covered)
+        changes.enter_context(covered(parameters))
+        del parameters
         yield
-
-
-def _forget(covered: Any) -> None:
-    _covered[:] = [other for other in _covered if other is not covered]
-
-
-def _are_covered(parameters: Sequence[Any]) -> bool:
-    """Whether the parameters of an optimizer belong to what was set up, by the first of them."""
-    if not parameters or torch.compiler.is_compiling():
-        return False
-    return any(parameters[0] in covered for covered in _covered)
 
 
 def _are_alike(*lists: Sequence[Tensor]) -> bool:
@@ -99,7 +80,7 @@ def _keras_adam(original: _Method) -> _Method:
     @functools.wraps(original)
     def step(self: Any, grads: Any, variables: Any, learning_rate: Any) -> Any:
         parameters = [variable.value for variable in variables]
-        if self.amsgrad or not _are_covered(parameters):
+        if self.amsgrad or not are_covered(parameters):
             return original(self, grads, variables, learning_rate)
         means, squares = keras_moments(self, variables)
         if not _are_alike(parameters, grads, means, squares):
@@ -118,7 +99,7 @@ def _keras_sgd(original: _Method) -> _Method:
     @functools.wraps(original)
     def step(self: Any, grads: Any, variables: Any, learning_rate: Any) -> Any:
         parameters = [variable.value for variable in variables]
-        if not self.momentum or self.nesterov or not _are_covered(parameters):
+        if not self.momentum or self.nesterov or not are_covered(parameters):
             return original(self, grads, variables, learning_rate)
         momenta = keras_momenta(self, variables)
         if not _are_alike(parameters, grads, momenta):
@@ -145,7 +126,7 @@ def _fastai(original: _Method) -> _Method:
         update = _FASTAI.get(names) if closure is None else None
         groups = [*zip(self.param_lists, self.hypers, strict=False)]
         stepped = [[parameter for parameter in group if parameter.grad is not None] for group, _ in groups]
-        if update is None or not _are_covered([parameter for group in stepped for parameter in group]):
+        if update is None or not are_covered([parameter for group in stepped for parameter in group]):
             return original(self, closure)
         states = self.state
         keys = _STATE[update]

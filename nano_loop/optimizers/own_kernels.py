@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Adadelta, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from nano_loop.kernels.embedding.row_gradient import row_gradient_of
-from nano_loop.kernels.optimizer_steps import KERNEL, Numbers, addresses_of
+from nano_loop.kernels.optimizer_steps import KERNEL, Numbers, addresses_of, in_memory
 from nano_loop.patching.objects.gradients import gradient_of, state_of
 from nano_loop.patching.torch_private_optimizers import foreach_increment
 
@@ -76,7 +75,7 @@ def gathered(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[], None] 
         if states:
             foreach_increment([state["step"] for state in states])
             for function, numbers, rows in _by_numbers(kind, group, states, calls):
-                KERNEL(function, torch.tensor(rows, dtype=torch.int64, device="cpu"), len(rows), numbers)
+                KERNEL(function, in_memory(rows), len(rows), numbers)
             increment_version(changed)
 
     return kernel

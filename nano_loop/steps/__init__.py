@@ -19,6 +19,7 @@ from nano_loop.steps.library_optimizers import LibraryOptimizers
 from nano_loop.steps.loader_workers import LoaderWorkers
 from nano_loop.steps.log_casts import LogCasts
 from nano_loop.steps.loss_scale import LossScaling
+from nano_loop.steps.num_threads import NumThreads
 from nano_loop.steps.op_lists import OperatorLists
 from nano_loop.steps.parameter_dtype import ParameterDtype
 from nano_loop.steps.precision import Precision
@@ -56,6 +57,7 @@ STEPS: tuple[type[Step], ...] = (
     LoaderWorkers,  # after FastFetch, which asks for the number of the loader's own workers
     FastImages,  # in any place: it affects loaders only
     Sharding,  # likewise
+    NumThreads,  # after Threads, whose number it begins with
     LogCasts,  # after the steps with hooks at the end of an optimizer's step, so that it sees what they do
     StepTime,  # after all others: its result is the last line of the report
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from typing_extensions import override
 from nano_loop.kernels import optimizer_steps
 from nano_loop.kernels.build import for_report
 from nano_loop.optimizers import own_kernels
+from nano_loop.optimizers.clipping import clipped_in_c
 from nano_loop.optimizers.direct_steps import stepped_directly
 from nano_loop.patching.lifetime import undone_with, weakly
 from nano_loop.patching.objects.gradients import gradient_of, state_of
@@ -31,7 +33,7 @@ class FusedOptimizer(Step):
     The layouts of gradients and state are guarded (see `nano_loop.patching.objects.optimizers`). ``state_dict()``
     returns the user's flags. After ``load_state_dict()``, which overwrites the flags, the step sets them again.
     Where they can, steps of the optimizer call the kernels directly (see `nano_loop.optimizers.direct_steps`). Those in
-    C are in `nano_loop.optimizers.own_kernels`.
+    C are in `nano_loop.optimizers.own_kernels`. Gradients are clipped in C, too (see `nano_loop.optimizers.clipping`).
     """
 
     name = "fused_optimizer"
@@ -56,6 +58,8 @@ class FusedOptimizer(Step):
             if optimizer not in self._switches:
                 self._switches[optimizer] = _Switch(_sparse_parameters(parts.models))
                 self._switch(optimizer, self._switches[optimizer])
+        groups = [group["params"] for optimizer in parts.optimizers for group in optimizer.param_groups]
+        self.undoing.enter_context(clipped_in_c(chain(parts.parameters(), *groups)))
         return "; ".join([", ".join(dict.fromkeys(fused)), *dict.fromkeys(refused)])
 
     def _refusals(self, parts: TrainingObjects) -> list[SkipReason | None]:

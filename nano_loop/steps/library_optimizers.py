@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
+from nano_loop.optimizers.clipping import clipped_in_c
 from nano_loop.optimizers.library_steps import libraries_imported, library_steps_fused
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import Step
@@ -25,4 +26,5 @@ class LibraryOptimizers(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         self.undoing.enter_context(library_steps_fused(parts.parameters()))
+        self.undoing.enter_context(clipped_in_c(parts.parameters()))
         return f"Adam and SGD of {' and of '.join(libraries_imported())}"

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from nano_loop.config.exports import is_exported
-from nano_loop.cpu.waits import Waits
+from nano_loop.cpu.waits import BUSY, Waits
 from nano_loop.patching.patch_table import process_wide, shared_change, users
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -24,8 +24,8 @@ from nano_loop.steps.step import SkipReason, Step
 
 _BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-#: Seconds that a run takes at least of which the waits are judged, and the part of the time in which threads may wait.
-_LONG, _MUCH = 10.0, 0.2
+#: Seconds that a run takes at least of which the waits are judged.
+_LONG = 10.0
 
 
 _settings: list[tuple[int, int]] = process_wide("numbers of threads that runs have set, by thread", [])
@@ -51,7 +51,7 @@ class Threads(Step):
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        if self.options.num_threads is not None:
+        if self._number_asked_for is not None:
             return None
         count, wanted = torch.get_num_threads(), self.machine.num_threads
         for variable in _USERS_OWN:
@@ -67,15 +67,22 @@ class Threads(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        wanted_by_user, count = self.options.num_threads, torch.get_num_threads()
+        wanted_by_user, count = self._number_asked_for, torch.get_num_threads()
         wanted = wanted_by_user or self.machine.num_threads
         words = f"{wanted}, " + ("as asked for" if wanted_by_user else "one a physical core")
         key = "threads", threading.get_ident(), wanted
         if count == wanted and not users(key):
             return words
-        is_shared = count == wanted or not users(key)
-        self.undoing.enter_context(shared_change(key, lambda: _set(wanted)) if is_shared else _set(wanted))
+        # A run that measures may have another number now, which is its own to put back.
+        is_shared = count == wanted or not users(key) or self.options.num_threads == "auto"
+        changed = shared_change(key, lambda: set_threads(wanted)) if is_shared else set_threads(wanted)
+        self.undoing.enter_context(changed)
         return words if count == wanted else f"{words} (torch had {count})"
+
+    @property
+    def _number_asked_for(self) -> int | None:
+        number = self.options.num_threads
+        return number if isinstance(number, int) else None
 
     @staticmethod
     def _is_of_another_run(count: int) -> bool:
@@ -88,14 +95,14 @@ class Threads(Step):
         if self._waits is None or time.monotonic() - self._began < _LONG:
             return None
         share = self._waits.share()
-        if share is None or share < _MUCH:
+        if share is None or share < BUSY:
             return None
         detail = f"threads waited {share:.0%} of their time for CPUs that others used{_advice(torch.get_num_threads())}"
         return StepResult("cpu_waits", "measured", detail)
 
 
 @contextmanager
-def _set(number: int) -> Iterator[None]:
+def set_threads(number: int) -> Iterator[None]:
     """Let this thread compute on a number of threads. Runs that end in any order share it."""
     before, setting = torch.get_num_threads(), (threading.get_ident(), number)
     _settings.append(setting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -13,11 +13,13 @@ from nano_loop.autotune.choices import Choice, Choices, choices_for
 from nano_loop.autotune.fp32_operators import FP32_OPERATORS
 from nano_loop.autotune.operators import OPERATORS
 from nano_loop.autotune.tuner import Tuner
+from nano_loop.cpu.waits import BUSY, Waits
 from nano_loop.kernels.rnn import rnn
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.ownership import Rule
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.steps.num_threads import HALF
 from nano_loop.steps.step import SkipReason, Step
 
 _FP32_RULES = frozenset(operator.rule for operator in FP32_OPERATORS)
@@ -134,8 +136,10 @@ class TuneOperators(Step):
     def _open(self) -> Tuner:
         choices = self._agreed(choices_for(self.machine))
         if self.ranks.rank == 0:
-            self.undoing.callback(choices.save)
-            budget = Budget(measures=True, at_turn=choices.save)  # now and then, for a run that is killed
+            save = _saving(choices)
+            self.undoing.callback(save)
+            part = HALF if self.options.num_threads == "auto" else 1.0
+            budget = Budget(measures=True, at_turn=save, part=part)  # now and then, for a run that is killed
         else:
             budget = Budget(measures=False)
         self.undoing.callback(budget.close)
@@ -164,3 +168,15 @@ class TuneOperators(Step):
         self.ranks.context.after_averaging.append(share)
         self.undoing.callback(self.ranks.context.after_averaging.remove, share)
         return choices_here
+
+
+def _saving(choices: Choices) -> Callable[[], None]:
+    """Return a function that saves what was measured since its last call, unless other programs had the CPUs then."""
+    waits = Waits()
+
+    def save() -> None:
+        nonlocal waits
+        share, waits = waits.share(), Waits()
+        choices.save(is_busy=share is not None and share >= BUSY)
+
+    return save

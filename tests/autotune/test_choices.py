@@ -30,6 +30,20 @@ def test_gain_is_that_over_the_guess():
     assert FASTER._replace(milliseconds={}).gain == 0  # without another way nothing is timed
 
 
+def test_what_was_measured_beside_other_programs_is_for_one_run_and_not_kept(measuring):
+    machine = read_machine()
+    choices = choices_for(machine)
+    choices.put("quiet", FASTER)
+    choices.save()
+    choices.put("busy", FASTER)
+    choices.save(is_busy=True)
+    choices.save()
+    assert choices.get("busy") == FASTER
+    assert choices_for(machine).all() == {"quiet": FASTER}  # the next run of this process
+    (path,) = measuring.glob("operators-*.json")
+    assert Choices(path).all() == {"quiet": FASTER}
+
+
 def test_nothing_new_writes_nothing_and_what_was_taken_over_is_not_saved(tmp_path):
     choices = Choices(tmp_path / "choices.json")
     choices.take_over({"a": FASTER})
@@ -46,8 +60,8 @@ def test_nothing_new_writes_nothing_and_what_was_taken_over_is_not_saved(tmp_pat
         "[" * 100_000,
         "[]",
         json.dumps({"format": 0, "choices": {"a": FASTER}}),
-        json.dumps({"format": 3, "choices": [FASTER]}),
-        json.dumps({"format": 3, "choices": {"a": ["fp32"], "b": [1, "x", {}], "c": ["x", "x", {"x": "fast"}]}}),
+        json.dumps({"format": 4, "choices": [FASTER]}),
+        json.dumps({"format": 4, "choices": {"a": ["fp32"], "b": [1, "x", {}], "c": ["x", "x", {"x": "fast"}]}}),
     ],
 )
 def test_damaged_file_counts_as_empty_and_is_replaced(tmp_path, text):

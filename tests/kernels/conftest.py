@@ -36,7 +36,8 @@ def threads():
 
 @pytest.fixture
 def called(monkeypatch):
-    """The names of the C functions that were called."""
+    """The names of the C functions that were called, but for the draws by which a process compares generators once."""
+    bool(bernoulli.KERNEL.unavailable)
     names, call = [], CompiledKernel.__call__
 
     def noting(self, function, *arguments):

@@ -395,6 +395,282 @@ def test_it_keeps_its_hands_off_what_is_the_users_own(step, dataset, make, code)
     assert step(FastFetch).skip_reason(TrainingObjects(loaders=[loader])).code == code
 
 
+class Rows(Dataset):
+    """The base of datasets of the user's own."""
+
+    def __init__(self, x, y):
+        self.x, self.y, self.shifted, self.names = x, y, x + 1, WORDS
+        self.__own = y
+
+    def __len__(self):
+        return len(self.x)
+
+
+class Pair(Rows):
+    def __getitem__(self, index):
+        """Return a sample."""
+        return self.x[index], self.y[index]
+
+
+class Inherited(Pair):
+    pass
+
+
+class Assigned(Rows):
+    def __getitem__(self, i):
+        row, label, again = self.x[i], self.y[i], self.x[i]
+        return [row, (label, again, row)]
+
+
+class Named(Rows):
+    def __getitem__(own, position):  # noqa: N805
+        inputs = own.x[position]
+        label = own.y[position]
+        return {"inputs": inputs, "label": label}
+
+
+class NamedOne(Rows):
+    def __getitem__(self, index):
+        return {"inputs": {"x": self.x[index]}}
+
+
+class One(Rows):
+    def __getitem__(self, index):
+        return self._Rows__own[index]
+
+
+@pytest.mark.parametrize("kind", [Pair, Inherited, Assigned, Named, NamedOne, One])
+@pytest.mark.parametrize("made_of", ["tensors", "arrays"])
+def test_datasets_that_only_index_have_whole_batches(step, dataset, kind, made_of, monkeypatch):
+    x, y = dataset.tensors[2], dataset.tensors[1]
+    data = kind(x, y) if made_of == "tensors" else kind(x.numpy(), np.arange(23.0))
+    makers = [
+        lambda data: DataLoader(data, 4, shuffle=True),
+        lambda data: DataLoader(Subset(data, [3, -1, 8, 8]), 3, sampler=torch.tensor([0, 3, 2, 1])),
+        lambda data: DataLoader(ConcatDataset([data, data]), 5, drop_last=True, generator=torch.Generator()),
+    ]
+    for make in makers:
+        expected = epochs(make(data))
+        loader = make(data)
+        assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == "1 of 1 loaders"
+        with monkeypatch.context() as patch:
+            patch.setattr("nano_loop.data.whole_batches.collate", None)
+            assert_same(epochs(loader), expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", [Pair, "arrays", "list"])
+def test_epochs_that_are_left_early_and_generators_that_are_set_back(step, dataset, kind, seed):
+    def batches(fetches):
+        data = [(ROWS[i], i) for i in range(23)]
+        if kind != "list":
+            data = OfSamples(lambda i: ROWS[i]) if kind == "arrays" else Pair(*dataset.tensors[:2])
+        generator = torch.Generator().manual_seed(seed)
+        sampler = RandomSampler(data, replacement=True, num_samples=40)
+        loaders = [DataLoader(data, 4, shuffle=True, generator=generator), DataLoader(data, 3, sampler=sampler)]
+        for loader in loaders if fetches else ():
+            step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+        torch.manual_seed(seed)
+        left = [batch for loader in loaders for batch, _ in zip(loader, range(2), strict=False)]
+        state = generator.get_state()
+        left += [*loaders[0], torch.rand(2)]
+        generator.set_state(state)
+        return [*left, *loaders[0], *loaders[1], torch.rand(2)], torch.get_rng_state()
+
+    assert_same(batches(fetches=True), batches(fetches=False))
+
+
+def test_rows_that_occur_twice_are_apart(step):
+    loader = DataLoader(Assigned(torch.ones(4, 2), torch.ones(4)), 4)
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    row, (_, again, same) = next(iter(loader))
+    row.zero_()
+    assert again.sum() == same.sum() == 8
+
+
+def test_changes_to_a_dataset_that_only_indexes_are_seen(step, monkeypatch):
+    data = Pair(torch.ones(8, 2), torch.arange(8))
+    loader = DataLoader(data, 2)
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    batches = iter(loader)
+    next(batches)
+    data.x[2] = 5
+    assert next(batches)[0].tolist() == [[5, 5], [1, 1]]
+    data.x = [7] * 8
+    assert next(batches)[0].tolist() == [7, 7]
+    monkeypatch.setattr(Pair, "__getitem__", lambda self, index: -index)
+    assert next(batches).tolist() == [-6, -7]
+
+
+class Twice(Rows):
+    def __getitem__(self, index):
+        return self.x[index] * 2
+
+
+class Branches(Rows):
+    def __getitem__(self, index):
+        if index > 3:
+            return self.x[index]
+        return self.y[index].expand(2, 2)
+
+
+class OneOfTwo(Rows):
+    def __getitem__(self, index):
+        return self.x[index] if torch.rand(1) < 0.5 else self.x[index] * 2
+
+
+class Zeroth(Rows):
+    def __getitem__(self, index):
+        return self.x[index] if index else self.shifted[index]
+
+
+class Shadowed(Rows):
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        vars(self)["hidden"] = x
+
+    @property
+    def hidden(self):
+        return self.y
+
+    def __getitem__(self, index):
+        return self.hidden[index]
+
+
+class PartOfValues(Rows):
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.real = self.values = y
+
+    def __getitem__(self, index):
+        return self.x.real[index], self.values[index]
+
+
+class Draws(Rows):
+    def __getitem__(self, index):
+        return self.x[index], torch.rand(1)
+
+
+class Counts(Rows):
+    seen = 0
+
+    def __getitem__(self, index):
+        self.seen += 1
+        return self.x[index], self.seen
+
+
+class Remembers(Rows):
+    def __getitem__(self, index):
+        self.last = index
+        return self.x[index]
+
+
+class WithIndex(Rows):
+    def __getitem__(self, index):
+        return self.x[index], index
+
+
+class WithNumber(Rows):
+    def __getitem__(self, index):
+        return self.x[index], 3
+
+
+class FirstOfRow(Rows):
+    def __getitem__(self, index):
+        return self.x[index][0]
+
+
+class Fixed(Rows):
+    def __getitem__(self, index):
+        return self.x[0]
+
+
+class PartOfRow(Rows):
+    def __getitem__(self, index):
+        return self.x[index, :1]
+
+
+class AttributeOfRow(Rows):
+    def __getitem__(self, index):
+        return self.x[index].T
+
+
+class ByName(Rows):
+    def __getitem__(self, index):
+        return self.x[index], self.names[index]
+
+
+class Computed(Rows):
+    @property
+    def twice(self):
+        return self.x * torch.rand(1)
+
+    def __getitem__(self, index):
+        return self.twice[index]
+
+
+class Intercepted(Rows):
+    def __getattribute__(self, name):
+        value = super().__getattribute__(name)
+        return value + 1 if name == "x" else value
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+
+class OfItself(Rows):
+    def __getitem__(self, index):
+        return self.x[index] if isinstance(index, list) else self[[index]]
+
+
+class Recovers(Rows):
+    def __getitem__(self, index):
+        try:
+            return self.x[index + 20]
+        except IndexError:
+            return self.x[index]
+
+
+class Items(Pair):
+    def __getitems__(self, indices):
+        return [(torch.tensor(index), 0) for index in indices]
+
+
+class ItemStream(IterableDataset, Pair):
+    def __iter__(self):
+        return iter(range(9))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(
+            Twice,
+            Branches,
+            OneOfTwo,
+            Zeroth,
+            Shadowed,
+            PartOfValues,
+            Draws,
+            Counts,
+            Remembers,
+            WithIndex,
+            WithNumber,
+            FirstOfRow,
+            Fixed,
+            PartOfRow,
+        ),
+        *(AttributeOfRow, ByName, Computed, Intercepted, OfItself, Recovers, Items, ItemStream),
+    ],
+)
+def test_datasets_that_do_more_than_index_fetch_their_samples(step, dataset, kind):
+    shuffle = kind is not ItemStream
+    expected = epochs(DataLoader(kind(*dataset.tensors[:0:-1]), 4, shuffle=shuffle))
+    loader = DataLoader(kind(*dataset.tensors[:0:-1]), 4, shuffle=shuffle)
+    assert kind.__name__ in step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    assert_same(epochs(loader), expected)
+
+
 @pytest.mark.parametrize(
     "make",
     [

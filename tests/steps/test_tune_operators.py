@@ -3,9 +3,11 @@
 import gc
 import json
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+from autotune.time_for import ALWAYS
 from torch import nn
 
 from nano_loop import nano
@@ -84,6 +86,23 @@ def test_run_computes_as_the_stored_choices_say(measuring, monkeypatch):
         assert (taken == {"torch/torch"}) == same
         assert all(map(torch.equal, found, plain)) or not same
         assert all(torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in zip(found, plain, strict=True))
+
+
+@measured
+@pytest.mark.parametrize(("share", "is_kept"), [(0.5, False), (0.1, True), (None, True)])
+def test_choices_of_a_busy_moment_are_measured_again_by_the_next_run(measuring, monkeypatch, share, is_kept):
+    monkeypatch.setattr(module, "Waits", lambda: SimpleNamespace(share=lambda: share))
+    train = nano(**OPTIONS)(fit)
+    for is_first in (True, False):
+        train(*parts())
+        assert (" timed in " in train.report["tune_operators"].detail) == (is_first or not is_kept)
+    assert any(measuring.glob("operators-*.json")) == is_kept
+
+
+def test_nothing_is_measured_for_another_number_of_threads(monkeypatch):
+    tuner = Tuner(Choices(None), ALWAYS)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert tuner.choose("a", "torch", lambda: pytest.fail("the choices are for fewer threads")) is None
 
 
 @measured

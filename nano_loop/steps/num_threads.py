@@ -1,0 +1,91 @@
+"""Measures whether one compute thread is faster than the run's number, with ``num_threads="auto"``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from typing_extensions import override
+
+from nano_loop.autotune.budget import Budget
+from nano_loop.patching.patch_table import shared_change, users
+from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.thread_trial import ThreadTrial
+from nano_loop.steps.threads import set_threads
+
+#: The part of the time for measurements that is left for operators, or that of the number of threads.
+HALF = 0.5
+
+
+class NumThreads(Step):
+    """Lets steps of the first optimizer that is set up be computed by one thread and by more in turn."""
+
+    name = "num_threads"
+    needs = "optimizers"
+
+    @property
+    @override
+    def enabled(self) -> bool:
+        return self.options.num_threads == "auto"
+
+    @override
+    def begin(self) -> None:
+        self._trial: ThreadTrial | None = None
+
+    @override
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
+        if self.options.exact:
+            return SkipReason("exact", "sums of other numbers of threads differ in bits, and exact is on")
+        if torch.are_deterministic_algorithms_enabled():
+            return SkipReason("deterministic", "torch.use_deterministic_algorithms is on")
+        if self.ranks.size > 1:
+            # What each rank computes of all gradients, such as their norm, would differ in bits between ranks.
+            return SkipReason("several_processes", "ranks keep to one number, so that they compute the same")
+        if self.options.compile:
+            return SkipReason("compiled", "compiled code keeps the number with which it was compiled")
+        if self._trial is None and users(_key()):
+            return SkipReason("other_run", "another run in this thread measures it")
+        if self._trial is None and torch.get_num_threads() == 1:
+            return SkipReason("one_thread", "there is one thread")
+        return None
+
+    @override
+    def apply(self, parts: TrainingObjects) -> str:
+        if self._trial is None:
+            numbers = 1, torch.get_num_threads()
+            self.undoing.enter_context(shared_change(_key(), lambda: _varied(numbers)))
+            budget = Budget(measures=True, part=HALF)
+            self.undoing.callback(budget.close)
+            self._trial = ThreadTrial(parts.optimizers[0], 1, budget)
+            self.undoing.callback(self._trial.close)
+        return f"1 or {max(self._trial.numbers)}, measured in the first steps"
+
+    @override
+    def final_result(self) -> StepResult | None:
+        """Return the number with which the loop has gone on, and what steps have taken with both."""
+        trial = self._trial
+        if trial is None:
+            return None
+        if not trial.medians:
+            return StepResult(self.name, "measured", f"{trial.number}: too few steps to tell", code="too_few_steps")
+        times = ", ".join(f"{time * 1e3:.3g} ms a step with {number}" for number, time in trial.medians.items())
+        often = f", measured {trial.measured} times" if trial.measured > 1 else ""
+        code = "one_thread_is_faster" if trial.number == 1 else "more_threads_stay"
+        return StepResult(self.name, "measured", f"{trial.number}: {times}{often}", code=code)
+
+
+def _key() -> tuple[str, int]:
+    return "num_threads", threading.get_ident()
+
+
+@contextmanager
+def _varied(numbers: tuple[int, ...]) -> Iterator[None]:
+    """Let this thread compute on any of these numbers of threads, beginning with the last one, which is put back."""
+    with ExitStack() as stack:
+        for number in numbers:
+            stack.enter_context(set_threads(number))
+        yield

@@ -1,0 +1,101 @@
+"""num_threads="auto" times steps with one thread and with more in turn, and goes on with the faster number."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+from nano_loop.autotune import budget as budget_module
+from nano_loop.autotune.budget import Budget
+from nano_loop.steps import thread_trial as module
+from nano_loop.steps.thread_trial import ThreadTrial
+
+SHARE = budget_module.SHARE
+MORE = 4
+
+
+class Loop:
+    """A loop on a clock of its own, whose steps take the seconds of a number of threads; it notes the numbers."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.numbers = 0.0, []
+        monkeypatch.setattr(budget_module, "SHARE", SHARE)
+        monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)  # that of budgets, too
+        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+        self.budget = Budget(measures=True)
+        self.trial = ThreadTrial(self.optimizer, 1, self.budget)
+
+    def steps(self, count, seconds, noise=lambda: 1.0):
+        """Take steps, whose seconds are by number of threads."""
+        for _ in range(count):
+            self.numbers.append(torch.get_num_threads())
+            self.now += seconds[self.numbers[-1]] * noise()
+            self.optimizer.step()
+
+    def close(self):
+        self.trial.close()
+        self.budget.close()
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(MORE)
+    made = Loop(monkeypatch)
+    yield made
+    made.close()
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("one", "number"), [(0.5, 1), (0.89, 1), (0.92, MORE), (1.0, MORE), (1.25, MORE), (4.0, MORE)])
+def test_loop_goes_on_with_one_thread_where_that_is_faster_by_ten_percent(loop, one, number):
+    loop.steps(1500, {1: one, MORE: 1.0})
+    assert loop.trial.measured == 1
+    assert loop.numbers[-500:] == [number] * 500
+    measured = loop.numbers[loop.numbers.index(1) - 1 :][:6]
+    assert measured == [MORE, 1, 1, MORE, MORE, 1] or one > 1  # in turn, and no later than the budget has it
+    assert loop.trial.medians == pytest.approx({1: one, MORE: 1.0})
+
+
+@pytest.mark.parametrize(("one", "number"), [(0.6, 1), (1.0, MORE)])
+def test_steps_that_are_disturbed_now_and_then_do_not_decide(loop, one, number):
+    draw = random.Random(0)
+    loop.steps(2000, {1: one, MORE: 1.0}, lambda: draw.uniform(0.95, 1.05) * (1 if draw.random() < 0.8 else 5))
+    assert loop.trial.measured >= 1
+    assert loop.trial.number == number
+
+
+@pytest.mark.parametrize("one", [1.2, 2.0, float(MORE)])
+def test_slower_steps_never_cost_more_than_two_percent_of_the_training_so_far(loop, one):
+    for _ in range(3000):
+        loop.steps(1, {1: one, MORE: 1.0})
+        assert (one - 1) * loop.numbers.count(1) <= 0.02 * loop.now
+    assert loop.trial.measured == 1
+    assert loop.numbers.count(1) >= 3
+
+
+def test_it_is_measured_again_when_steps_take_twice_as_long_and_both_numbers_can_be_taken_again(loop):
+    loop.steps(1000, {1: 1.5, MORE: 1.0})
+    assert (loop.trial.number, loop.trial.measured) == (MORE, 1)
+    loop.steps(1000, {1: 1.5, MORE: 1.9})
+    assert (loop.trial.number, loop.trial.measured) == (MORE, 1)
+    loop.steps(1000, {1: 1.5, MORE: 3.0})  # a neighbour has one of the cores
+    assert (loop.trial.number, loop.trial.measured) == (1, 2)
+    loop.steps(2000, {1: 4.0, MORE: 1.0})  # the batches are larger, and the neighbour has ended
+    assert (loop.trial.number, loop.trial.measured) == (MORE, 3)
+
+
+def test_number_that_the_loop_sets_ends_it(loop):
+    loop.steps(500, {1: 0.5, MORE: 1.0})
+    torch.set_num_threads(3)
+    loop.steps(100, {3: 9.0})
+    assert torch.get_num_threads() == 3
+    assert not loop.optimizer._optimizer_step_post_hooks
+
+
+def test_steps_of_other_threads_do_not_count(loop):
+    thread = threading.Thread(target=loop.steps, args=(200, dict.fromkeys(range(64), 1.0)))
+    thread.start()
+    thread.join()
+    assert (loop.trial.measured, torch.get_num_threads()) == (0, MORE)
