@@ -76,6 +76,11 @@ class FusedStepCheck:
         return self._before_step(optimizer, args, kwargs)
 
 
+def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the parameters that a step would train now: with a gradient, and a learning rate other than 0.
 
