@@ -98,7 +98,7 @@ class Ambient:
         self._ending.close()
 
     def is_here(self) -> bool:
-        """Whether the mode is for what this thread does now, and no run inside it is."""
+        """Whether the mode is active in this thread, and no run inside it is."""
         return self._run.scope.is_here()
 
     def warn_of_unused_options(self) -> None:
@@ -111,14 +111,14 @@ class Ambient:
                 warn(error_message(f"{name}=True", report[name].detail, f"Leave {name} out"))
 
     def note(self, optimizer: Optimizer) -> None:
-        """Look out for what an optimizer trains."""
+        """Watch for the modules that an optimizer trains."""
         with self._lock:
             self._look()
             self._known += 1
             self._optimizers[optimizer] = None
 
     def note_backward(self) -> None:
-        """Look out for what is trained, and not by an optimizer of torch: gradients come, and then other values."""
+        """Watch for modules that are trained without an optimizer of torch: gradients arrive, then values change."""
         if not self._has_begun:
             self.wake(begins=True)
         if not self._others:
@@ -135,7 +135,7 @@ class Ambient:
                     self._reached[module] = [(parameter, parameter.detach().clone()) for parameter in smallest]
 
     def wake(self, *, begins: bool = False) -> None:
-        """Look at calls of modules again, of which there may be new ones."""
+        """Look at calls of modules again: there may be new modules."""
         with self._lock:
             if self._has_begun or begins:
                 self._look()

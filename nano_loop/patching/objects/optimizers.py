@@ -63,9 +63,9 @@ def once_gradients_exist(check: Callable[[Optimizer], None]) -> Callable[[Optimi
 
 
 class FusedStepCheck:
-    """A hook before the steps of one optimizer, by which what a fused kernel needs is so once there are gradients.
+    """A hook before the steps of one optimizer that checks the requirements of a fused kernel, once gradients exist.
 
-    A step that has seen that it is so leaves the hook out (see `nano_loop.optimizers.direct_steps`).
+    A step that has seen that they are met skips the hook (see `nano_loop.optimizers.direct_steps`).
     """
 
     def __init__(self, check: Callable[[Optimizer], None]) -> None:
