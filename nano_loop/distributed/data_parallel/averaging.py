@@ -132,7 +132,7 @@ class Averaging:
             self._paused = before
 
     def around_call(self, call: Call) -> Call:
-        """Make the layer around the calls into a model, in which what the loop has added becomes equal on all ranks."""
+        """Wrap the calls into a model. Parameters that the loop has added become equal on all ranks there."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or in_backward() or self._forked:
@@ -226,7 +226,7 @@ class Averaging:
         return bool(paused) and all(id(model) in paused for model in self._parameters.models)
 
     def _agree(self, purpose: Purpose, waiting: set[int]) -> list[Fingerprint]:
-        """Compare this rank's state, of which `waiting` is a part, with the others'; return all. Collective."""
+        """Compare this rank's state, `waiting` included, with the others'; return those of all ranks. Collective."""
         groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
         in_order = self._parameters.in_order
         own_fingerprint = Fingerprint(
@@ -253,7 +253,7 @@ class Averaging:
         return self._overwritten.settle(self._parameters.in_order) if is_any else []
 
     def _welcome(self) -> None:
-        """Give what the loop has added rank 0's values. Collective where there is something."""
+        """Give parameters that the loop has added rank 0's values. Collective if there are any."""
         self._parameters.refresh()
         if self._parameters.newcomers:
             self._agree("welcome", set())
