@@ -80,7 +80,7 @@ class Output:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except Exception:  # the caller's stream may be closed or be an object of the user's: training goes on
+        except Exception:  # the caller's stream may be closed or be the user's own object: training goes on
             self._stream = None
 
 

@@ -96,7 +96,7 @@ def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
 class _Hook:
     """A hook that is pickled as one that does nothing.
 
-    torch puts a function around the ``step`` of a class of the user's. cloudpickle sends that with torch's table of
+    torch puts a function around the ``step`` of a user's class. cloudpickle sends that with torch's table of
     hooks.
     """
 
