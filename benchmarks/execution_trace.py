@@ -145,11 +145,6 @@ class Recorder:
         self._ending.enter_context(steps_labelled())
         self._ending.enter_context(_calls_marked(self._names))
 
-    def mark_optimizer(self) -> AbstractContextManager[None]:
-        """Return a context for a step of an optimizer at whose end the recording ends, before torch's mark does."""
-        mark: AbstractContextManager[None] = record_function(_OPTIMIZER)
-        return mark
-
     def finish(self) -> list[Operator]:
         """Stop, and return the operators that were called by none, in order.
 

@@ -319,8 +319,8 @@ FAULTS = (
     ),
     Fault(
         "steps/kernels/fast_linear.py",
-        "parameter.dim() == _MATRIX and parameter.numel() >= elements",
-        "parameter.dim() == _MATRIX",
+        "parameters_of(module, recurse=False) if weight.numel() >= elements",
+        "parameters_of(module, recurse=False)",
         "tests/steps/kernels/test_kernel_step.py",
     ),
     Fault(

@@ -85,7 +85,7 @@ def _package(kind: type) -> str:
 
 
 def _is_plain(value: Any, packages: frozenset[str]) -> bool:
-    """Whether a value is an object of the user's own, and not a dataset, a sampler or a scheduler."""
+    """Whether a value is an object of a user's class, and not a dataset, a sampler or a scheduler."""
     if isinstance(value, _NAMESPACES):
         return True
     kind = type(value)

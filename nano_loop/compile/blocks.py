@@ -56,7 +56,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _structure(module: nn.Module) -> Hashable:
-    """Return what two modules have in common for which torch compiles the same code."""
+    """Return a key that is equal for modules for which torch compiles the same code."""
     modules = tuple((name, type(submodule)) for name, submodule in module.named_modules())
     tensors = [*named_parameters_of(module, remove_duplicate=False), *named_buffers_of(module, remove_duplicate=False)]
     shapes = tuple(

@@ -1,4 +1,4 @@
-"""The arguments of `torch.compile` by which Inductor keeps our operators, draws as plain loops do, starts sooner."""
+"""Arguments of `torch.compile`: Inductor keeps our operators, draws as plain loops do, and starts sooner."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class PrecisionKind:
 
     @property
     def autocast_by_hand(self) -> torch.dtype | None:
-        """The dtype of the autocast by which a person writes it, or None."""
+        """The dtype of autocast in code that is written by hand, or None."""
         return _dtype("bfloat16") if self.rounds_products else self.autocast
 
     @property

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,12 +39,12 @@ class Command(NamedTuple):
 _taken: list[Command] = []
 
 
-def take_command(environ: MutableMapping[str, str] = os.environ) -> Command | None:
+def take_command() -> Command | None:
     """Return the command of this process; None if nano-loop has not started it.
 
     The variable is removed at the first call, so that processes which the script starts are not commanded.
     """
-    text = environ.pop(COMMAND, None)
+    text = os.environ.pop(COMMAND, None)
     if text is not None:
         try:
             _taken.append(Command(**json.loads(text)))

@@ -35,7 +35,7 @@ class Waits:
         self._before = _counted(tasks)
 
     def share(self) -> float | None:
-        """Return the waiting part of the time in which threads could run; None where the system does not count it."""
+        """Return the fraction of runnable time that threads waited for a CPU; None if the system does not count it."""
         running = waiting = 0
         for thread, now in _counted(self._tasks).items():
             before = self._before.get(thread, _Counted(0, 0))

@@ -69,7 +69,7 @@ def pending(value: Any, plan: Plan) -> Pending | None:
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Return the batch of samples of which some images are pending, as `default_collate` makes it of finished ones."""
+    """Collate samples as `default_collate` does, and apply the rest of the pipeline to pending images."""
     first = samples[0]
     if isinstance(first, Pending):
         return _batch(samples)

@@ -1,4 +1,4 @@
-"""Images as bytes, for the cache: what is read back is what was written, with all that a transform may look at."""
+"""Images as bytes, for the cache. An image that is read back has all that a transform may look at."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ _lock = threading.RLock()  # a finalizer may run in the thread that holds it
 
 
 def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = ALONE) -> Store:
-    """Return the cache for datasets, any of which keeps a cache in memory alive. Collective.
+    """Return the cache for datasets. A cache in memory lives as long as any of them. Collective.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = 
 
 
 def default_limit() -> int:
-    """Return the bytes that a cache in memory takes by default, by what is free and what the cgroups allow."""
+    """Return the default size in bytes of a cache in memory. It depends on free memory and on cgroup limits."""
     available = psutil.virtual_memory().available
     allowed = read_memory_limit(Tree("/"))
     return min(available, allowed or available) // _SHARE

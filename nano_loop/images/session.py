@@ -206,7 +206,7 @@ def _direct(plan: Plan, header: dict[str, Any], pixels: memoryview) -> Pending |
 
 
 def _finished(plan: Plan, value: Any, deferring: bool) -> Any:
-    """Apply what comes after the deterministic transforms, up to what is left to the batch."""
+    """Apply the transforms after the deterministic ones, except for those that are left to the batch."""
     until = plan.conversion.first if deferring and plan.conversion else len(plan.transforms)
     value = applied(plan.transforms[plan.prefix : until], value)
     if until < len(plan.transforms) and (left := pending(value, plan)) is not None:

@@ -262,7 +262,7 @@ def _kept(file: str, folder: Path, content: bytes, is_threaded: bool) -> ctypes.
 
 
 def _loaded(file: str, folder: Path, is_threaded: bool) -> ctypes.CDLL:
-    """Load a library, once its hash is that of what was written: a part that is missing would end the process."""
+    """Check the hash of a library, then load it: a truncated one would end the process."""
     with opened_folder(folder) as above, open(open_file(file, above), "rb") as opened:
         content = opened.read(_LARGEST)
         if content[-_DIGEST:] != _digest(content[:-_DIGEST]):

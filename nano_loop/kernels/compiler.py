@@ -144,7 +144,7 @@ def compiler_command() -> list[str]:
 
 
 def compile_library(name: str, level: Level, library: Path, seconds: float = _SECONDS) -> None:
-    """Compile ``<name>.c`` into a library, in whose folder the compiler has its temporary files, too.
+    """Compile ``<name>.c`` into a library. The compiler's temporary files lie in the library's folder.
 
     Raises
     ------

@@ -19,7 +19,7 @@ TORCH, COMPILED = "torch", "compiled"
 
 
 class Arguments(NamedTuple):
-    """A call, by which its time is known.
+    """A call, which is the key of its measured times.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Arguments(NamedTuple):
 
 
 def rule_of(kernel: CompiledKernel) -> str:
-    """Return the name of the rule by which a model takes the functions of a C file for fp32 tensors, a `Choose`."""
+    """Return the name of a model's rule, a `Choose`, that selects the functions of a C file for fp32 tensors."""
     return f"fp32 tensors by {kernel.name}"
 
 

@@ -69,7 +69,7 @@ class Rounding:
 
 
 class Arguments(NamedTuple):
-    """The arguments of a product, by which its time is known.
+    """The arguments of a product, which are the key of its measured times.
 
     Attributes
     ----------

@@ -181,7 +181,7 @@ def _generated(function: Callable[[torch.Tensor], torch.Tensor], values: Generat
 
 
 def attributes_with_names(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an object that holds data: nothing for what is called, as modules and functions are."""
+    """Return the attributes of an object that holds data. Callables, such as functions, and modules have none."""
     return [] if callable(value) or isinstance(value, ModuleType) else [*named_attributes_of(value)]
 
 

@@ -88,7 +88,7 @@ def fused_sgd(
     momenta: Sequence[torch.Tensor] = (),
     **numbers: Any,
 ) -> None:
-    """Call the kernel of SGD after its first step, likewise."""
+    """Call the fused kernel of SGD for the steps after the first."""
     torch._fused_sgd_(parameters, gradients, [*momenta], is_first_step=False, **numbers)
 
 
@@ -99,7 +99,7 @@ def fused_adagrad(
     steps: list[torch.Tensor],
     **numbers: Any,
 ) -> None:
-    """Call the kernel of Adagrad, likewise."""
+    """Call the fused kernel of Adagrad."""
     torch._fused_adagrad_(parameters, gradients, sums, steps, **numbers)
 
 

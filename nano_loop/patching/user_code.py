@@ -1,4 +1,4 @@
-"""Finds the line of the user's in a call, past the frames of torch, Fabric and nano_loop, and warns of it."""
+"""The line of the user's code in a call, past the frames of torch, Fabric and nano_loop, and warnings about it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def users_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
 
 
 def leads_to_user(error: BaseException) -> bool:
-    """Whether the traceback of `error` shows a line of the user's."""
+    """Whether the traceback of `error` shows a line of the user's code."""
     return any(is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
@@ -80,7 +80,7 @@ def _is_between(files: Sequence[str], place: int) -> bool:
 
 
 def users_line() -> str:
-    """Return the line of the user's that is being executed, as a traceback shows it; empty if there is none."""
+    """Return the line of the user's code that is being executed, as a traceback shows it; empty if there is none."""
     frame = users_frame(traceback.extract_stack())
     return "" if frame is None else "".join(traceback.format_list([frame])).rstrip()
 

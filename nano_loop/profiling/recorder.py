@@ -171,7 +171,7 @@ class _Recorder:
         }
 
     def _circumstances(self, events: list[Any]) -> Circumstances:
-        """Return what the advice depends on, by the run that is under way and by what was computed."""
+        """Return what the advice depends on: the active run, and the operators in `events`."""
         run, optimizer = active_run(), self._optimizer
         options, kernels = ({}, []) if run is None else (run.options.as_dict(), _optimizers_with_kernels(run.report))
         name = type(optimizer).__name__

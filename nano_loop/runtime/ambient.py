@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from nano_loop.patching.calls.entry import through_interceptor
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.loaders import implicit_loaders_changed
+from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
@@ -96,7 +98,7 @@ class Ambient:
         self._ending.close()
 
     def is_here(self) -> bool:
-        """Whether the mode is for what this thread does now, and no run inside it is."""
+        """Whether the mode is active in this thread, and no run inside it is."""
         return self._run.scope.is_here()
 
     def warn_of_unused_options(self) -> None:
@@ -109,14 +111,14 @@ class Ambient:
                 warn(error_message(f"{name}=True", report[name].detail, f"Leave {name} out"))
 
     def note(self, optimizer: Optimizer) -> None:
-        """Look out for what an optimizer trains."""
+        """Watch for the modules that an optimizer trains."""
         with self._lock:
             self._look()
             self._known += 1
             self._optimizers[optimizer] = None
 
     def note_backward(self) -> None:
-        """Look out for what is trained, and not by an optimizer of torch: gradients come, and then other values."""
+        """Watch for modules that are trained without an optimizer of torch: gradients arrive, then values change."""
         if not self._has_begun:
             self.wake(begins=True)
         if not self._others:
@@ -133,7 +135,7 @@ class Ambient:
                     self._reached[module] = [(parameter, parameter.detach().clone()) for parameter in smallest]
 
     def wake(self, *, begins: bool = False) -> None:
-        """Look at calls of modules again, of which there may be new ones."""
+        """Look at calls of modules again: there may be new modules."""
         with self._lock:
             if self._has_begun or begins:
                 self._look()
@@ -174,7 +176,8 @@ class Ambient:
         with self._lock:
             models = [model for training in {*self._trainings.values()} for model in [*training.models]]
             held = {id(parameter) for model in models for parameter in parameters_of(model)}
-            if self._others or not all(held.issuperset(_parameters_of(optimizer)) for optimizer in [*self._optimizers]):
+            stepped = chain.from_iterable(map(held_by, [*self._optimizers]))
+            if self._others or not held.issuperset(map(id, stepped)):
                 self._known_calls = 0
                 return
             if not self._is_woken:
@@ -217,7 +220,7 @@ class Ambient:
         optimizers = [
             optimizer
             for optimizer in [*self._optimizers]
-            if not held.isdisjoint(_parameters_of(optimizer)) and not self._run.stepped.trains_set_up_model(optimizer)
+            if not held.isdisjoint(map(id, held_by(optimizer))) and not self._run.stepped.trains_set_up_model(optimizer)
         ]
         is_model = (bool(optimizers) or by_others) and self._training_of([module]) is None
         new = [optimizer for optimizer in optimizers if self._training_of([optimizer]) is None]
@@ -320,11 +323,6 @@ def _watched(original: Callable[..., Any], module: nn.Module, /, *args: Any, **k
         return original(module, *args, **kwargs)
     finally:
         call_state.watched = False
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[int]:
-    """Yield the ids of the parameters of an optimizer."""
-    return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _has_plain_gradient(parameter: nn.Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""A run of the ambient mode for what is trained together: it lasts as long as its models and optimizers."""
+"""A run of the ambient mode for models and optimizers that are trained together. It lasts as long as they do."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import closure_of, trained_by
+from nano_loop.patching.objects.optimizers import closure_of, held_by, trained_by
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -92,8 +92,7 @@ class SteppedOptimizers:
         """Whether an optimizer was set up, or holds parameters of a model that was, which sets it up, too."""
         if optimizer in self._optimizers:
             return True
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if self._parameters().isdisjoint(held):
+        if self._parameters().isdisjoint(map(id, held_by(optimizer))):
             return False
         self._apply(TrainingObjects(optimizers=[optimizer]))
         self._optimizers[optimizer] = None  # also a wrapper, of which those inside were set up

@@ -151,7 +151,7 @@ def _run_by(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _held_by(value: Any) -> Iterable[Any]:
-    """Return what an object holds that may have code of the user's."""
+    """Return the values in an object that may have the user's code."""
     if isinstance(value, nn.Module):
         return value.modules()
     if isinstance(value, CONTAINERS):
@@ -170,7 +170,7 @@ def _function_of(value: Any) -> Any:
 
 
 def _named_by(item: Any) -> Iterator[Any]:
-    """Yield what a class of the user's holds, or what a function of the user's names and holds."""
+    """Yield the attributes of a user's class, or the values that a user's function names and holds."""
     if isinstance(item, type):
         for base in item.__mro__ if _is_users(item) else ():
             values = [*vars(base).items()]

@@ -15,7 +15,7 @@ _IDLE = ("idle", "iowait")
 
 
 def load_of(cpus: Collection[int]) -> float:
-    """Return the part of a tenth of a second in which CPUs are busy while this process sleeps; 0 if it is not known.
+    """Return the fraction of a tenth of a second that CPUs are busy while this process sleeps; 0 if unknown.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def load_of(cpus: Collection[int]) -> float:
 
 
 def _busy(before: Any, after: Any) -> float:
-    """Return the part of the time between two readings of a CPU in which it was not idle."""
+    """Return the fraction of the time between two readings that a CPU was busy."""
     passed, idle = (
         sum(getattr(after, name, 0.0) - getattr(before, name, 0.0) for name in names)
         for names in (after._fields, _IDLE)

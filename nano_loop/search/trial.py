@@ -19,7 +19,7 @@ from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.files.private_files import guard_files
 from nano_loop.distributed.payload.payload import load
 from nano_loop.errors import NanoError, error_message
-from nano_loop.patching.objects.optimizers import hook_after_steps
+from nano_loop.patching.objects.optimizers import held_by, hook_after_steps
 from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
@@ -141,7 +141,7 @@ def _steps(report: SetupReport | None) -> dict[str, list[str]]:
 
 
 def _has_convolutions(optimizer: Optimizer) -> bool:
-    return any(parameter.dim() in (4, 5) for group in optimizer.param_groups for parameter in group["params"])
+    return any(parameter.dim() in (4, 5) for parameter in held_by(optimizer))
 
 
 def _largest(errors: Iterable[float]) -> float | None:

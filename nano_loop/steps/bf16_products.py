@@ -27,6 +27,7 @@ from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
 from nano_loop.steps.kernels.fast_attention import FastAttention
 from nano_loop.steps.kernels.fast_convolution import FastConvolution
+from nano_loop.steps.kernels.fast_linear import large_weights
 from nano_loop.steps.step import SkipReason, Step
 
 #: Minimum number of elements of a weight. The products of smaller ones would only lose the time of the replacement.
@@ -58,13 +59,7 @@ class _Kind(NamedTuple):
 
 
 def _has_large_weights(model: nn.Module) -> bool:
-    """Whether there is a large matrix that may be multiplied: those of embeddings alone are not."""
-    return any(
-        parameter.dim() >= _MATRIX and parameter.numel() >= SMALLEST_WEIGHT
-        for module in model.modules()
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        for parameter in parameters_of(module, recurse=False)
-    )
+    return any(weight.dim() >= _MATRIX for weight in large_weights(model, SMALLEST_WEIGHT))
 
 
 def _has_lstms(model: nn.Module) -> bool:

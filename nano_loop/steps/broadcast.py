@@ -13,6 +13,7 @@ from typing_extensions import override
 from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
 from nano_loop.distributed.data_parallel.initial_sync import make_equal, named_buffers, named_parameters
 from nano_loop.patching.members import buffers_of
+from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
 
@@ -48,7 +49,7 @@ class Broadcast(RanksStep):
 
     def _broadcast_state(self, optimizer: Optimizer) -> None:
         """Broadcast the optimizer's state if the ranks differ, as when only one rank loaded a checkpoint."""
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = held_by(optimizer)
         states = [optimizer.state.get(parameter) for parameter in held]
         if len(set(self.ranks.gather(_checksum(states)))) == 1:
             return

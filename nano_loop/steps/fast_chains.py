@@ -98,7 +98,7 @@ class FastChains(KernelStep):
 
 
 def _line_of(module: nn.Module) -> Call | None:
-    """Return what is around the calls of a module, or None if there is no chain in it."""
+    """Return the wrapper of the calls of a module, or None if there is no chain in it."""
     if type(module) in _LEAVES:
         return None
     line = Line(module)

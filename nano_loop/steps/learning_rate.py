@@ -20,7 +20,7 @@ from typing_extensions import override
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.checkpoint_entries import RAMP, flattened_states_complete, pop_entry, with_entries
-from nano_loop.patching.objects.optimizers import Closure, closure_of, with_closure
+from nano_loop.patching.objects.optimizers import Closure, closure_of, held_by, with_closure
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep, SkipReason
@@ -73,8 +73,8 @@ class LearningRate(RanksStep):
     def _refusal(self, optimizer: Optimizer) -> SkipReason | None:
         if isinstance(optimizer, LBFGS):
             return SkipReason("lbfgs", "LBFGS searches its own step length")
-        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        if held and self._ddp.keys() >= set(held):
+        held = set(map(id, held_by(optimizer)))
+        if held and self._ddp.keys() >= held:
             return SkipReason("users_ddp", "the model is your own DistributedDataParallel, so the rate is yours, too")
         return None
 

@@ -17,7 +17,7 @@ from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import closure_of, hook_before_steps, with_closure
+from nano_loop.patching.objects.optimizers import closure_of, held_by, hook_before_steps, with_closure
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import below_torch_functions
 from nano_loop.precision.autocast.conversion import convert_data
@@ -72,7 +72,7 @@ class Rounding(Step):
         """Take an optimizer that was not set up, before it steps, if it holds parameters of a model."""
         if optimizer not in self._wide:
             parameters = {id(parameter) for model in [*self._models] for parameter in parameters_of(model)}
-            if any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
+            if not parameters.isdisjoint(map(id, held_by(optimizer))):
                 self._take(optimizer)
 
     def _surround_modes(self, optimizer: Optimizer, wide: _Wide) -> None:
@@ -138,10 +138,9 @@ class _Wide:
 
     def widen(self, optimizer: Optimizer, all_of_them: bool = False) -> None:
         """Cast the parameters that have gradients, and these, to fp32."""
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         narrow = {
             id(parameter): parameter
-            for parameter in held
+            for parameter in held_by(optimizer)
             if parameter.dtype is torch.bfloat16 and (all_of_them or parameter.grad is not None)
         }
         parameters = [*narrow.values()]

@@ -125,7 +125,7 @@ class Step(ABC):
 
     @property
     def unused_because(self) -> str | None:
-        """Why the step, which has been applied, changes no call of what was set up so far; None if it may."""
+        """Why the applied step changes no call of the models that were set up so far; None if it may."""
         return None
 
     def is_relevant(self, parts: TrainingObjects) -> bool:

@@ -14,6 +14,7 @@ from typing_extensions import override
 from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import buffers_of, parameters_of
+from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.precision.verification.recorded_calls import NO_GRADIENT, RecordedCalls, loss_of
 from nano_loop.precision.verification.traces import tensors_kept
 from nano_loop.precision.verification.verification import Verification, verified
@@ -89,7 +90,7 @@ class Verify(Step):
             model = recorded.model()
             yield from () if model is None else chain(parameters_of(model), buffers_of(model))
         for optimizer in [*self._optimizers]:
-            yield from chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            yield from held_by(optimizer)
 
 
 def _warn(reason: str) -> None:

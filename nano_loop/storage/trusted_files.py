@@ -57,9 +57,9 @@ def open_folder(path: str | Path, *, private: bool = False) -> int:
 
 
 @contextmanager
-def opened_folder(path: str | Path, *, private: bool = False) -> Iterator[int]:
+def opened_folder(path: str | Path) -> Iterator[int]:
     """Give the descriptor of a folder; see `open_folder`."""
-    descriptor = open_folder(path, private=private)
+    descriptor = open_folder(path)
     try:
         yield descriptor
     finally:

@@ -458,6 +458,28 @@ def test_datasets_that_only_index_have_whole_batches(step, dataset, kind, made_o
             assert_same(epochs(loader), expected)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", [Pair, "arrays", "list"])
+def test_epochs_that_are_left_early_and_generators_that_are_set_back(step, dataset, kind, seed):
+    def batches(fetches):
+        data = [(ROWS[i], i) for i in range(23)]
+        if kind != "list":
+            data = OfSamples(lambda i: ROWS[i]) if kind == "arrays" else Pair(*dataset.tensors[:2])
+        generator = torch.Generator().manual_seed(seed)
+        sampler = RandomSampler(data, replacement=True, num_samples=40)
+        loaders = [DataLoader(data, 4, shuffle=True, generator=generator), DataLoader(data, 3, sampler=sampler)]
+        for loader in loaders if fetches else ():
+            step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+        torch.manual_seed(seed)
+        left = [batch for loader in loaders for batch, _ in zip(loader, range(2), strict=False)]
+        state = generator.get_state()
+        left += [*loaders[0], torch.rand(2)]
+        generator.set_state(state)
+        return [*left, *loaders[0], *loaders[1], torch.rand(2)], torch.get_rng_state()
+
+    assert_same(batches(fetches=True), batches(fetches=False))
+
+
 def test_rows_that_occur_twice_are_apart(step):
     loader = DataLoader(Assigned(torch.ones(4, 2), torch.ones(4)), 4)
     step(FastFetch).apply(TrainingObjects(loaders=[loader]))

@@ -18,8 +18,6 @@ from nano_loop.images import sources
 datasets = pytest.importorskip("torchvision.datasets")
 from torchvision import transforms  # noqa: E402
 
-REAL_SETTLED = sources.SETTLED + 0.5
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):

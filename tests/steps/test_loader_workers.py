@@ -54,12 +54,16 @@ def test_workers_of_the_loader_are_left_out_for_zero(step):
     assert (loader.num_workers, loader.timeout, loader.prefetch_factor) == (1, 5, 3)
 
 
-def test_whole_batches_are_fetched_in_workers(step):
-    loader = DataLoader(torch.arange(12.0).view(6, 2), 2)
+@pytest.mark.parametrize("kind", [torch.Tensor, list], ids=["tensor", "list of arrays"])
+def test_batches_are_fetched_and_collated_in_workers(step, kind):
+    rows = torch.arange(12.0).view(6, 2)
+    loader = DataLoader(rows if kind is torch.Tensor else [*rows.numpy()], 2)
     made = [step(FastFetch), step(LoaderWorkers, loader_workers=1)]
     for each in made:
         each.apply(TrainingObjects(loaders=[loader]))
-    assert torch.equal(torch.cat([*loader]), torch.arange(12.0).view(6, 2))
+    batches = [*loader]
+    assert torch.equal(torch.cat(batches), rows)
+    assert all(batch.is_shared() for batch in batches)
     for each in reversed(made):
         each.undo()
 

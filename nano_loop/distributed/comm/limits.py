@@ -19,7 +19,7 @@ _NO_COPY = "a numpy.memmap, or a tensor after share_memory_(), is sent without a
 
 
 def limit_in_words(error: OSError, folder: Path) -> tuple[str, str] | None:
-    """Return what is limited and what to do, for an error by which the system has refused something.
+    """Return which limit of the system an error comes from, and what to do about it.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What is said of ranks that are in different collectives: what each of them does, and in which line of the user's."""
+"""Messages about ranks in different collectives: what each rank does, and in which line of the user's code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALONE = "what one rank does alone under torch.no_grad(), where each rank takes 
 
 
 class CallSite(NamedTuple):
-    """The collective that a rank is in, and the line of the user's that has called it."""
+    """The collective that a rank is in, and the line of the user's code that called it."""
 
     what: str
     line: str
@@ -90,7 +90,7 @@ def left_behind(own_rank: int, rank: int, still: str, loop: Loop) -> str:
 
 
 def with_own_line(message: str, rank: int) -> str:
-    """Add the line of the user's that this rank is in, if there is one."""
+    """Add the line of the user's code that this rank is in, if there is one."""
     line = users_line()
     return f"{message}\n\n{_place(rank, line)}" if line else message
 

@@ -65,7 +65,7 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_copy(tensor: torch.Tensor, change: Callable[[torch.Tensor], object]) -> None:
-    """Change a tensor in place, which may have any strides, by what changes a contiguous one."""
+    """Change a tensor of any strides in place, by a function that changes a contiguous tensor."""
     whole = resolved(tensor)
     change(whole)
     copy_back(whole, tensor)
@@ -78,7 +78,7 @@ def copy_back(whole: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def parts_of_streams(wholes: Sequence[torch.Tensor], starts: Sequence[int], first_rank: int = 0) -> Receive:
-    """Return what fills tensors from the streams of the ranks from `first_rank` on, of which each begins at a start."""
+    """Return a function that fills tensors from the streams of rank `first_rank` and later ones, at `starts`."""
     pairs = [(start, raw_bytes(whole)) for start, whole in zip(starts, wholes, strict=True)]
     memories = dict(enumerate(pairs, first_rank))
 

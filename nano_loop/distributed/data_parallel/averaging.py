@@ -47,7 +47,7 @@ from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import closure_of, with_closure
+from nano_loop.patching.objects.optimizers import closure_of, held_by, with_closure
 from nano_loop.patching.torch_private import graph_task, in_backward, in_functorch
 
 
@@ -132,7 +132,7 @@ class Averaging:
             self._paused = before
 
     def around_call(self, call: Call) -> Call:
-        """Make the layer around the calls into a model, in which what the loop has added becomes equal on all ranks."""
+        """Wrap the calls into a model. Parameters that the loop has added become equal on all ranks there."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or in_backward() or self._forked:
@@ -226,7 +226,7 @@ class Averaging:
         return bool(paused) and all(id(model) in paused for model in self._parameters.models)
 
     def _agree(self, purpose: Purpose, waiting: set[int]) -> list[Fingerprint]:
-        """Compare this rank's state, of which `waiting` is a part, with the others'; return all. Collective."""
+        """Compare this rank's state, `waiting` included, with the others'; return those of all ranks. Collective."""
         groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
         in_order = self._parameters.in_order
         own_fingerprint = Fingerprint(
@@ -253,7 +253,7 @@ class Averaging:
         return self._overwritten.settle(self._parameters.in_order) if is_any else []
 
     def _welcome(self) -> None:
-        """Give what the loop has added rank 0's values. Collective where there is something."""
+        """Give parameters that the loop has added rank 0's values. Collective if there are any."""
         self._parameters.refresh()
         if self._parameters.newcomers:
             self._agree("welcome", set())
@@ -272,12 +272,7 @@ class Averaging:
     def _is_shared(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps parameters that were set up; warn if it steps others."""
         self._parameters.refresh()
-        held = {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        }
+        held = {id(parameter) for parameter in held_by(optimizer) if parameter.requires_grad}
         averaged = set(map(id, self._parameters.in_order))
         if not averaged.issuperset(held) and threading.get_ident() == self._thread:
             got = f"{type(optimizer).__name__} steps parameters that were not set up"
@@ -303,8 +298,7 @@ class Averaging:
         steps in the middle of the backward. A rank whose backward did not reach any parameter joins the others here.
         """
         self._parameters.refresh()
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        ready = {id(parameter) for parameter in held if parameter.grad is not None}
+        ready = {id(parameter) for parameter in held_by(optimizer) if parameter.grad is not None}
         if in_backward() or self._at_step.get(optimizer) == self._averagings:
             self._waiting |= ready
             self.average()
@@ -313,7 +307,7 @@ class Averaging:
 
     def _average_replaced(self, optimizer: Optimizer) -> None:
         """Average the gradients that the loop has put in the place of means, unless all ranks have the same."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = set(map(id, held_by(optimizer)))
         in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held - self._waiting]
         is_by_hand = self._at_step.get(optimizer) == self._averagings  # all of them: see `_settle`
         replaced = [] if is_by_hand else self._averaged.replaced(in_order)

@@ -115,7 +115,7 @@ class AveragedGradients:
         return id(parameter) in self._means
 
     def replaced(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters to which the loop has given another gradient since, as a sum of clipped ones."""
+        """Return the parameters whose mean the loop has replaced, such as by a sum of clipped gradients."""
         return [parameter for parameter in parameters if parameter.grad is not None and not self._is_noted(parameter)]
 
     def _is_noted(self, parameter: torch.Tensor) -> bool:
@@ -135,7 +135,7 @@ def _put_back(parameter: torch.Tensor, mean: torch.Tensor) -> None:
 
 
 class _Mean(torch.autograd.Function):
-    """The mean in value, this rank's own gradient in what it is made of.
+    """A gradient with the value of the mean and the graph of this rank's own gradient.
 
     A loss made of averaged gradients (``backward(create_graph=True)``) gives each rank its own part of the second
     derivative in this way, and the mean of the parts, which the next averaging makes, is the derivative of the mean.

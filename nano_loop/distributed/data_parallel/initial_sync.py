@@ -102,7 +102,7 @@ def _refuse_without_memory(named: Sequence[Named]) -> None:
 
 
 def _is_raw(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what its bytes are; a quantized one has scales besides."""
+    """Whether the bytes of a tensor are all of it. A quantized one also has scales."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 

@@ -164,7 +164,7 @@ def _can_have_gradient(parameter: torch.Tensor) -> bool:
 
 
 def _watch(parameter: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Register the hook; torch takes it for what requires a gradient alone, and keeps it when that changes."""
+    """Register the hook. torch registers it only while a parameter requires a gradient, and keeps it afterwards."""
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Folders that programs share while they run, each made for several writers: a worker uses the caller's."""
+"""Cache folders that several programs may write at the same time: workers use the caller's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AT_HOME = ("~/.cache", "~/.triton", "~/.config/matplotlib", "~/Library/Caches")
 
 
 def cache_folders() -> list[str]:
-    """Return those of this process, without symbolic links in their paths.
+    """Return the cache folders of this process, without symbolic links in their paths.
 
     One that holds the working folder or the folder for temporary files is left out: the loop's own files lie there.
     """

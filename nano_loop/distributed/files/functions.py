@@ -98,7 +98,7 @@ class Functions(ReadingFunctions):
             return self._opened(os.fspath(path), flags, 0o666)
 
     def file_io(self) -> type:
-        """Return what is `io.FileIO`, of which every unbuffered file is an instance."""
+        """Return the replacement of `io.FileIO`, the class of every unbuffered file."""
 
         def init(file_io: Any, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
             if opener is None and self._table.root and not isinstance(file, int):

@@ -22,7 +22,7 @@ real: Any = SimpleNamespace(
 
 
 def lower(path: str) -> os.stat_result | None:
-    """Return the `os.lstat` of what is really at a path, or None."""
+    """Return the `os.lstat` of the real file at a path, or None."""
     try:
         status: os.stat_result = real.lstat(path)
     except OSError:

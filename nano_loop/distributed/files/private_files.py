@@ -135,7 +135,7 @@ class ImportedFiles:
 
 @contextlib.contextmanager
 def private_imports(run: Path) -> Iterator[ImportedFiles]:
-    """Keep what modules write private that this process imports in the body, from which workers are forked.
+    """Keep files private that modules write while this process imports them, before it forks workers.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ class Replacement(staticmethod):  # type: ignore[type-arg]
         self.__module__ = module
 
     def __reduce__(self) -> str:
-        """Return the name, by which another process has its own."""
+        """Return the name. Another process finds its own replacement by it."""
         return str(self.__name__)
 
 

@@ -110,7 +110,7 @@ class Table:
         return self._looked_up(path, follow)[0]
 
     def _looked_up(self, path: Any, follow: bool) -> tuple[str, str | None]:
-        """Return the absolute path without symbolic links, and the place of what the rank sees there."""
+        """Return the absolute path without symbolic links, and the place of the file that the rank sees there."""
         path = os.fsdecode(path)
         if path.startswith(SYSTEM):  # where links lead to what has no path, such as a pipe
             return path, path
@@ -163,7 +163,7 @@ class Table:
         return self._seen_at(key)[0]
 
     def seen(self, key: str) -> os.stat_result | None:
-        """Return the `os.lstat` of what the rank sees at a resolved path, or None."""
+        """Return the `os.lstat` of the file that the rank sees at a resolved path, or None."""
         return self._seen_at(key)[1]
 
     def _seen_at(self, key: str) -> tuple[str | None, os.stat_result | None]:
@@ -176,7 +176,7 @@ class Table:
         return key, status
 
     def _entry(self, key: str) -> tuple[os.stat_result | None, str | None]:
-        """Return the `os.lstat` of what the rank has at a path, or the identity of what it has removed there."""
+        """Return the `os.lstat` of the rank's own file at a path, or the identity of a file that it removed there."""
         status = lower(self.root + key) if self.root else None
         if status is None or not stat.S_ISLNK(status.st_mode):
             return status, None
@@ -201,7 +201,7 @@ class Table:
         return own is None and status is not None and (removed is not None or status.st_ctime_ns >= self.since)
 
     def has_rank_0_removed(self, path: str) -> bool:
-        """Whether what is not there may have been removed by rank 0 in this run: its folder has changed since."""
+        """Whether rank 0 may have removed a missing file in this run: its folder has changed since the start."""
         path, status = os.path.join(self.working_folder(), path), None
         if lower(self.root + path) is not None:  # this rank has removed it
             return False
@@ -247,7 +247,7 @@ class Table:
         return self.root + key
 
     def mirrored(self, key: str) -> str:
-        """Return the place of what the rank has in a folder, which it sees."""
+        """Return the place of the rank's own files in a folder that it sees."""
         place, (entry, removed) = self.root + key, self._entry(key)
         if entry is not None and stat.S_ISDIR(entry.st_mode):
             return place
@@ -265,7 +265,7 @@ class Table:
         self._changes[0] += 1
 
     def own(self, key: str) -> str:
-        """Return the place of a private copy of a file or a link; of what cannot be copied, its own."""
+        """Return the place of a private copy of a file or a link, or the original place where there can be no copy."""
         place, status = self._seen_at(key)
         if place is None or status is None:
             raise missing(key)

@@ -1,4 +1,4 @@
-"""Which launcher a run has: the one place where that is decided."""
+"""The choice of a run's launcher, by its options and by the launcher that has started this process."""
 
 from __future__ import annotations
 

@@ -225,5 +225,5 @@ def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failur
 
 
 def first(failures: list[Failure]) -> Failure | None:
-    """Return the failure to report, of those in the order in which they came: the earliest that is a cause."""
+    """Return the failure to report, of failures in their order of arrival: the first of the most causal kind."""
     return min(failures, key=lambda failure: failure.kind, default=None)

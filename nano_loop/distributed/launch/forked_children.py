@@ -1,4 +1,4 @@
-"""Processes that a loop forks: one that comes out of the loop ends there, and leaves the run to its parent."""
+"""Processes that a loop forks by itself: they end where the loop does, and leave the run to their parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def forked_children_ending() -> Iterator[None]:
-    """End a child of the body's when it leaves the body; it would end its parent's run, and go on as the program."""
+    """End a process that the body forks as it leaves the body. Else it would end the run and go on with the script."""
     process = os.getpid()
     code = 0
     try:

@@ -16,9 +16,5 @@ def without_greeting() -> Iterator[None]:
     The gloo in torch 2.8 prints it from C++, always; later ones have ``GLOO_LOG_LEVEL`` for it (pytorch/gloo#467),
     which leaves it out unless asked.
     """
-    with without_lines(1, b"[Gloo] ") if _greets() else nullcontext():
+    with without_lines(1, b"[Gloo] ") if is_older_than(2, 13) else nullcontext():
         yield
-
-
-def _greets() -> bool:
-    return is_older_than(2, 13)

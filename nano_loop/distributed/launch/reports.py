@@ -164,7 +164,7 @@ class Worker(ABC):
 
     @abstractmethod
     def silence(self) -> Failure:
-        """Return the failure of a process that can report no more, and of which nobody says that it has ended."""
+        """Return the failure of a process that can no longer report, though it has not ended as far as is known."""
 
     @abstractmethod
     def stack_dump(self) -> str:
@@ -206,7 +206,7 @@ class Worker(ABC):
                 self.reports = None
 
     def reported(self, failure: Failure) -> Failure:
-        """Return a failure that the process has reported, with what rank 0 adds: nothing by default."""
+        """Return a failure that the process has reported. Subclasses may add to its message."""
         return failure
 
     def _take(self, header: dict[str, Any], content: bytes) -> None:

@@ -31,7 +31,7 @@ class Task(ABC):
 
     @property
     def modules(self) -> Sequence[str]:
-        """The modules that a worker's process may import beforehand: that of its class, with what that imports."""
+        """The modules that a worker's process may import beforehand: by default the module of the class."""
         return [type(self).__module__]
 
     @abstractmethod

@@ -43,7 +43,7 @@ _DESCRIPTORS = 4  # that come with each request for a worker: its channel, repor
 
 
 def serve(control: socket.socket, origin: dict[str, Any]) -> NoReturn:
-    """Serve the caller until it is gone, has closed its end, or has asked for nothing for a while.
+    """Serve the caller until it has ended, has closed its socket, or has been idle for a while.
 
     Parameters
     ----------
@@ -237,7 +237,7 @@ class ForkServer:
             os._exit(1)
 
     def _leave(self) -> None:
-        """Give up what is the server's, in a process that it has forked."""
+        """Release the server's resources, in a process that it has forked."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # Ctrl-C is for rank 0, and what the process starts ends with it

@@ -36,7 +36,7 @@ class WorkerRequest(NamedTuple):
 
 
 class ImportKey(NamedTuple):
-    """What imports depend on besides what all workers of a fork server have in common."""
+    """What the result of imports depends on, where workers of a fork server differ."""
 
     modules: tuple[str, ...]  # in the order of their import
     working_folder: str | None

@@ -69,7 +69,7 @@ class Output:
         self._show("".join(f"{self._prefix}{line.decode(errors='replace')}\n" for line in lines))
 
     def _keep(self, text: str) -> None:
-        """Keep the end of it, in which a long line does not take the place of the lines before it."""
+        """Keep the end of the output. Long lines are shortened, so that lines before them stay."""
         lines = text[-_LONGEST_LINE:].splitlines(keepends=True)
         self.last_words = (self.last_words + "".join(map(_shortened, lines)))[-_LAST_WORDS:]
 
@@ -80,7 +80,7 @@ class Output:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except Exception:  # the caller's stream may be closed or be an object of the user's: training goes on
+        except Exception:  # the caller's stream may be closed or be the user's own object: training goes on
             self._stream = None
 
 

@@ -262,7 +262,7 @@ class Actor(Worker):
         return self._died("is gone: its process or its node has ended")
 
     def reported(self, failure: Failure) -> Failure:
-        """Add the node to what has happened there, and what to do about a file that is not there."""
+        """Add the node to the message, and advice if a file was not found."""
         if failure.kind not in (Kind.LATE, Kind.LEFT):
             failure.what = f"on {self.node} {failure.what}"
         if "raised FileNotFoundError" in failure.what:
@@ -302,12 +302,12 @@ class Actor(Worker):
                 self._connection.send(request)
 
     def _died(self, what: str, traceback: str | None = None) -> Failure:
-        """Return the failure of the actor, of which it has said nothing itself."""
+        """Return the failure of an actor that has reported none itself."""
         return Failure(self.rank, Kind.CAUSE, f"on {self.node} {what}", _ADVICE, traceback=traceback)
 
 
 def put(content: Any) -> Any:
-    """Put an array where all nodes can read it, until the reference is gone."""
+    """Put an array where all nodes can read it, as long as the reference lives."""
     return ray.put(content)
 
 

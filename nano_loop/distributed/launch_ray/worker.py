@@ -148,7 +148,7 @@ def _take_over(setting: dict[str, Any]) -> None:
 
 
 def _deleted_with_this_process(*folders: str) -> object:
-    """Have folders deleted when this process ends, however it ends; what is returned has to live as long."""
+    """Have folders deleted when this process ends, however it ends. The caller must keep the returned object."""
     command = ["/bin/sh", "-c", _WAIT_AND_DELETE, "sh", *folders, *(f"{folder}.gone" for folder in folders)]
     shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     shell.wait()

@@ -134,7 +134,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         self._move(f"gather of {sent.nbytes} bytes", sent, outputs, [0] * len(outputs))
 
     def _move(self, what: str, sent: torch.Tensor, outputs: Tensors, starts: Sequence[int], first: int = 0) -> None:
-        """Send a stream, and fill tensors from the streams of the ranks from `first` on, of which each begins there."""
+        """Send a stream. Fill tensors from the streams of rank `first` and the ranks after it, at `starts`."""
         wholes = [output.detach().contiguous() for output in outputs]
         self._channel.exchange(what, raw_bytes(sent), parts_of_streams(wholes, starts, first))
         for whole, output in zip(wholes, outputs, strict=True):

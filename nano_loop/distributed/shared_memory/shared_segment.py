@@ -109,7 +109,7 @@ class SharedSegment:
         return True
 
     def fence(self) -> None:
-        """Keep what this thread reads and writes before apart, for others too, from what it does after.
+        """Order this thread's memory accesses: no CPU sees one from after the fence before one from ahead of it.
 
         A CPU such as ARM's may let others see a counter before the data that it announces, or read the data before the
         counter. A lock's release stays behind all before it, its acquisition ahead of all after it, and the CPU keeps

@@ -109,7 +109,7 @@ class Waits:
 
 
 class Note(NamedTuple):
-    """What a rank has written down of a wait: its number, for whom, and how often it has found that one missing."""
+    """A rank's note of a wait: its number, the rank waited for, and how often that rank was missing."""
 
     rank: int
     serial: int

@@ -73,7 +73,7 @@ def _set_states(states: Sequence[torch.Tensor]) -> None:
 
 
 def refused(name: str) -> Callable[..., NoReturn]:
-    """Return what raises when it is called, for what has no meaning on a CPU."""
+    """Return a function that raises, in place of one that has no meaning on a CPU."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         got = f"{name} was called after patch_cuda()"

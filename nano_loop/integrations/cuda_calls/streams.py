@@ -9,7 +9,7 @@ import torch
 
 
 class Stream(torch.cpu.Stream):
-    """A stream in which all is done at once. It is a context manager, as `torch.cuda.stream` returns one."""
+    """A stream whose work is always complete. It is a context manager, like the result of `torch.cuda.stream`."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         super().__init__(priority)

@@ -96,7 +96,7 @@ _PASS = "Pass it to Trainer.compile"
 
 
 def refuse_compiled_twice(model: nn.Module, **arguments: Any) -> None:
-    """Raise if a LightningModule is compiled with what it has itself."""
+    """Raise if a LightningModule is compiled with arguments that it defines itself."""
     names = [name for name, value in arguments.items() if value is not None]
     if names:
         message = error_message(

@@ -61,7 +61,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def share_heads(query: Tensor, key: Tensor) -> bool:
-    """Whether equally many heads of the query share each head of the keys, of which there are some."""
+    """Whether the keys have heads, and each is shared by equally many heads of the query."""
     return key.size(-3) > 0 and query.size(-3) % key.size(-3) == 0
 
 

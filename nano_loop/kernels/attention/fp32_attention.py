@@ -132,7 +132,7 @@ def backward_if_faster(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, ...] | None:
-    """Compute what `backward` does, likewise."""
+    """Compute what `backward` does for a model with `RULE`, or return None where torch's kernel has to compute."""
     if query.dtype is not torch.float32 or rule_for(RULE) is None or not _supports(query, key, value, mask):
         return None
     number = blocked_attention.scale_of(query, scale)

@@ -1,31 +1,14 @@
 /* Functions of vectors of fp32 numbers, for any CPU. */
 #pragma once
-#include "fp32_tiles.h"
-
-/* The bits of `yes` where those of a comparison are set, and else of `no`. */
-#define CHOOSE(CONDITION, YES, NO)                                                                                     \
-    ({                                                                                                                 \
-        Words mask = (Words)(CONDITION);                                                                               \
-        (Vector)((mask & (Words)(YES)) | (~mask & (Words)(NO)));                                                       \
-    })
+#include "exponential.h"
 
 INLINE Vector magnitude(Vector x) { return (Vector)((Words)x & 0x7fffffffu); }
 
-/* exp of numbers that are not larger than 0, by the scheme of Cephes' expf. Below -87 it is 0. A NaN stays one. */
+/* exp of numbers that are not larger than 0. Below -87 it is 0. A NaN stays one. */
 INLINE Vector exponential(Vector x) {
     const Vector zero = {0};
-    Vector clipped = CHOOSE(x < -87.0f, zero - 87.0f, x);
-    Vector shifted = clipped * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
-    Vector n = shifted - 12582912.0f;
-    Vector r = clipped - n * 0.693359375f + n * 2.12194440e-4f;
-    Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    Vector scaled = p * (Vector)(((Words)shifted + 127u) << 23);
-    return CHOOSE(x < -87.0f, zero, scaled);
+    Vector power, p = exponential_parts(CHOOSE(x < -87.0f, zero - 87.0f, x), &power);
+    return CHOOSE(x < -87.0f, zero, (p + 1.0f) * power);
 }
 
 INLINE Vector sigmoid(Vector x) {

@@ -118,10 +118,6 @@ INLINE void pack_pairs_of(const int wide, const void *from, int64_t row, int64_t
         }
 }
 
-INLINE void pack_group(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
-    pack_group_of(0, from, row, rows, width, to);
-}
-
 static inline void pack_transposed(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
     pack_transposed_of(0, from, row, rows, width, to);
 }

@@ -13,6 +13,7 @@
 
    All but products is in fp32. What they multiply by weights is rounded to bf16 if that is asked for, and the CPU has the bf16
    instructions of AVX-512. */
+#include "exponential.h"
 #include "fp32_product.h"
 #include "threads.h"
 
@@ -39,13 +40,6 @@ INLINE Vector load_rounded(const uint16_t *from, int64_t count) { return (Vector
 INLINE void store_rounded(uint16_t *to, int64_t count, Vector numbers) {}
 #endif
 
-/* The bits of `yes` where those of a comparison are set, and else of `no`. */
-#define CHOOSE(CONDITION, YES, NO)                                                                                     \
-    ({                                                                                                                 \
-        Words mask = (Words)(CONDITION);                                                                               \
-        (Vector)((mask & (Words)(YES)) | (~mask & (Words)(NO)));                                                       \
-    })
-
 /* Numbers from -bound to bound: the nearest ones. A NaN stays one. */
 INLINE Vector clipped(Vector x, float bound) {
     const Vector largest = (Vector){0} + bound;
@@ -69,28 +63,14 @@ INLINE Vector quotient(Vector a, Vector divisor) {
 #endif
 }
 
-/* Returns p, and 2^n in `power`: exp of a number from -87 to 87 is 2^n (1 + p), by the scheme of Cephes' expf. */
-INLINE Vector exponential(Vector x, Vector *power) {
-    Vector shifted = x * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
-    Vector n = shifted - 12582912.0f;
-    Vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    *power = (Vector)(((Words)shifted + 127u) << 23);
-    return p * (r * r) + r;
-}
-
 INLINE Vector sigmoid(Vector x) {
-    Vector power, p = exponential(-clipped(x, 87.0f), &power);
+    Vector power, p = exponential_parts(-clipped(x, 87.0f), &power);
     return quotient((Vector){0} + 1.0f, power * p + (power + 1.0f));
 }
 
 /* e / (e + 2), with e = exp(2x) - 1 without cancellation. */
 INLINE Vector hyperbolic_tangent(Vector x) {
-    Vector power, p = exponential(2.0f * clipped(x, 10.0f), &power), e = power * p + (power - 1.0f);
+    Vector power, p = exponential_parts(2.0f * clipped(x, 10.0f), &power), e = power * p + (power - 1.0f);
     return quotient(e, e + 2.0f);
 }
 
@@ -600,8 +580,6 @@ static void sum_columns(const Layer *work, int64_t column, int64_t end) {
         }
 }
 
-/* Computes a part of the gradients that are products over all steps. Those of a GRU's hidden states begin with the new gate,
-   and those of its inputs end with it. */
 /* Computes a part of the rows of a product. */
 static void multiply_part(const Shape *shape, const float *a, const float *b, float *out, int64_t part, int64_t parts) {
     Work product_of_all = {shape, a, b, 0, out};
@@ -609,6 +587,8 @@ static void multiply_part(const Shape *shape, const float *a, const float *b, fl
     multiply(&product_of_all, groups * part / parts * ROWS, end, 0, shape->columns);
 }
 
+/* Computes a part of the gradients that are products over all steps. Those of a GRU's hidden states begin with the new gate,
+   and those of its inputs end with it. */
 static void multiply_gradients(const Layer *work, int64_t part, int64_t parts) {
     const Call *call = work->call;
     int64_t rows = work->offsets[call->steps], hidden = call->hidden, gates = gates_of(call) * hidden;

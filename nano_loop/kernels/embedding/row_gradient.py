@@ -165,7 +165,7 @@ class RowGradient:
         self._version = version(self._sums)
 
     def mark(self, *states: Tensor) -> None:
-        """Mark the rows of which a state is not zero, unless these are the states that the last step has left."""
+        """Mark the rows with a nonzero state, unless these are the states that the last step has left."""
         if self._states != _signs(states):
             other = states[1] if len(states) > 1 else None
             KERNEL("mark_states", states[0], other, self.marks, *self.shape)
@@ -268,7 +268,7 @@ def row_gradients_kept() -> AbstractContextManager[None]:
 
 
 class _Root(torch.autograd.Function):
-    """The node of a table to which the lookups of a graph lead. It takes nothing from them but their order."""
+    """The graph node of a table. All lookups lead to it, so its backward runs after theirs."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: RowGradient) -> Tensor:
@@ -287,5 +287,5 @@ def _is_plain(gradient: Tensor) -> bool:
 
 
 def _signs(states: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return what tells states from others, and from what they were before a change."""
+    """Return addresses and versions of states, which differ after a change or for other states."""
     return [(state.data_ptr(), version(state)) for state in states]

@@ -137,7 +137,7 @@ class Chain:
         return True
 
     def accepts_batches(self, x: Tensor, buffers: Sequence[Buffers]) -> bool:
-        """Whether batch norms take the input, of which the channels are the last dimension, and the statistics."""
+        """Whether batch norms take the statistics and the input, whose last dimension is that of the channels."""
         if x.dim() != _MATRIX or len(x) < _MATRIX:
             return False
         return all(

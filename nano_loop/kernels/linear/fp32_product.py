@@ -73,7 +73,7 @@ def product_if_faster(by_torch: Callable[..., Any], a: Tensor, b: Tensor, bias: 
 
 
 def _supports(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
-    """Whether sizes are those of a product to whose rows the same is added. torch raises for others, or broadcasts."""
+    """Whether sizes are those of a product, plus a bias for each column. torch raises for others, or broadcasts."""
     if a.dim() != _DIMENSIONS or b.dim() != _DIMENSIONS or a.size(1) != b.size(0):
         return False
     return bias is None or bias.shape == b.shape[1:]

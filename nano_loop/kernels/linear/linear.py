@@ -51,7 +51,7 @@ def mm(original: _Kernel | None) -> _Kernel:
 
 
 def addmm(original: _Kernel | None) -> _Kernel:
-    """Return the replacement of the CPU kernel of ``aten::addmm``, likewise."""
+    """Return the replacement of the CPU kernel of ``aten::addmm``; see `mm`."""
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Any:

@@ -48,11 +48,11 @@ class Recurrence(NamedTuple):
 
     @property
     def rounds(self) -> bool:
-        """Whether what is multiplied by weights is in bf16."""
+        """Whether the operands that weights multiply are in bf16."""
         return self.in_bf16 and product.KERNEL.unavailable is None
 
     def operands(self, rows: int, width: int) -> Tensor:
-        """Return memory for what is multiplied. In bf16 it has an even number of columns."""
+        """Return memory for operands. In bf16 it has an even number of columns."""
         if self.rounds:
             return empty(rows, width + width % 2, dtype=torch.bfloat16)
         return empty(rows, width)

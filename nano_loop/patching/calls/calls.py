@@ -296,7 +296,7 @@ _newcomers_covered = functools.partial(register_module_module_registration_hook,
 
 
 def _innermost(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Call `function` of a module, by what the interceptor of the call under way has put around the module's calls."""
+    """Call `function` of a module inside the wrapper that the current call's interceptor has for the module."""
     inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(module))
     if inner is None:
         return function(module, *args, **kwargs)

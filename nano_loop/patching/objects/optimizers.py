@@ -63,9 +63,9 @@ def once_gradients_exist(check: Callable[[Optimizer], None]) -> Callable[[Optimi
 
 
 class FusedStepCheck:
-    """A hook before the steps of one optimizer, by which what a fused kernel needs is so once there are gradients.
+    """A hook before the steps of one optimizer that checks the requirements of a fused kernel, once gradients exist.
 
-    A step that has seen that it is so leaves the hook out (see `nano_loop.optimizers.direct_steps`).
+    A step that has seen that they are met skips the hook (see `nano_loop.optimizers.direct_steps`).
     """
 
     def __init__(self, check: Callable[[Optimizer], None]) -> None:
@@ -74,6 +74,11 @@ class FusedStepCheck:
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check before a step, or after each call of its closure."""
         return self._before_step(optimizer, args, kwargs)
+
+
+def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -91,7 +96,7 @@ def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
 class _Hook:
     """A hook that is pickled as one that does nothing.
 
-    torch puts a function around the ``step`` of a class of the user's. cloudpickle sends that with torch's table of
+    torch puts a function around the ``step`` of a user's class. cloudpickle sends that with torch's table of
     hooks.
     """
 

@@ -91,7 +91,7 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
 
 
 def convert_data(tensors: Sequence[Tensor], convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace the data of tensors by what `convert` makes of it. Those that share memory share it afterwards."""
+    """Convert the data of tensors in place. Tensors that share memory still share it afterwards."""
     shared = Counter(map(_address, tensors))
     storages: dict[tuple[int, torch.dtype], Tensor] = {}  # what was converted, by the address
     for tensor in tensors:

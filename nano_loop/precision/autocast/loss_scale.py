@@ -21,7 +21,12 @@ from torch.optim import Optimizer
 
 from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.calls.backward import backwards_run_by, nested_backwards_noticed
-from nano_loop.patching.objects.optimizers import hook_after_steps, hook_before_steps, once_gradients_exist
+from nano_loop.patching.objects.optimizers import (
+    held_by,
+    hook_after_steps,
+    hook_before_steps,
+    once_gradients_exist,
+)
 from nano_loop.patching.torch_private import in_backward, in_functorch
 from nano_loop.precision.autocast.scaled_backward import (
     Call,
@@ -156,7 +161,7 @@ class LossScale:
     def _before_step(self, optimizer: Optimizer) -> None:
         """Skip the step if a gradient has overflowed: without gradients, optimizers change nothing."""
         self._put_back()  # after a step that raised
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = held_by(optimizer)
         if this_thread.scale is not self or self.users_scaler or self._known.isdisjoint(map(id, held)):
             return
         # Also what the loop has assigned, and what overflows in the backward under way.

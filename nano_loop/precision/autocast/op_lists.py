@@ -63,7 +63,7 @@ class OpLists:
                     self.idle.append(name)
 
     def registered(self) -> AbstractContextManager[None]:
-        """Return a context in which the rules are asked, by calls of interceptors that have them."""
+        """Return a context in which operators follow the rules, inside calls whose interceptors have them."""
         return ruled(frozenset(self.rules), as_torch_does)
 
     def _add(self, operator: str, kind: str) -> None:

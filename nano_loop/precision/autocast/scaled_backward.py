@@ -121,7 +121,7 @@ def _sum(gradient: Tensor) -> Tensor:
 
 @contextmanager
 def at(factor: float) -> Iterator[None]:
-    """Note by what the gradients of a backward are multiplied."""
+    """Note the factor that multiplies the gradients of a backward."""
     before, this_thread.factor = this_thread.factor, factor
     try:
         yield

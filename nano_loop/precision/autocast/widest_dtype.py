@@ -55,7 +55,7 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 def _unswept() -> dict[str, Callable[..., Any]]:
-    """Return what computes the operators of which it is not known what they refuse."""
+    """Return functions for the operators whose unsupported dtypes are not known."""
     names = [*filter(is_operator, _SWEPT["unswept"]), *operators_of_others(_SWEPT["namespaces"])]
     return {name: _widest(name, frozenset()) for name in names if not has_kernel(name, _KEY)}
 

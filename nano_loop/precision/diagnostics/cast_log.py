@@ -156,7 +156,7 @@ class CastRecorder:
         row.cast_bytes += packed * (torch.float32.itemsize + torch.bfloat16.itemsize)
 
     def _row(self, source: str, target: str) -> Logged:
-        """Return the row of what is computed now."""
+        """Return the row for casts at the current place in the code."""
         line = users_place()
         where = "" if line is None else f"{os.path.basename(line.filename)}:{line.number}"
         key = (source, target, *self._place(), where)

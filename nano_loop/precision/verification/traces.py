@@ -158,7 +158,7 @@ def tensors_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def in_fp64(model: nn.Module) -> Iterator[nn.Module]:
-    """Run a model in fp64, with what it makes by itself."""
+    """Convert a model to fp64, and let it make new tensors in fp64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

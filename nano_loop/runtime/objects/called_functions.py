@@ -29,7 +29,7 @@ def functions_called(model: nn.Module) -> frozenset[str]:
 
 
 def _modules_in(value: Any) -> Iterator[Any]:
-    """Yield the modules in a module, and its lists and dicts, in which Keras has its layers."""
+    """Yield the modules in a module, and its lists and dicts: Keras keeps layers in them."""
     if isinstance(value, nn.Module):
         yield from value.children()
         yield from (attribute for attribute in vars(value).values() if isinstance(attribute, CONTAINERS))

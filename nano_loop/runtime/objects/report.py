@@ -97,7 +97,7 @@ def print_lines(lines: Iterable[object]) -> None:
     is_notebook = type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
     stream = sys.stdout if is_notebook else sys.stderr
     if stream is not None:  # as in a program without a console
-        with suppress(Exception):  # it may be closed, or be an object of the user's: the training goes on
+        with suppress(Exception):  # it may be closed, or be the user's own object: the training goes on
             text = "".join(f"{line}\n" for line in lines)  # one write, which a worker's lines cannot come into
             print(text, end="", file=stream, flush=True)
 

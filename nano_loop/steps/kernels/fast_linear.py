@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 from typing_extensions import override
 
@@ -45,10 +47,12 @@ class FastLinear(KernelStep):
         return super()._is_wanted(parts) or (in_fp32 and any(_has_matrix(one, _LARGE_IN_FP32) for one in parts.models))
 
 
+def large_weights(model: nn.Module, elements: int) -> Iterator[nn.Parameter]:
+    """Yield the parameters of at least so many elements that may be multiplied: not those of embeddings."""
+    for module in model.modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            yield from (weight for weight in parameters_of(module, recurse=False) if weight.numel() >= elements)
+
+
 def _has_matrix(model: nn.Module, elements: int) -> bool:
-    return any(
-        parameter.dim() == _MATRIX and parameter.numel() >= elements
-        for module in model.modules()
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        for parameter in parameters_of(module, recurse=False)
-    )
+    return any(weight.dim() == _MATRIX for weight in large_weights(model, elements))

@@ -130,11 +130,11 @@ class KernelStep(Step):
 
     @property
     def rule(self) -> Choose:
-        """The rule of models by which the functions compute fp32 tensors, until `tune_operators` measures."""
+        """The models' rule that selects functions for fp32 tensors, until `tune_operators` measures."""
         return by_guess if self._is_in_fp32 else always
 
     def contexts(self) -> Iterable[AbstractContextManager[None]]:
-        """Return what replaces the kernels, to be entered once a run."""
+        """Return the contexts in which the kernels are replaced. They are entered once a run."""
         return [replacement.in_force() for replacement in self.replacements]
 
     @override

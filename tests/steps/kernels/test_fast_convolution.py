@@ -8,8 +8,6 @@ from nano_loop.kernels.convolution import convolution
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels.fast_convolution import FastConvolution
 
-CONVOLVES = TrainingObjects([nn.Sequential(nn.Linear(2, 2), nn.Conv2d(2, 2, 1))])
-
 gets_kernels = pytest.mark.skipif(
     not hasattr(torch.library, "get_kernel"), reason="torch does not hand out its kernels"
 )

@@ -1,0 +1,24 @@
+/* A choice between vectors of fp32 numbers, and the exponential in parts, for any CPU. */
+#pragma once
+#include "fp32_tiles.h"
+
+/* The bits of `yes` where those of a comparison are set, and else of `no`. */
+#define CHOOSE(CONDITION, YES, NO)                                                                                     \
+    ({                                                                                                                 \
+        Words mask = (Words)(CONDITION);                                                                               \
+        (Vector)((mask & (Words)(YES)) | (~mask & (Words)(NO)));                                                       \
+    })
+
+/* Returns p, and 2^n in `power`: exp of a number from -87 to 87 is 2^n (1 + p), by the scheme of Cephes' expf. */
+INLINE Vector exponential_parts(Vector x, Vector *power) {
+    Vector shifted = x * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
+    Vector n = shifted - 12582912.0f;
+    Vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    *power = (Vector)(((Words)shifted + 127u) << 23);
+    return p * (r * r) + r;
+}
