@@ -37,7 +37,7 @@ def pointers_of(kernel, function):
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (parameters,) = re.findall(rf"\b(?:void|int) {function}\(([^)]*)\)\s*\{{", text)
     names = re.findall(r"(?:const )?(\w+) \*", parameters)
-    return [name for name in names if name not in ("Call", "Shape")]
+    return [name for name in names if name not in ("Call", "Shape", "Entry")]
 
 
 def test_every_source_has_a_kernel_whose_functions_are_declared():
@@ -74,7 +74,11 @@ def others(pointer):
     yield released
 
 
-@pytest.mark.parametrize(("kernel", "function"), FUNCTIONS, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(
+    ("kernel", "function"),
+    [(kernel, function) for kernel, function in FUNCTIONS if kernel.functions[function]],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_no_function_is_called_with_a_tensor_that_it_does_not_take(kernel, function, monkeypatch):
     monkeypatch.setattr(CompiledKernel, "_library", lambda self: pytest.fail("it was called"))
     pointers = kernel.functions[function]

@@ -6,6 +6,9 @@
 #include "numbers.h"
 #include "threads.h"
 
+/* A number in a list of tensors: an address, or a length. */
+typedef int64_t Entry;
+
 #define BLOCK 4096 /* elements that a thread steps at a time */
 #define SMALL 16384 /* elements that one thread steps alone */
 
@@ -31,7 +34,7 @@ typedef struct {
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
-    void NAME(const int64_t *tensors, int64_t number, const Call *call, int threads) {                             \
+    void NAME(const Entry *tensors, int64_t number, const Call *call, int threads) {                               \
         for (int64_t at = 0; at < number; at++, tensors += 6)                                                          \
             NAME##_of_one((float *)tensors[0], (const float *)tensors[1], (float *)tensors[2], (float *)tensors[3],    \
                           (float *)tensors[4], tensors[5], *call, threads);                                          \
@@ -130,7 +133,7 @@ static int threads_for(const int64_t *first, const int64_t *end, int64_t bytes, 
         }                                                                                                              \
         return sum;                                                                                                    \
     }                                                                                                                  \
-    int clip_norm_##DTYPE(const int64_t *first, int64_t length, double most, TYPE *norm, int threads) {                \
+    int clip_norm_##DTYPE(const Entry *first, int64_t length, double most, TYPE *norm, int threads) {                  \
         const int64_t *end = first + length;                                                                           \
         double sums[SUMS] = {0}, sum = 0;                                                                              \
         threads = threads_for(first, end, sizeof(TYPE), threads);                                                      \
@@ -150,7 +153,7 @@ static int threads_for(const int64_t *first, const int64_t *end, int64_t bytes, 
         scale_##DTYPE(first, end, (float)factor, threads);                                                             \
         return 2;                                                                                                      \
     }                                                                                                                  \
-    void clip_value_##DTYPE(const int64_t *first, int64_t length, double most, int threads) {                          \
+    void clip_value_##DTYPE(const Entry *first, int64_t length, double most, int threads) {                            \
         const int64_t *end = first + length;                                                                           \
         limit_##DTYPE(first, end, LOAD(STORE((float)most)), threads_for(first, end, sizeof(TYPE), threads));           \
     }
