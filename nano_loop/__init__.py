@@ -4,7 +4,9 @@ The public names are imported when they are first used, so that ``import nano_lo
 not wait for torch. `TorchNano` is a Fabric, whose import takes as long as that of torch.
 """
 
+import gc
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nano_loop.errors import NanoConfigError, NanoError, NanoWarning, NanoWorkerError
@@ -93,12 +95,23 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name == "optim":
-        return importlib.import_module("nano_loop.optim")
+        return _imported("optim")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"nano_loop.{_HOMES[name]}"), name)
+    value = getattr(_imported(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a module without collections of garbage, which look at all that torch has made: 70 ms of 160."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(f"nano_loop.{module}")
+    finally:
+        if collects:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

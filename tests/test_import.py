@@ -1,6 +1,7 @@
 """Importing nano_loop changes nothing: compared in fresh interpreters, before the import and after it."""
 
 import ast
+import gc
 import importlib
 import json
 import pkgutil
@@ -222,6 +223,19 @@ def names_for_type_checkers():
     tree = ast.parse(Path(nano_loop.__file__).read_text())
     (block,) = (each for each in tree.body if isinstance(each, ast.If))
     return {alias.name: each.module for each in block.body for alias in each.names}
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_after_an_import_as_before_it(monkeypatch, collects):
+    seen, before = [], gc.isenabled()
+    monkeypatch.setattr(importlib, "import_module", lambda name: seen.append(gc.isenabled()) or nano_loop.errors)
+    monkeypatch.setitem(nano_loop._HOMES, "NanoError", "errors")
+    try:
+        (gc.enable if collects else gc.disable)()
+        nano_loop.__getattr__("NanoError")
+        assert (seen, gc.isenabled()) == ([False], collects)
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_public_names_are_those_of_type_checkers_and_each_is_that_of_its_module():

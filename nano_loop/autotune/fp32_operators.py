@@ -24,8 +24,9 @@ from nano_loop.kernels.norm import norms
 IN_FP32 = 2.0**-12
 #: Minimum number of rows of a product that are measured.
 _MIN_ROWS = 64
-#: Seconds that Python takes to ask for the algorithm of a call in fp32, which torch's kernel alone would not take.
-_OVERHEAD = 8e-6
+#: Seconds that Python takes to ask for the algorithm of a call in fp32, which torch's kernel alone would not take. In a
+#: step it takes twice as long as in a loop of nothing else, since caches are cold.
+_OVERHEAD = 20e-6
 #: Seconds that it takes to see that a chain is plain, less those that torch's modules would take.
 _OVERHEAD_OF_CHAIN = 12e-6
 

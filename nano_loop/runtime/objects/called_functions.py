@@ -55,16 +55,31 @@ def _called_by(kind: type) -> frozenset[str]:
 
 def _globals_of(function: FunctionType, code: CodeType) -> Iterator[Any]:
     """Yield the globals that code names, and what it names in modules among them, such as ``nn.functional.dropout``."""
-    value: Any = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
-            value = function.__globals__.get(instruction.argval)
-        elif instruction.opname in _ATTRIBUTES and isinstance(value, ModuleType):
-            value = getattr(value, instruction.argval, None)
-        else:
-            value = None
+    for name, *attributes in _paths_in(code):
+        value: Any = function.__globals__.get(name)
+        for attribute in attributes:
+            if not isinstance(value, ModuleType):
+                break
+            value = getattr(value, attribute, None)
         if value is not None and not isinstance(value, ModuleType):
             yield value
+
+
+@functools.lru_cache(maxsize=10_000)  # the classes of a library call the same functions
+def _paths_in(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    """Return the globals that code loads, each with what it loads of it then: ``("nn", "functional", "dropout")``."""
+    paths: list[tuple[str, ...]] = []
+    is_path = False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            paths.append((instruction.argval,))
+        elif instruction.opname in _ATTRIBUTES and is_path:
+            paths[-1] += (instruction.argval,)
+        else:
+            is_path = False
+            continue
+        is_path = True
+    return tuple(paths)
 
 
 def _package(value: Any) -> str:
