@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kernels.csrc import recorded_calls
+from nano_loop.config.environment import kernels_choice
 from nano_loop.cpu import read_machine
 from nano_loop.kernels import compiler, memory
 from nano_loop.kernels.build import CompiledKernel
@@ -37,7 +38,7 @@ class Target(NamedTuple):
 
 
 OF_LEVELS = {level.name: Target(level.flags, instructions=level.instruction_sets) for level in compiler.LEVELS}
-SANITIZED = Target((*NATIVE, "-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"))
+SANITIZERS = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 #: A program that is linked without libraries needs no files of the emulated system.
 ON_X86 = {
     "x86-64": Target(("-march=x86-64",)),
@@ -58,13 +59,17 @@ def recorder(monkeypatch):
     """Record the calls of C functions."""
     if bernoulli.KERNEL.unavailable is not None:
         pytest.skip(bernoulli.KERNEL.unavailable)
-    if os.environ.get("NANO_LOOP_KERNELS") == "v3":
-        pytest.skip("calls have the memory that functions with short vectors take")
     # What memory held by chance may be what a function writes there, and would look as if it had not been written.
     monkeypatch.setattr(recurrence, "empty", lambda *sizes, **named: memory.empty(*sizes, **named).fill_(torch.nan))
     made = recorded_calls.Recorder(CompiledKernel.__call__)
     monkeypatch.setattr(CompiledKernel, "__call__", lambda self, *arguments: made.call(self, *arguments))
     return made
+
+
+def sanitized():
+    """Return the target of the level in force: recorded calls have the memory that its vectors take."""
+    level = compiler.chosen_level(kernels_choice(os.environ), read_machine().instruction_sets)
+    return Target((*level.flags, *SANITIZERS))
 
 
 def driven(target, recorder, folder):
@@ -96,7 +101,7 @@ def test_functions_read_and_write_their_arguments_alone(recorder, tmp_path):
     recorded_calls.some_calls(recorder)
     if product.KERNEL.unavailable is None:
         recorded_calls.some_recurrences(recorder, in_bf16=True)
-    printed, count = driven(SANITIZED, recorder, tmp_path)
+    printed, count = driven(sanitized(), recorder, tmp_path)
     assert printed == f"{count} calls, 0 wrong\n"
 
 
@@ -104,7 +109,7 @@ def test_functions_read_and_write_their_arguments_alone(recorder, tmp_path):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_calls_are_exact_and_read_and_write_their_arguments_alone(recorder, tmp_path, seed):
     recorded_calls.random_calls(recorder, random.Random(seed), 100)
-    printed, count = driven(SANITIZED, recorder, tmp_path)
+    printed, count = driven(sanitized(), recorder, tmp_path)
     assert printed == f"{count} calls, 0 wrong\n"
 
 
