@@ -40,7 +40,7 @@ class WholeBatches(Dataset[Any]):
         """Return the batch, by the samples if they do not fit together or one is out of range: its error is torch's."""
         try:
             return batch_of(self.dataset, _array(positions))
-        except (IndexError, RuntimeError, TypeError, ValueError):
+        except (IndexError, OverflowError, RuntimeError, TypeError, ValueError):
             return collate([self.dataset[position] for position in positions])
 
 
@@ -158,5 +158,20 @@ def _rows(values: Any, positions: Positions) -> Tensor:
 
 
 def _array(positions: Sequence[Any]) -> Positions:
-    """Return positions as an array, which numpy makes of plain ints in a third of torch's time."""
+    """Return positions as an array, which numpy makes of plain ints in a third of torch's time.
+
+    What is no integer, such as a bool or a tensor with a dimension, is a TypeError: it selects something else than a row.
+    """
+    if not all(map(_is_integer, {*map(type, positions)})) and not all(map(_holds_integer, positions)):
+        raise TypeError(positions)
     return np.fromiter(positions, np.int64, len(positions))
+
+
+def _is_integer(kind: type) -> bool:
+    return issubclass(kind, (int, np.integer)) and kind is not bool
+
+
+def _holds_integer(value: Any) -> bool:
+    if type(value) is not Tensor:
+        return _is_integer(type(value))
+    return not value.dim() and value.dtype not in (torch.bool, torch.uint8) and not value.is_floating_point()

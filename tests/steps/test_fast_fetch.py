@@ -115,6 +115,46 @@ def test_position_out_of_range_has_the_default_loaders_kind_of_error(step, datas
         next(iter(loader))
 
 
+NO_ROWS = [
+    True,
+    np.bool_(True),
+    1.5,
+    torch.tensor([1]),
+    torch.tensor(True),
+    torch.tensor(1.0),
+    slice(0, 2),
+    None,
+    2**70,
+]
+
+
+def outcome(loader):
+    """The first batch, or the kind of error."""
+    try:
+        return next(iter(loader))
+    except Exception as error:  # what the index of a sampler raises, with torch and with numpy
+        return str(type(error))
+
+
+@pytest.mark.parametrize("index", NO_ROWS, ids=repr)
+@pytest.mark.parametrize(
+    "values", [torch.rand(23, 4), np.random.default_rng(0).random((23, 4))], ids=["torch", "numpy"]
+)
+def test_index_that_is_no_integer_selects_what_it_selects_by_default(step, values, index):
+    class Indexed:
+        def __init__(self):
+            self.values = values
+
+        def __getitem__(self, index):
+            return (self.values[index],)
+
+    datasets = [Indexed(), *([TensorDataset(values)] if isinstance(values, torch.Tensor) else [])]
+    for data in datasets:
+        loaders = [DataLoader(data, 2, sampler=[index, index]) for _ in range(2)]
+        step(FastFetch).apply(TrainingObjects(loaders=loaders[:1]))
+        assert_equal(*map(outcome, loaders))
+
+
 TENSORS = {
     "bools": lambda: torch.rand(23, 4) > 0.5,
     "bytes": lambda: torch.randint(256, (23, 3, 5), dtype=torch.uint8),
