@@ -160,7 +160,7 @@ def _rows(values: Any, positions: Positions) -> Tensor:
 def _array(positions: Sequence[Any]) -> Positions:
     """Return positions as an array, which numpy makes of plain ints in a third of torch's time.
 
-    What is no integer, such as a bool or a tensor with a dimension, is a TypeError: it selects something else than a row.
+    What is no integer, such as a bool or a tensor with a dimension, is a TypeError: it selects no row.
     """
     if not all(map(_is_integer, {*map(type, positions)})) and not all(map(_holds_integer, positions)):
         raise TypeError(positions)

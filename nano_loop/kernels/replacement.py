@@ -62,27 +62,22 @@ def operator_of(name: str, schema: str, compute: Callable[..., Any]) -> Any:
     return operator
 
 
-def unless_none(
-    compute: Callable[..., Any], takes_kernel: bool = False
-) -> Callable[[Kernel | None], Callable[..., Any]]:
-    """Return the `make` of a function of the operator's arguments that returns None where torch has to compute.
+def unless_none(compute: Callable[..., Any]) -> Callable[[Kernel | None], Callable[..., Any]]:
+    """Return the `make` of a function that returns None where torch has to compute.
 
     torch computes as well where a C function does not take a tensor.
 
     Parameters
     ----------
     compute : callable
-        The function.
-    takes_kernel : bool
-        Whether its first argument is torch's kernel, which takes the operator's arguments.
+        The function. It takes torch's kernel, and then the operator's arguments.
     """
 
     def make(original: Kernel | None) -> Callable[..., Any]:
         assert original is not None
 
         def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            kernel = [functools.partial(original, keys)] if takes_kernel else []
-            result = attempt(compute, *kernel, *args, **kwargs)
+            result = attempt(compute, functools.partial(original, keys), *args, **kwargs)
             return original(keys, *args, **kwargs) if result is None else result
 
         return dispatched

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 
 import pytest
+import torch
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import LogicalCpu, Machine
@@ -37,3 +38,13 @@ def step(machine):
             return made
 
         yield make
+
+
+@pytest.fixture
+def set_num_threads(monkeypatch):
+    """Set torch's number of threads, which no variable says, until the test ends."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

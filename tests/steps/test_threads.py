@@ -14,13 +14,8 @@ from nano_loop.steps.threads import Threads
 
 
 @pytest.fixture(autouse=True)
-def two_threads(monkeypatch):
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.delenv(variable, raising=False)
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
+def four_threads(set_num_threads):
+    set_num_threads(4)
 
 
 def test_count_is_lowered_to_the_cores_and_put_back(step, machine):

@@ -64,7 +64,7 @@ def _replacing(operator: str) -> Callable[[Kernel | None], Callable[..., Any]]:
             is_ours = belongs_to_set_up_model()
         return _computed(name, *tensors) if is_ours else None
 
-    return unless_none(ours, takes_kernel=True)
+    return unless_none(ours)
 
 
 def _computed(name: str, *tensors: Tensor) -> Tensor:

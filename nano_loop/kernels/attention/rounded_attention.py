@@ -105,8 +105,8 @@ def _backward(
 
 
 REPLACEMENTS = (
-    Replacement(FLASH_KERNEL, unless_none(_forward, takes_kernel=True)),
-    Replacement(f"{FLASH_KERNEL}_backward", unless_none(_backward, takes_kernel=True)),
+    Replacement(FLASH_KERNEL, unless_none(_forward)),
+    Replacement(f"{FLASH_KERNEL}_backward", unless_none(_backward)),
 )
 
 

@@ -100,7 +100,7 @@ def _baddbmm(kernel: Callable[..., Any], bias: Tensor, a: Tensor, b: Tensor, **k
 
 #: `nano_loop.kernels.linear.linear` replaces the kernels of ``mm`` and ``addmm``. Inductor calls those with ``out``.
 REPLACEMENTS = tuple(
-    Replacement(f"{name}{overload}", unless_none(function, takes_kernel=True))
+    Replacement(f"{name}{overload}", unless_none(function))
     for name, function in (("bmm", _bmm), ("baddbmm", _baddbmm))
     for overload in ("", ".out")
 )

@@ -84,7 +84,7 @@ def _for_set_up_models(compute: _Compute) -> Callable[[Kernel | None], Callable[
             )
         return compute(*args) if is_ours else None
 
-    return unless_none(ours, takes_kernel=True)
+    return unless_none(ours)
 
 
 def _repeatable(name: str, algorithms: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:

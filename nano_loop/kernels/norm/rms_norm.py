@@ -56,7 +56,7 @@ def _supports(x: Tensor, shape: Sequence[int], weight: Tensor | None) -> bool:
     return weight is None or (weight.shape == torch.Size(shape) and are_fp32(weight.numel(), weight))
 
 
-REPLACEMENTS = (Replacement("rms_norm", unless_none(_computed, takes_kernel=True), "AutogradCPU"),)
+REPLACEMENTS = (Replacement("rms_norm", unless_none(_computed), "AutogradCPU"),)
 
 
 class _RmsNorm(torch.autograd.Function):

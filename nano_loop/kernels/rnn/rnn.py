@@ -157,7 +157,7 @@ def _computed(
 REPLACEMENTS = tuple(
     Replacement(
         f"{name}.{overload}",
-        unless_none(functools.partial(_computed, mode, overload == "data"), takes_kernel=True),
+        unless_none(functools.partial(_computed, mode, overload == "data")),
         "AutogradCPU",
     )
     for name, mode in (("rnn_relu", RELU), ("rnn_tanh", TANH), ("gru", GRU), ("lstm", LSTM))
