@@ -287,9 +287,9 @@ FAULTS = (
         "profiling/rates.py", "    return 4 * math.prod(places)", "    return 2 * math.prod(places)", "tests/profiling"
     ),
     Fault(
-        "runtime/ambient.py",
-        "by_others=has_changed)",
-        "by_others=bool(copies))",
+        "runtime/changed_values.py",
+        "return any(not torch.equal(parameter.detach().to(copy.dtype), copy) for parameter, copy in copies)",
+        "return bool(copies)",
         "tests/runtime/test_ambient.py",
     ),
     Fault(

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -33,14 +33,14 @@ from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
-from nano_loop.patching.torch_private_compiler import is_compiled
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.ambient_training import Training
+from nano_loop.runtime.changed_values import ChangedValues
+from nano_loop.runtime.left_alone import reason_to_leave
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.runtime.run import Run
 from nano_loop.steps import LOADER_STEPS
-from nano_loop.steps.step import SkipReason
 
 _modes: list[Ambient] = process_wide("ambient modes", [])
 
@@ -69,8 +69,7 @@ class Ambient:
         self._looking = ExitStack()  # what is replaced for that
         self._known_calls = 0  # how many calls of modules that had been looked at there were in turn
         self._called: Any = WeakIdKeyDictionary()  # modules, with what was known when they were looked at
-        self._others: Any = WeakIdKeyDictionary()  # modules without an optimizer, with the backwards that they may miss
-        self._reached: Any = WeakIdKeyDictionary()  # those that a backward has reached, with copies of parameters
+        self._without_optimizer = ChangedValues()
         self._trains_others = False  # whether a model was set up that no optimizer of torch trains
         self._trainings: Any = WeakIdKeyDictionary()  # by the optimizer, and by each module of a model
         self._postponed: Any = WeakIdKeyDictionary()  # optimizers
@@ -121,18 +120,9 @@ class Ambient:
         """Watch for modules that are trained without an optimizer of torch: gradients arrive, then values change."""
         if not self._has_begun:
             self.wake(begins=True)
-        if not self._others:
-            return
-        with self._lock:
-            for module, chances in [*self._others.items()]:
-                reached = [parameter for parameter in parameters_of(module) if _has_plain_gradient(parameter)]
-                if reached or not chances:
-                    del self._others[module]
-                else:
-                    self._others[module] = chances - 1
-                if reached:
-                    smallest = sorted(reached, key=torch.Tensor.numel)[:_COPIED]
-                    self._reached[module] = [(parameter, parameter.detach().clone()) for parameter in smallest]
+        if self._without_optimizer.awaits_backward:
+            with self._lock:
+                self._without_optimizer.note_backward()
 
     def wake(self, *, begins: bool = False) -> None:
         """Look at calls of modules again: there may be new modules."""
@@ -142,7 +132,7 @@ class Ambient:
 
     def look_at(self, module: nn.Module) -> None:
         """Set up a module that the program calls, if it is trained."""
-        if self._called.get(module) == self._known and not (self._reached and module in self._reached):
+        if self._called.get(module) == self._known and module not in self._without_optimizer:
             self._known_calls += 1
             if self._known_calls >= _CALLS_BEFORE_REST:
                 self._rest()
@@ -152,11 +142,9 @@ class Ambient:
         with self._lock:
             self._known_calls = 0
             self._called[module] = self._known
-            copies = self._reached.pop(module, [])
-            has_changed = any(not torch.equal(parameter.detach().to(copy.dtype), copy) for parameter, copy in copies)
-            self._set_up(module, by_others=has_changed)
+            self._set_up(module, by_others=self._without_optimizer.have_changed(module))
             if self._training_of([module]) is None and next(iter(parameters_of(module)), None) is not None:
-                self._others.setdefault(module, _CHANCES)
+                self._without_optimizer.add(module)
 
     def _look(self) -> None:
         """Look at calls of modules, and at loaders. Until something may be trained, nothing of these is replaced."""
@@ -177,7 +165,7 @@ class Ambient:
             models = [model for training in {*self._trainings.values()} for model in [*training.models]]
             held = {id(parameter) for model in models for parameter in parameters_of(model)}
             stepped = chain.from_iterable(map(held_by, [*self._optimizers]))
-            if self._others or not held.issuperset(map(id, stepped)):
+            if self._without_optimizer.awaits_backward or not held.issuperset(map(id, stepped)):
                 self._known_calls = 0
                 return
             if not self._is_woken:
@@ -197,9 +185,8 @@ class Ambient:
             is_new = optimizer not in self._optimizers  # it is older than the mode, a copy, or loaded
             if is_new:
                 self.note(optimizer)
-            if (
-                self._run.options.kind.parameters is None
-            ):  # else the set-up adds hooks of all steps, which a step may not
+            # In another dtype, the set-up adds hooks of all steps, which a step may not.
+            if self._run.options.kind.parameters is None:
                 for module in sorted(self._called, key=_size, reverse=True):  # also those called with other parameters
                     self._set_up(module)
             if self._training_of([optimizer]) is not None:
@@ -228,7 +215,7 @@ class Ambient:
             return
         training = self._training_of([module, *optimizers])
         if training is None:
-            reason = _reason_to_leave(module)
+            reason = reason_to_leave(module)
             training = Training(None if reason else self._run)
             if reason:
                 self._run.note(StepResult("model", "skipped", reason.detail, code=reason.code))
@@ -278,8 +265,6 @@ class Ambient:
 
 #: Calls of modules that had been looked at, after which no more are.
 _CALLS_BEFORE_REST = 64
-#: Backwards by which a module may have a gradient, and parameters of one that are looked at.
-_CHANCES, _COPIED = 8, 16
 _OTHERS = "an optimizer that is none of torch's"
 
 
@@ -325,38 +310,5 @@ def _watched(original: Callable[..., Any], module: nn.Module, /, *args: Any, **k
         call_state.watched = False
 
 
-def _has_plain_gradient(parameter: nn.Parameter) -> bool:
-    is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.is_cpu
-    return is_plain and parameter.grad is not None
-
-
 def _size(module: nn.Module) -> int:
     return sum(1 for _ in module.modules())
-
-
-_BY_PROCESSES = SkipReason("distributed", "several processes train it")
-#: Why modules of classes that others have wrapped them in are left alone, by the names of the classes.
-_WRAPPERS = {
-    "DistributedDataParallel": _BY_PROCESSES,
-    "FullyShardedDataParallel": _BY_PROCESSES,
-    "FSDPModule": _BY_PROCESSES,
-    "_FabricModule": SkipReason("fabric", "Fabric has set it up"),
-}
-
-
-def _reason_to_leave(model: nn.Module) -> SkipReason | None:
-    """Return why a model is not set up, or None."""
-    reason = _reason_of_wrapper(model)
-    return reason and reason._replace(detail=f"{class_name(model)} is left alone: {reason.detail}")
-
-
-def _reason_of_wrapper(model: nn.Module) -> SkipReason | None:
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return _BY_PROCESSES
-    for module in model.modules():
-        if is_compiled(module):
-            return SkipReason("compiled", "torch.compile has compiled it")
-        for base in type(module).__mro__:
-            if base.__name__ in _WRAPPERS:
-                return _WRAPPERS[base.__name__]
-    return None
