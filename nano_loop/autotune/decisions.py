@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from nano_loop.autotune.tuner import Tuner
-from nano_loop.patching.torch_private import current_node_number, in_backward, in_mode, next_node_number
+from nano_loop.patching.torch_private import in_mode
+from nano_loop.patching.torch_private_autograd import current_node_number, in_backward, next_node_number
 
 #: Maximum number of kinds that are remembered: a loop may have a new shape in each batch.
 _MOST_KINDS = 1024

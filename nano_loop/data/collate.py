@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
-from nano_loop.patching.torch_private import default_collate_by
+from nano_loop.patching.torch_private_loaders import default_collate_by
 
 ARRAYS = (np.ndarray, np.memmap)
-_MOST_DIMENSIONS = 3  # torch may stack images with batches of their own as channels_last
+_MOST_DIMENSIONS = 3  # torch may stack arrays of more dimensions as channels_last
 _form_of = operator.attrgetter("shape", "strides", "dtype")
 
 

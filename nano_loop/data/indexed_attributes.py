@@ -1,8 +1,8 @@
 """Datasets whose ``__getitem__`` only indexes tensors and arrays, as in ``return self.x[index], self.y[index]``.
 
 This is read from its compiled code: instructions that load attributes, index, and build tuples, lists and dicts, and no
-others. Such code has no branches, calls nothing and changes nothing, so one call, with stand-ins for the dataset and
-the index, tells what all samples are made of.
+others. Such code has no branches, calls nothing and changes nothing, so one call, with placeholders for the dataset
+and the index, tells what all samples are made of.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _OTHERS = frozenset(
 
 
 class Row(NamedTuple):
-    """Stands for the row of a tensor or an array that belongs to the index."""
+    """A placeholder for the row of a tensor or an array that belongs to the index."""
 
     values: Any
 
 
 class _Index:
-    """Stands for the index."""
+    """A placeholder for the index."""
 
 
 class _Values:
-    """Stands for a tensor or an array."""
+    """A placeholder for a tensor or an array."""
 
     def __init__(self, values: Any) -> None:
         self._values = values
@@ -67,7 +67,7 @@ def indexed_sample(dataset: Any) -> Any:
     try:
         sample = function(SimpleNamespace(**{name: _Values(value) for name, value in attributes.items()}), _Index())
         return sample if [*rows_in(sample)] else None
-    except (AttributeError, IndexError, TypeError):  # of what the stand-ins do not have
+    except (AttributeError, IndexError, TypeError):  # of what the placeholders do not have
         return None
 
 

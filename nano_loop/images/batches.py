@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import default_collate, get_worker_info
 
 from nano_loop.images.pipelines import Conversion, Plan, applied
-from nano_loop.patching.torch_private import shared_storage
+from nano_loop.patching.torch_private_loaders import shared_storage
 
 
 class Pending(NamedTuple):

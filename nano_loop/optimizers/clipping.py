@@ -23,7 +23,8 @@ from nano_loop.kernels.embedding.row_gradient import RowGradient, row_gradient_o
 from nano_loop.kernels.optimizer_steps import KERNEL, gradients_in_memory
 from nano_loop.optimizers.covered_parameters import are_covered, covered
 from nano_loop.patching.objects.gradients import gradient_of, on_read
-from nano_loop.patching.torch_private import in_forward_mode, in_functorch, in_mode
+from nano_loop.patching.torch_private import in_functorch, in_mode
+from nano_loop.patching.torch_private_autograd import in_forward_mode
 from nano_loop.patching.torch_private_optimizers import is_profiling, replaced_inside_no_grad
 
 _Function = Callable[..., Any]

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nano_loop.patching.patch_table import process_wide
-from nano_loop.patching.torch_private import current_node_number, next_node_number
+from nano_loop.patching.torch_private_autograd import current_node_number, next_node_number
 
 _MOST_CALLS = 1 << 16
 

@@ -1,7 +1,7 @@
 """All uses of private names, of torch and of what comes with it, each with its reason.
 
-Those of `torch.compile` and those of optimizers are in `nano_loop.patching.torch_private_compiler` and
-`nano_loop.patching.torch_private_optimizers`. The tests of the three modules fail if one of the names is missing.
+Those of `torch.compile`, of autograd, of loaders and of optimizers are in modules beside it, whose names begin as its own
+does. The tests of these modules fail if one of the names is missing.
 """
 
 from __future__ import annotations
@@ -14,22 +14,12 @@ from contextlib import AbstractContextManager
 from itertools import repeat
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
 from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
-from torch.utils.data import DataLoader
-from torch.utils.data._utils.collate import (
-    collate,
-    collate_numpy_array_fn,
-    collate_tensor_fn,
-    default_collate_fn_map,
-)
 
-_KEPT_ITERATOR = "_iterator"
 _PRESETS = "torchvision.transforms._presets"
 
 #: The classes of C++ through which `torch.save`, `torch.package` and `torch.export` open files by their paths, to write
@@ -43,9 +33,6 @@ FLATTENED_STATES = ("torch.distributed.checkpoint.state_dict", "_unflatten_optim
 #: Operators without public names: attention by blocks on the CPU, and bags of rows with a gradient.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 BAGS_KERNEL = "_embedding_bag"
-
-#: The attributes of a leaf tensor that hold its hooks, which pickling omits.
-TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 #: The hooks of a module, and what it is compiled to; at once, for that is asked in each call.
@@ -74,85 +61,8 @@ def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def in_forward_mode() -> bool:
-    """Whether this process computes derivatives in forward mode. torch has no public check."""
-    return forward_ad._current_level >= 0
-
-
-def has_tensor_hooks(tensor: torch.Tensor) -> bool:
-    """Whether hooks of ``register_hook`` are on a tensor. torch can register them, but not list them."""
-    return bool(tensor._backward_hooks)
-
-
-def in_backward() -> bool:
-    """Whether this thread is running a backward, as when an activation checkpoint recomputes its forward."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def graph_task() -> int:
-    """Return the unique number of the backward that this thread is running, or -1 outside a backward."""
-    return int(torch._C._current_graph_task_id())
-
-
-def reaches(leaf: Any) -> bool:
-    """Whether the backward that this thread is running reaches a leaf of its graph.
-
-    torch has no public name for it.
-
-    Parameters
-    ----------
-    leaf : torch.autograd.graph.Node
-        The node that accumulates the gradient of a leaf which no call of the backward names.
-    """
-    return bool(torch._C._will_engine_execute_node(leaf))
-
-
 #: Whether `torch.jit.trace` records this thread's operators. The public function costs two more frames, in each call.
 is_tracing: Callable[[], bool] = torch._C._is_tracing
-
-
-#: Returns the number of the next autograd node of this thread. The numbers are increasing.
-next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
-
-def current_node_number() -> int | None:
-    """Return the number of the autograd node whose backward this thread is running, or None outside a backward."""
-    node: Any = torch._C._current_autograd_node()
-    return None if node is None else int(node._sequence_nr())
-
-
-def node_number(node: Any) -> int:
-    """Return the number of an autograd node."""
-    return int(node._sequence_nr())
-
-
-def hook_first(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
-    """Register a hook on a leaf that runs before those that it has, and return what removes it. torch's appends."""
-    handle = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-    hooks: Any = leaf._backward_hooks
-    others = [(key, hooks.pop(key)) for key in [*hooks] if key != handle.id]
-    hooks.update(others)  # put in again: C++ does not see the order of `OrderedDict.move_to_end`
-
-    def remove() -> None:
-        handle.remove()
-        if not leaf._backward_hooks:
-            leaf._backward_hooks = None
-
-    return remove
-
-
-def queue_callback(function: Callable[[], None]) -> None:
-    """Run `function` at the end of the current backward of this thread, before ``backward()`` returns.
-
-    It does not run if the backward raises. Its own exceptions are raised by ``backward()``. torch's FSDP uses the same.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def forget_empty_hooks(parameter: torch.Tensor) -> None:
-    """Remove the dict that `register_post_accumulate_grad_hook` leaves on a tensor, if it is empty."""
-    if not parameter._post_accumulate_grad_hooks:
-        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 def in_functorch() -> bool:
@@ -288,51 +198,9 @@ def copy_as_torch(target: torch.Tensor, source: Any, non_blocking: bool) -> torc
     return copied
 
 
-def kept_iterator(loader: DataLoader[Any]) -> Any:
-    """Return the iterator that a loader with ``persistent_workers`` keeps between epochs, or None."""
-    return vars(loader).get(_KEPT_ITERATOR)
-
-
-def with_iterator(attributes: dict[str, Any], iterator: Any = None) -> dict[str, Any]:
-    """Return a loader's attributes for a copy with another such iterator; None: a copy that starts its own workers."""
-    return {**attributes, _KEPT_ITERATOR: iterator}
-
-
-def stop_kept_workers(loader: DataLoader[Any]) -> None:
-    """Stop the worker processes that a loader keeps between epochs, even if a traceback still references them."""
-    iterator = kept_iterator(loader)
-    vars(loader)[_KEPT_ITERATOR] = None
-    if iterator is not None:
-        iterator._shutdown_workers()  # as the iterator does when it is garbage-collected
-
-
 def bytes_of(storage: torch.TypedStorage) -> torch.UntypedStorage:
     """Return the untyped storage of a typed one, without the deprecation warning of the public method."""
     return storage._untyped_storage
-
-
-def default_collate_by(batch: Sequence[Any], of_arrays: Callable[[Sequence[Any]], torch.Tensor | None]) -> Any:
-    """Return what `default_collate` returns, with a function for numpy arrays that returns None where torch's has to.
-
-    Functions that the user has registered for arrays or tensors apply instead.
-    """
-    functions = dict(default_collate_fn_map)
-    if (functions.get(np.ndarray), functions.get(torch.Tensor)) == (collate_numpy_array_fn, collate_tensor_fn):
-
-        def collate_arrays(arrays: Sequence[Any], *, collate_fn_map: Any) -> Any:
-            stacked = of_arrays(arrays)
-            return collate_numpy_array_fn(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
-
-        functions[np.ndarray] = collate_arrays
-    return collate(batch, collate_fn_map=functions)
-
-
-def shared_storage(size: int) -> torch.UntypedStorage:
-    """Return that many bytes of memory that processes share, as a loader's worker collates its batches into.
-
-    The public `share_memory_` copies what is there, and there is nothing yet.
-    """
-    return torch.UntypedStorage._new_shared(size)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _for_each(

@@ -20,12 +20,12 @@ from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.torch_private import (
     calls_only_forward,
     has_global_module_hooks,
-    in_forward_mode,
     in_functorch,
     in_mode,
     registered_children,
     registered_parameters,
 )
+from nano_loop.patching.torch_private_autograd import in_forward_mode
 from nano_loop.runtime.objects.straight_line import children_in_turn
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels.kernel_step import KernelStep

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from nano_loop import disable_casts
@@ -48,41 +47,6 @@ def test_trainer_puts_its_signal_handlers_back():
     private.put_back_signal_handlers(trainer)
     trainer._signal_connector.teardown.assert_called_once_with()
     private.put_back_signal_handlers(None)
-
-
-def test_backwards_are_told_from_forwards_and_numbered():
-    seen, x = [], torch.ones(1, requires_grad=True)
-    x.register_hook(lambda gradient: seen.append((private.in_backward(), private.graph_task())))
-    x.sum().backward()
-    x.sum().backward()
-    assert (private.in_backward(), private.graph_task()) == (False, -1)
-    assert [is_inside for is_inside, _ in seen] == [True, True]
-    assert len({number for _, number in seen} - {-1}) == 2
-
-
-def test_callback_runs_before_backward_returns_and_may_raise():
-    seen, x = [], torch.ones(1, requires_grad=True)
-
-    def callback():
-        seen.append(x.grad.clone())
-        raise ValueError("from the callback")
-
-    x.register_hook(lambda gradient: private.queue_callback(callback))
-    with pytest.raises(ValueError, match="from the callback"):
-        x.sum().backward()
-    assert seen == [torch.ones(1)]
-
-
-def test_dict_of_hooks_goes_when_it_is_empty_and_only_then():
-    x = torch.ones(1, requires_grad=True)
-    assert x._post_accumulate_grad_hooks is None
-    ours, users = (x.register_post_accumulate_grad_hook(lambda parameter: None) for _ in range(2))
-    ours.remove()
-    private.forget_empty_hooks(x)
-    assert len(x._post_accumulate_grad_hooks) == 1
-    users.remove()
-    private.forget_empty_hooks(x)
-    assert x._post_accumulate_grad_hooks is None
 
 
 def test_transforms_are_told_from_plain_calls():
@@ -139,58 +103,10 @@ def test_losses_are_told_from_models():
     assert not private.is_loss(nn.ReLU())
 
 
-def test_hooks_of_tensors_are_called_so_and_seen():
-    tensor = torch.ones(1, requires_grad=True)
-    assert not private.has_tensor_hooks(tensor)
-    assert [getattr(tensor, name) for name in private.TENSOR_HOOKS] == [None, None]
-    tensor.register_hook(print)
-    assert private.has_tensor_hooks(tensor)
-    tensor.register_post_accumulate_grad_hook(print)
-    assert [[*getattr(tensor, name).values()] for name in private.TENSOR_HOOKS] == [[print], [print]]
-
-
-def test_loader_keeps_its_iterator_and_ends_its_workers():
-    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
-    assert private.kept_iterator(loader) is None
-    assert [int(each) for each in loader] == [1, 2]
-    iterator = private.kept_iterator(loader)
-    assert iterator is not None
-    assert private.with_iterator(vars(loader), iterator) == vars(loader)
-    assert private.with_iterator(vars(loader)) == {**vars(loader), "_iterator": None}
-    (process,) = torch.multiprocessing.active_children()
-    private.stop_kept_workers(loader)
-    assert private.kept_iterator(loader) is None
-    process.join(10)
-    assert process.exitcode is not None
-
-
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_bytes_of_a_typed_storage_are_its_memory():
     tensor = torch.arange(3.0)
     assert private.bytes_of(tensor.storage()).data_ptr() == tensor.data_ptr()
-
-
-def test_autograd_nodes_are_numbered_as_they_are_made_and_known_in_their_backward():
-    seen = []
-
-    class Noting(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append(private.current_node_number())
-            return gradient
-
-    x = torch.ones(1, requires_grad=True)
-    first = private.next_node_number()
-    out = Noting.apply(x)
-    assert private.next_node_number() == first + 1
-    assert private.current_node_number() is None
-    out.backward()
-    assert seen == [first]
-    assert private.current_node_number() is None
 
 
 def test_tensors_are_copied_in_groups_of_any_layouts_and_dtypes():
@@ -281,26 +197,6 @@ def test_modes_are_known():
         assert private.in_mode()
         assert private.in_dispatch_mode()
     assert not private.in_dispatch_mode()
-
-
-def test_shared_storage_is_of_processes():
-    storage = private.shared_storage(64)
-    assert storage.is_shared()
-    assert storage.nbytes() == 64
-
-
-def test_leaf_is_reached_by_the_backward_that_does_not_say_what_to_reach():
-    seen = []
-    weight, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    middle = weight * other
-    middle.register_hook(lambda gradient: seen.append(private.reaches(middle.grad_fn.next_functions[1][0])))
-    out = middle.sum()
-    out.backward(retain_graph=True)
-    assert seen == [True]
-    for inputs in ([middle], [weight], [middle, weight]):
-        torch.autograd.grad(out, inputs, retain_graph=True)
-        out.backward(inputs=inputs, retain_graph=True)
-    assert seen == [True, *[False] * 6]
 
 
 def test_trainer_sets_up_its_strategy_again():

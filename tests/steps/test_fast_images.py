@@ -121,7 +121,7 @@ def test_scaled_decoding_differs_little_and_keeps_the_size(folder):
 
 
 def seen_by_all_ranks(model, loader):
-    sources.SETTLED = -1e9  # in rank 1 too, which is a process of its own
+    sources.SETTLED = -1e9  # in rank 1 too, which is another process
     random.seed(3)
     torch.manual_seed(3)
     batches = [images for _ in range(3) for images, _ in loader]

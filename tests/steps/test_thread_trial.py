@@ -16,7 +16,7 @@ MORE = 4
 
 
 class Loop:
-    """A loop on a clock of its own, whose steps take the seconds of a number of threads; it notes the numbers."""
+    """A loop on a fake clock, whose steps take the seconds of a number of threads; it notes the numbers."""
 
     def __init__(self, monkeypatch):
         self.now, self.numbers = 0.0, []

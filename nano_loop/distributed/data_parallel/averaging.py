@@ -48,7 +48,8 @@ from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwar
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import closure_of, held_by, with_closure
-from nano_loop.patching.torch_private import graph_task, in_backward, in_functorch
+from nano_loop.patching.torch_private import in_functorch
+from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 
 
 class Averaging:

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.distributed.data_parallel.initial_sync import Named, named_buffers, named_parameters
 from nano_loop.patching.members import buffers_of
-from nano_loop.patching.torch_private import forget_empty_hooks
+from nano_loop.patching.torch_private_autograd import forget_empty_hooks
 
 
 class Parameters:

@@ -23,7 +23,8 @@ from nano_loop.distributed.payload.code_reductions import (
     reduce_operator,
     reduce_scripted_function,
 )
-from nano_loop.patching.torch_private import TENSOR_HOOKS, kept_iterator, with_iterator
+from nano_loop.patching.torch_private_autograd import TENSOR_HOOKS
+from nano_loop.patching.torch_private_loaders import kept_iterator, with_iterator
 from nano_loop.patching.torch_private_optimizers import is_watched_by_scheduler
 
 # --- tensors, generators ---

@@ -22,14 +22,8 @@ from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.memory import BYTES, FP32, INT64, Pointer, empty
 from nano_loop.patching.objects.gradients import on_read, on_state_read, reads_noticed
 from nano_loop.patching.patch_table import process_wide, shared_change
-from nano_loop.patching.torch_private import (
-    graph_task,
-    has_lone_storage,
-    has_tensor_hooks,
-    in_backward,
-    is_batched,
-    version,
-)
+from nano_loop.patching.torch_private import has_lone_storage, is_batched, version
+from nano_loop.patching.torch_private_autograd import graph_task, has_tensor_hooks, in_backward
 
 _INT32 = Pointer((torch.int32,))
 KERNEL = CompiledKernel(

@@ -21,7 +21,8 @@ from nano_loop.kernels.memory import BF16, FP32, INT64, attempt, empty
 from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.patching.operators.upcasts import Upcast, upcast_of
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for, rule_of_node
-from nano_loop.patching.torch_private import below_autocast, in_dispatch_mode, in_functorch, is_batched, node_number
+from nano_loop.patching.torch_private import below_autocast, in_dispatch_mode, in_functorch, is_batched
+from nano_loop.patching.torch_private_autograd import node_number
 
 _KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
 _POINTERS = {"float": FP32, "bf16": BF16}

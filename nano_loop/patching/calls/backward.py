@@ -18,7 +18,7 @@ import torch
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import process_wide
-from nano_loop.patching.torch_private import in_backward, queue_callback
+from nano_loop.patching.torch_private_autograd import in_backward, queue_callback
 
 
 class _NestedBackwards(threading.local):

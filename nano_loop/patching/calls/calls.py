@@ -28,7 +28,7 @@ from nano_loop.patching.calls.entry_points import MODULE_CALL, called_by_loops, 
 from nano_loop.patching.calls.exports import is_exporting, plain_models_exported
 from nano_loop.patching.ownership import NO_RULES, NONE, Rule, call_state, forget_graphs, note_graph
 from nano_loop.patching.patch_table import process_wide, shared_change
-from nano_loop.patching.torch_private import in_backward, next_node_number
+from nano_loop.patching.torch_private_autograd import in_backward, next_node_number
 from nano_loop.patching.torch_private_compiler import constant_when_traced
 
 #: Takes a function and its arguments, and returns its outputs.

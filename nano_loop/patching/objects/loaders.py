@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import process_wide
-from nano_loop.patching.torch_private import kept_iterator, stop_kept_workers, with_iterator
+from nano_loop.patching.torch_private_loaders import kept_iterator, stop_kept_workers, with_iterator
 from nano_loop.patching.walk import walk
 
 Loader = DataLoader[Any]

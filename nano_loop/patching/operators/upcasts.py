@@ -20,7 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.ownership import belongs_to_set_up_model
-from nano_loop.patching.torch_private import base_of, graph_task, has_tensor_hooks, in_functorch, reaches, version
+from nano_loop.patching.torch_private import base_of, in_functorch, version
+from nano_loop.patching.torch_private_autograd import graph_task, has_tensor_hooks, reaches
 
 #: Minimum number of elements of a cast that is noted. Below it, a cast takes less than the note.
 WORTH_NOTING = 1 << 20

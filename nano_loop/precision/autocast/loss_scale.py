@@ -27,7 +27,8 @@ from nano_loop.patching.objects.optimizers import (
     hook_before_steps,
     once_gradients_exist,
 )
-from nano_loop.patching.torch_private import in_backward, in_functorch
+from nano_loop.patching.torch_private import in_functorch
+from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.precision.autocast.scaled_backward import (
     Call,
     at,

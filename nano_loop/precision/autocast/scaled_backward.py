@@ -21,7 +21,8 @@ from torch.utils import checkpoint
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.ownership import was_made_inside
-from nano_loop.patching.torch_private import hook_first, in_backward, node_number, version
+from nano_loop.patching.torch_private import version
+from nano_loop.patching.torch_private_autograd import hook_first, in_backward, node_number
 from nano_loop.precision.autocast.autocast import LOW_DTYPES
 
 Call = Callable[..., Any]

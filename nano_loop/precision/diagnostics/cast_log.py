@@ -16,7 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from nano_loop.patching.operators.operators import Kernel, overridden
 from nano_loop.patching.patch_table import process_wide
-from nano_loop.patching.torch_private import copy_as_torch, current_node_number, in_backward, next_node_number, version
+from nano_loop.patching.torch_private import copy_as_torch, version
+from nano_loop.patching.torch_private_autograd import current_node_number, in_backward, next_node_number
 from nano_loop.patching.user_code import users_place
 
 #: How many lines the text has.

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from nano_loop.patching.calls.calls import Call, is_forward
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.torch_private import in_backward, in_functorch
+from nano_loop.patching.torch_private import in_functorch
+from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.walk import find
 from nano_loop.precision.verification.traces import converted, copied
 from nano_loop.runtime.objects.training_objects import class_name

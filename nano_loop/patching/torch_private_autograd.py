@@ -1,0 +1,89 @@
+"""Private names of torch's autograd, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+#: The attributes of a leaf tensor that hold its hooks, which pickling omits.
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def in_forward_mode() -> bool:
+    """Whether this process computes derivatives in forward mode. torch has no public check."""
+    return forward_ad._current_level >= 0
+
+
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks of ``register_hook`` are on a tensor. torch can register them, but not list them."""
+    return bool(tensor._backward_hooks)
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward, as when an activation checkpoint recomputes its forward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def graph_task() -> int:
+    """Return the unique number of the backward that this thread is running, or -1 outside a backward."""
+    return int(torch._C._current_graph_task_id())
+
+
+def reaches(leaf: Any) -> bool:
+    """Whether the backward that this thread is running reaches a leaf of its graph.
+
+    torch has no public name for it.
+
+    Parameters
+    ----------
+    leaf : torch.autograd.graph.Node
+        The node that accumulates the gradient of a leaf which no call of the backward names.
+    """
+    return bool(torch._C._will_engine_execute_node(leaf))
+
+
+#: Returns the number of the next autograd node of this thread. The numbers are increasing.
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def current_node_number() -> int | None:
+    """Return the number of the autograd node whose backward this thread is running, or None outside a backward."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def node_number(node: Any) -> int:
+    """Return the number of an autograd node."""
+    return int(node._sequence_nr())
+
+
+def hook_first(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+    """Register a hook on a leaf that runs before those that it has, and return what removes it. torch's appends."""
+    handle = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks: Any = leaf._backward_hooks
+    others = [(key, hooks.pop(key)) for key in [*hooks] if key != handle.id]
+    hooks.update(others)  # put in again: C++ does not see the order of `OrderedDict.move_to_end`
+
+    def remove() -> None:
+        handle.remove()
+        if not leaf._backward_hooks:
+            leaf._backward_hooks = None
+
+    return remove
+
+
+def queue_callback(function: Callable[[], None]) -> None:
+    """Run `function` at the end of the current backward of this thread, before ``backward()`` returns.
+
+    It does not run if the backward raises. Its own exceptions are raised by ``backward()``. torch's FSDP uses the same.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def forget_empty_hooks(parameter: torch.Tensor) -> None:
+    """Remove the dict that `register_post_accumulate_grad_hook` leaves on a tensor, if it is empty."""
+    if not parameter._post_accumulate_grad_hooks:
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]

@@ -1,0 +1,60 @@
+"""Private names of torch's loaders, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.collate import (
+    collate,
+    collate_numpy_array_fn,
+    collate_tensor_fn,
+    default_collate_fn_map,
+)
+
+_KEPT_ITERATOR = "_iterator"
+
+
+def kept_iterator(loader: DataLoader[Any]) -> Any:
+    """Return the iterator that a loader with ``persistent_workers`` keeps between epochs, or None."""
+    return vars(loader).get(_KEPT_ITERATOR)
+
+
+def with_iterator(attributes: dict[str, Any], iterator: Any = None) -> dict[str, Any]:
+    """Return a loader's attributes for a copy with another such iterator; None: a copy that starts its own workers."""
+    return {**attributes, _KEPT_ITERATOR: iterator}
+
+
+def stop_kept_workers(loader: DataLoader[Any]) -> None:
+    """Stop the worker processes that a loader keeps between epochs, even if a traceback still references them."""
+    iterator = kept_iterator(loader)
+    vars(loader)[_KEPT_ITERATOR] = None
+    if iterator is not None:
+        iterator._shutdown_workers()  # as the iterator does when it is garbage-collected
+
+
+def default_collate_by(batch: Sequence[Any], of_arrays: Callable[[Sequence[Any]], torch.Tensor | None]) -> Any:
+    """Return what `default_collate` returns, with a function for numpy arrays that returns None where torch's has to.
+
+    Functions that the user has registered for arrays or tensors apply instead.
+    """
+    functions = dict(default_collate_fn_map)
+    if (functions.get(np.ndarray), functions.get(torch.Tensor)) == (collate_numpy_array_fn, collate_tensor_fn):
+
+        def collate_arrays(arrays: Sequence[Any], *, collate_fn_map: Any) -> Any:
+            stacked = of_arrays(arrays)
+            return collate_numpy_array_fn(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
+
+        functions[np.ndarray] = collate_arrays
+    return collate(batch, collate_fn_map=functions)
+
+
+def shared_storage(size: int) -> torch.UntypedStorage:
+    """Return that many bytes of memory that processes share, as a loader's worker collates its batches into.
+
+    The public `share_memory_` copies what is there, and there is nothing yet.
+    """
+    return torch.UntypedStorage._new_shared(size)  # type: ignore[no-any-return, no-untyped-call]
