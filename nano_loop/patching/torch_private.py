@@ -1,7 +1,7 @@
 """All uses of private names, of torch and of what comes with it, each with its reason.
 
-Those of `torch.compile`, of autograd, of loaders and of optimizers are in modules beside it, whose names begin as its own
-does. The tests of these modules fail if one of the names is missing.
+Those of `torch.compile`, autograd, loaders and optimizers are in the modules ``torch_private_…`` beside it. The tests
+of these modules fail if one of the names is missing.
 """
 
 from __future__ import annotations
