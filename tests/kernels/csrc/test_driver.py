@@ -14,11 +14,10 @@ import torch
 from kernels.csrc import recorded_calls
 from nano_loop.config.environment import kernels_choice
 from nano_loop.cpu import read_machine
-from nano_loop.kernels import compiler, memory
+from nano_loop.kernels import compiler
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
-from nano_loop.kernels.rnn import recurrence
 
 NATIVE = compiler.NATIVE.flags
 
@@ -59,11 +58,13 @@ def recorder(monkeypatch):
     """Record the calls of C functions."""
     if bernoulli.KERNEL.unavailable is not None:
         pytest.skip(bernoulli.KERNEL.unavailable)
-    # What memory held by chance may be what a function writes there, and would look as if it had not been written.
-    monkeypatch.setattr(recurrence, "empty", lambda *sizes, **named: memory.empty(*sizes, **named).fill_(torch.nan))
     made = recorded_calls.Recorder(CompiledKernel.__call__)
     monkeypatch.setattr(CompiledKernel, "__call__", lambda self, *arguments: made.call(self, *arguments))
-    return made
+    # What memory held by chance may be what a function writes there, as after the same calls of another test. It would
+    # look as if it had not been written. So torch fills new memory with NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield made
+    torch.use_deterministic_algorithms(False)
 
 
 def sanitized():
