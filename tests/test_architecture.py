@@ -78,7 +78,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "private_names_of_others": {
         "distributed.files.private_files": "tempfile decides on folders, and numpy opens files, by private functions",
         "distributed.launch_local.start": "Python documents sys._xoptions, and has no other name for its -X options",
-        "distributed.launch.running": "multiprocessing has no public way to let a worker have children",
+        "distributed.launch.worker": "multiprocessing has no public way to let a worker have children",
         "distributed.launch_ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
     },
     "state_outside_the_table": {

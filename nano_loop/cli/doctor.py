@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import click
 
-from nano_loop.cli.diagnosis import diagnose
-
 
 @click.command(epilog="Example: nano-loop doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
@@ -15,6 +13,8 @@ def doctor(as_json: bool, with_torch: bool) -> int:
 
     It also shows what of it this process may use. The exit code is 1 if a finding hurts, and 0 otherwise.
     """
+    from nano_loop.cli.diagnosis import diagnose  # 30 ms that other commands need not wait for
+
     text, code = diagnose(as_json, with_torch, click.style)
     click.echo(text)
     return code

@@ -8,8 +8,6 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import psutil  # type: ignore[import-untyped,unused-ignore]
-
 from nano_loop.cpu.cpu_list import HIGHEST_CPU_ID
 from nano_loop.cpu.cpuinfo import tidy_name
 from nano_loop.cpu.machine import CoreKind, LogicalCpu
@@ -44,11 +42,16 @@ def live_host() -> Host:
     """Query the running system."""
     affinity = _read_affinity()
     # With affinity masks, the masks and sysfs are enough. psutil would read all of sysfs again on Linux.
-    counted = affinity is None
+    counts: tuple[int | None, ...] = (None, None)
+    if affinity is None:
+        import psutil  # type: ignore[import-untyped,unused-ignore]
+
+        counts = psutil.cpu_count(), psutil.cpu_count(logical=False)
+    logical_count, physical_count = counts
     return Host(
         architecture=platform.machine(),
-        logical_count=psutil.cpu_count() if counted else None,
-        physical_count=psutil.cpu_count(logical=False) if counted else None,
+        logical_count=logical_count,
+        physical_count=physical_count,
         affinity=affinity,
         sysctl=parse_sysctl(_run_sysctl()) if platform.system() == "Darwin" else {},
     )

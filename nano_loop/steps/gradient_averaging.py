@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed, nn
 from typing_extensions import override
 
-from nano_loop.distributed.data_parallel.averaging import Averaging
 from nano_loop.distributed.data_parallel.initial_sync import named_parameters
-from nano_loop.distributed.data_parallel.sync_batch_norm import synchronized_on_cpu
-from nano_loop.distributed.multi_host.hosts import HostsTransport
-from nano_loop.distributed.shared_memory.shared_file import map_together
-from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
 from nano_loop.errors import NanoError
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
+
+if TYPE_CHECKING:
+    from nano_loop.distributed.data_parallel.averaging import Averaging
+    from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 
 _FILE = "averaging-gradients"
 _AT_END, _DURING = "at the end of each backward", "during each backward"
@@ -40,6 +40,9 @@ class GradientAveraging(RanksStep):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
+        # Here, since a run of one process needs none of it.
+        from nano_loop.distributed.shared_memory.shared_memory import chunk_for
+
         self._nbytes += sum(
             parameter.numel() * parameter.itemsize for _, parameter in named_parameters(parts.models, parts.optimizers)
         )
@@ -64,6 +67,10 @@ class GradientAveraging(RanksStep):
         return None
 
     def _open(self) -> Averaging:
+        from nano_loop.distributed.data_parallel.averaging import Averaging
+        from nano_loop.distributed.data_parallel.sync_batch_norm import synchronized_on_cpu
+        from nano_loop.distributed.multi_host.hosts import HostsTransport
+
         self.undoing.enter_context(synchronized_on_cpu())
         transport = self._opened(self._make_transport())
         averaging = Averaging(
@@ -84,6 +91,10 @@ class GradientAveraging(RanksStep):
 
     def _make_transport(self) -> SharedMemoryTransport:
         """Return the shared-memory transport, which is faster, if available and no other backend was requested."""
+        from nano_loop.distributed.multi_host.hosts import HostsTransport
+        from nano_loop.distributed.shared_memory.shared_file import map_together
+        from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
+
         compression = torch.bfloat16 if self.options.gradient_compression else None
         backend = self.options.process_group_backend
         folder = self.ranks.folder

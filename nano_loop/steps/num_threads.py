@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
@@ -14,8 +15,10 @@ from nano_loop.patching.patch_table import shared_change, users
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
-from nano_loop.steps.thread_trial import ThreadTrial
 from nano_loop.steps.threads import set_threads
+
+if TYPE_CHECKING:
+    from nano_loop.steps.thread_trial import ThreadTrial
 
 #: The part of the time for measurements that is left for operators, or that of the number of threads.
 HALF = 0.5
@@ -55,6 +58,8 @@ class NumThreads(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
+        from nano_loop.steps.thread_trial import ThreadTrial
+
         if self._trial is None:
             numbers = 1, torch.get_num_threads()
             self.undoing.enter_context(shared_change(_key(), lambda: _varied(numbers)))

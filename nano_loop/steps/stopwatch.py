@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from itertools import pairwise
 
+import numpy as np
 from torch.optim import Optimizer
 
 #: The first steps include warm-up costs: page faults, creation of oneDNN primitives, first reads of files.
@@ -36,7 +36,7 @@ class Stopwatch:
         """Return the median time of the last thousand steps in milliseconds, or None if there were too few steps."""
         ends = list(self._ends)
         seconds = [end - begin for begin, end in pairwise(ends)]
-        return statistics.median(seconds) * 1e3 if len(seconds) >= _ENOUGH else None
+        return float(np.median(seconds)) * 1e3 if len(seconds) >= _ENOUGH else None
 
     def close(self) -> None:
         """Remove the hook."""

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+import torch
+
+from nano_loop.data.workers import advice_of_plain_run
+from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.launch.task import Task
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.patch_table import process_wide
 
@@ -88,6 +93,22 @@ def active_run(ranks: Ranks) -> Iterator[None]:
 def _forget(ranks: Ranks) -> None:
     if ranks in _several:
         _several.remove(ranks)
+
+
+@contextmanager
+def running(slot: RankSlot, task: Task | None) -> Iterator[None]:
+    """Note that this process is a rank of a run, for the body."""
+    if task is not None:
+        slot.ranks.context.loop = task.loop
+    slot.ranks.context.common_seed = torch.initial_seed()
+    is_bound = bool(slot.ranks.shares)
+    with active_run(slot.ranks), advice_of_plain_run(len(slot.host.allowed)) if is_bound else nullcontext():
+        yield
+
+
+def of_ranks(size: int) -> str:
+    """Return what a run of several processes does with this one, for the message of a run that it is in the way of."""
+    return f"a run of {size} processes, which has the process group and binds all threads"
 
 
 @contextmanager

@@ -9,10 +9,9 @@ from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.launch.active_runs import innermost, of_process, whole_process
+from nano_loop.distributed.launch.active_runs import innermost, of_process, of_ranks, running, whole_process
 from nano_loop.distributed.launch.choice import choose
 from nano_loop.distributed.launch.launcher import Launcher
-from nano_loop.distributed.launch.running import of_ranks, running
 from nano_loop.distributed.launch.task import Task
 from nano_loop.errors import NanoError, error_message
 

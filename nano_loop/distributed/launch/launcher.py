@@ -29,7 +29,7 @@ class Launcher(ABC):
       hosts over a store that no other run uses (`process_group`). Nothing that comes from a peer which may be somebody
       else is unpickled (docs/security.md). A process group of the user's is refused, or used and left;
     - *sending*: a launcher that starts processes sends each the task, in an `Assignment`, and has it call
-      `nano_loop.distributed.launch.running.work`. The task is pickled before anything is changed, so that what
+      `nano_loop.distributed.launch.worker.work`. The task is pickled before anything is changed, so that what
       cannot be pickled is an error by name (`nano_loop.distributed.payload`);
     - *files*: a rank other than 0 writes to a private folder, which is deleted with the run
       (`nano_loop.distributed.files.folder`);

@@ -32,7 +32,7 @@ from nano_loop.cpu.glibc import allocator_of_this_process
 from nano_loop.cpu.parent_process import end_with
 from nano_loop.distributed.files.private_files import prepare
 from nano_loop.distributed.launch.reports import DUMP, Frames, framed
-from nano_loop.distributed.launch.running import keep_sockets_in
+from nano_loop.distributed.launch.worker import keep_sockets_in
 from nano_loop.distributed.launch_local import stack_dump
 from nano_loop.distributed.launch_local.forked_worker import take_over, work_for
 from nano_loop.distributed.launch_local.importer import Importer, ImportKey, WorkerRequest, kill_group

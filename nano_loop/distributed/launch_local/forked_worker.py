@@ -17,7 +17,7 @@ from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.reports import CUT_OFF, Reporter
-from nano_loop.distributed.launch.running import work
+from nano_loop.distributed.launch.worker import work
 from nano_loop.distributed.launch_local import stack_dump
 from nano_loop.distributed.launch_local.importer import WorkerRequest
 

@@ -23,8 +23,8 @@ from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.launch.assignment import Assignment
-from nano_loop.distributed.launch.running import work
 from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.worker import work
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import Terms, join_run
 from nano_loop.distributed.launch_ray.rank_connections import ConnectionToRank0

@@ -1,4 +1,4 @@
-"""The work of a worker process, from its payload to its last report, and what every rank notes of a run."""
+"""The work of a worker process, from its payload to its last report."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import gc
 import multiprocessing
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
-
-from nano_loop.data.workers import advice_of_plain_run
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.private_files import explaining, guard_files, redirect_files
-from nano_loop.distributed.launch.active_runs import active_run, whole_process
+from nano_loop.distributed.launch.active_runs import of_ranks, running, whole_process
 from nano_loop.distributed.launch.assignment import EDITED, PAYLOAD, WORKER_INIT, Assignment
 from nano_loop.distributed.launch.failure import flush_output
 from nano_loop.distributed.launch.reports import Reporter
-from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.worker_warnings import sent
 from nano_loop.distributed.payload.edited_modules import take_edited_modules
 from nano_loop.distributed.payload.payload import load
@@ -94,19 +90,3 @@ def keep_sockets_in(folder: Path) -> None:
     place.mkdir(mode=0o700)
     # There is no public name for it; multiprocessing's own children inherit it in the same way.
     multiprocessing.current_process()._config["tempdir"] = str(place)  # type: ignore[attr-defined]
-
-
-@contextmanager
-def running(slot: RankSlot, task: Task | None) -> Iterator[None]:
-    """Note that this process is a rank of a run, for the body."""
-    if task is not None:
-        slot.ranks.context.loop = task.loop
-    slot.ranks.context.common_seed = torch.initial_seed()
-    is_bound = bool(slot.ranks.shares)
-    with active_run(slot.ranks), advice_of_plain_run(len(slot.host.allowed)) if is_bound else nullcontext():
-        yield
-
-
-def of_ranks(size: int) -> str:
-    """Return what a run of several processes does with this one, for the message of a run that it is in the way of."""
-    return f"a run of {size} processes, which has the process group and binds all threads"
