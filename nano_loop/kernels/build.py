@@ -101,6 +101,11 @@ class CompiledKernel:
         return f"{'the C kernels here have' if is_of_cpu else 'the CPU has'} no bf16 instructions of AVX-512"
 
     @functools.cached_property
+    def uses_amx(self) -> bool:
+        """Whether they have a way by AMX, the CPU has it, and the system lets this process use it."""
+        return self.unavailable is None and hasattr(self._library(), "has_amx") and bool(self._library().has_amx())
+
+    @functools.cached_property
     def is_first_guess(self) -> bool:
         """Whether they are faster than oneDNN on most shapes: most are not on CPUs with AMX, which oneDNN uses."""
         return self.unavailable is None and not _AMX.issubset(read_machine().instruction_sets)

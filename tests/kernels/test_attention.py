@@ -187,7 +187,8 @@ def test_results_do_not_depend_on_the_number_of_threads(way, for_each_number):
 
 
 def test_numbers_that_are_none_stay_in_their_rows(way):
-    tensors = inputs(batch=(1, 1))
+    # Of 17 keys, torch's own products on a CPU with AMX multiply the number behind each row by 0.
+    tensors = inputs(batch=(1, 1), length=18)
     with torch.no_grad():
         tensors[0][0, 0, 3, 2] = math.nan
         tensors[0][0, 0, 5] = math.inf

@@ -72,10 +72,12 @@ def errors(found, exact):
     ],
 )
 def test_results_are_as_near_to_fp64_as_torchs(name, dropout, norm):
-    own = layers(ACTIVATIONS[name], dropout, norm=NORMS[norm])
+    # A layer norm of few numbers divides by nearly nothing in some rows, whose errors would be most of the sum.
+    widths = WIDTHS if norm == "no norm" else (*WIDTHS[:-1], 30)
+    own = layers(ACTIVATIONS[name], dropout, widths, norm=NORMS[norm])
     ours, torchs = 0, 0
     for seed in range(SEEDS):
-        of_seed = tensors(seed, norms=norm != "no norm")
+        of_seed = tensors(seed, widths, norms=norm != "no norm")
         torch.manual_seed(seed)
         masks = own.masks((ROWS,))
         exact = results(own.by_operators, *of_seed, masks, torch.float64)

@@ -15,6 +15,16 @@ from nano_loop.kernels.linear import product as module
 pytestmark = pytest.mark.skipif(module.KERNEL.unavailable is not None, reason=str(module.KERNEL.unavailable))
 
 
+@pytest.fixture(autouse=True, params=["AVX-512", "AMX"])
+def by_amx(request, monkeypatch):
+    """Have products computed by these instructions."""
+    by_amx = request.param == "AMX"
+    if by_amx and not module.KERNEL.uses_amx:
+        pytest.skip("the CPU has no AMX, or the system does not let this process use it")
+    monkeypatch.setattr(module.KERNEL, "uses_amx", by_amx)
+    return by_amx
+
+
 def matrix(rows, columns, transposed, generator):
     """A matrix in bf16: of contiguous rows, or of contiguous columns."""
     made = torch.randn((columns, rows) if transposed else (rows, columns), generator=generator).bfloat16()
@@ -194,7 +204,7 @@ def test_without_a_compiler_nothing_fits(monkeypatch):
 
 
 def test_a_call_has_the_layout_of_the_c_file():
-    assert ctypes.sizeof(module._Call) == 8 * (3 + 2 + 2 + 1 + 4 + 4)
+    assert ctypes.sizeof(module._Call) == 8 * (3 + 2 + 2 + 1 + 4 + 5)
 
 
 def test_fewer_threads_than_asked_for_compute_all_parts():

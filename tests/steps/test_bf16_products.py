@@ -153,28 +153,6 @@ def test_products_round_their_inputs_and_nothing_else_does(every_product, rounde
 
 
 @here
-@pytest.mark.parametrize("name", ["perceptron", "batches", "convolutional", "attention", "causal", "masked", "gru"])
-def test_products_round_by_casts_where_torch_s_are_faster(monkeypatch, every_product, rounded, name):
-    """As on CPUs with AMX."""
-    monkeypatch.setattr(module.product.KERNEL, "is_first_guess", False)
-    monkeypatch.setattr(module.blocked_attention.KERNEL, "is_first_guess", False)
-    called = [Mock(wraps=module.product.product), Mock(wraps=module.blocked_attention.forward)]
-    monkeypatch.setattr(module.product, "product", called[0])
-    monkeypatch.setattr(module.blocked_attention, "forward", called[1])
-    model, x = built(name)
-    exact = step(model.double(), x.double())
-    model, x = built(name)
-    ours, _ = accelerated(model, x, **MODELS[name][2])
-    assert rounded == MODELS[name][3]
-    assert not any(mock.called for mock in called)
-    assert all(tensor.dtype is torch.float32 for tensor in ours)
-    model, x = built(name)
-    with torch.autocast("cpu", torch.bfloat16):
-        by_hand = step(model, x)
-    assert 1e-4 < rms(errors(ours, exact)) <= 1.2 * rms(errors(by_hand, exact))
-
-
-@here
 def test_outside_of_the_models_and_after_the_run_products_are_torchs_to_the_bit(every_product, rounded):
     a, b = torch.randn(64, 64), torch.randn(64, 64)
     model, _ = built("perceptron")

@@ -1,7 +1,5 @@
 """Attention of fp32 tensors whose products round their inputs, by `nano_loop.kernels.attention.blocked_attention`.
 
-On CPUs with AMX, torch's kernels compute in bf16 instead, between casts: they are faster there.
-
 It replaces the two kernels of torch's flash attention on the CPU, below autograd. Where torch computes attention by
 single products instead, as with a dropout, these are rounded.
 """
@@ -42,10 +40,6 @@ def _forward(
         return fp32_attention.forward_if_faster(kernel, query, key, value, attn_mask, is_causal, scale)
 
     def rounded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not blocked_attention.KERNEL.is_first_guess:
-            low = [None if tensor is None else tensor.bfloat16() for tensor in (query, key, value, attn_mask)]
-            low_out, log_sums = kernel(*low[:3], 0.0, is_causal, attn_mask=low[3], scale=scale)
-            return low_out.float(), log_sums
         q, k, v = _rounded(query), _rounded(key), _rounded(value)
         mask = None if attn_mask is None else blocked_attention.as_mask(attn_mask, query, key)
         out, number = blocked_attention.laid_out_as(query, value.size(-1)), blocked_attention.scale_of(query, scale)
@@ -83,10 +77,6 @@ def _backward(
         return fp32_attention.backward_if_faster(kernel, grad_out, query, key, value, *others)
 
     def rounded(*tensors: Any) -> tuple[Tensor, ...]:
-        if not blocked_attention.KERNEL.is_first_guess:
-            *low, low_mask = (None if tensor is None else tensor.bfloat16() for tensor in tensors)
-            of_low = kernel(*low, out.bfloat16(), logsumexp, 0.0, is_causal, attn_mask=low_mask, scale=scale)
-            return tuple(gradient.float() for gradient in of_low)
         gradient, q, k, v = map(_rounded, tensors[:4])
         mask = None if attn_mask is None else blocked_attention.as_mask(attn_mask, query, key)
         gradients = [blocked_attention.laid_out_as(tensor) for tensor in (query, key, value)]

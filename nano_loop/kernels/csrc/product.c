@@ -1,4 +1,4 @@
-/* Products of matrices by the bf16 instructions of AVX-512: A B, or A B plus a row, each of them transposed or not, and
+/* Products of matrices by the bf16 instructions of AVX-512, or by AMX (amx_product.h): A B, or A B plus a row, each of them transposed or not, and
    of as many pairs of matrices. Each factor has bf16 numbers, or fp32 numbers, which are rounded to bf16 where they are
    packed.
 
@@ -18,9 +18,11 @@ typedef struct {
     int64_t a[2], b[2], out_row;
     int64_t batch, of_batch[3];                         /* how many products, and from each to the next: A, B, result */
     int64_t a_is_wide, b_is_wide, bias_is_wide, is_wide; /* whether A, B, the row and the result have fp32 numbers */
+    int64_t by_tiles;                                    /* whether the tiles of AMX compute it */
 } Call;
 
 #ifdef HAS_AVX512_BF16
+#include "amx_product.h"
 #include "packing.h"
 
 #define ROWS 6             /* of a tile of sums, one broadcast for each */
@@ -99,9 +101,16 @@ static int is_by_batch(const Call *call, int threads) {
     return call->batch >= 4 * threads || (call->batch > 1 && call->batch % threads == 0);
 }
 
+/* Whether `by_tiles` may be asked for. */
+int has_amx(void) { return find_amx(); }
+
 /* Bytes of memory that a call takes, of all threads. */
 int64_t product_bytes(const Call *call, int threads) {
     int by_batch = is_by_batch(call, threads);
+    if (call->by_tiles) {
+        Tiling tiling = tiling_of(call);
+        return by_batch ? threads * bytes_of_tiling(&tiling, 1) : bytes_of_tiling(&tiling, threads);
+    }
     Plan plan = plan_of(call, by_batch ? 1 : threads);
     return (by_batch ? threads : 1) * bytes_of(&plan);
 }
@@ -400,10 +409,15 @@ static Work work_of(const Call *call, const Plan *plan, const void *a, const voi
 void product(const Call *call, const void *a, const void *b, const void *bias, char *out, char *scratch, int threads) {
     if (is_by_batch(call, threads)) {
         Plan plan = plan_of(call, 1);
+        int64_t bytes = product_bytes(call, threads) / threads;
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (int64_t i = 0; i < call->batch; i++) {
-            char *own = scratch + omp_get_thread_num() * bytes_of(&plan);
+            char *own = scratch + omp_get_thread_num() * bytes;
             Work work = work_of(call, &plan, a, b, bias, out, i);
+            if (call->by_tiles) {
+                multiply_by_tiles(call, work.a, work.b, bias, work.out, own, 0, 1);
+                continue;
+            }
             if (plan.packs_a) pack_all(&work, 0, 1, own);
             compute_part(&work, 0, own);
         }
@@ -411,11 +425,15 @@ void product(const Call *call, const void *a, const void *b, const void *bias, c
     }
     Plan plan = plan_of(call, threads);
     int64_t parts = plan.row_parts * plan.column_parts;
-#pragma omp parallel num_threads((int)parts)
+#pragma omp parallel num_threads(call->by_tiles ? threads : (int)parts)
     {
         int64_t thread = omp_get_thread_num(), given = omp_get_num_threads();
         for (int64_t i = 0; i < call->batch; i++) {
             Work work = work_of(call, &plan, a, b, bias, out, i);
+            if (call->by_tiles) {
+                multiply_by_tiles(call, work.a, work.b, bias, work.out, scratch, thread, given);
+                continue;
+            }
             if (plan.packs_a) pack_all(&work, thread, given, scratch);
 #pragma omp barrier
             for (int64_t part = thread; part < parts; part += given) compute_part(&work, part, scratch);

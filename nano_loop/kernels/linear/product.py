@@ -3,7 +3,7 @@
 Matrices are of bf16 or fp32 numbers. The function rounds the latter where it packs them, which reads them in any case.
 
 oneDNN copies matrices whose rows do not begin at a cache line, as those of a vocabulary of 50,257 words, and waits for
-memory where this function fetches ahead. It needs a CPU with AVX-512's bf16 instructions.
+memory where this function fetches ahead. It needs a CPU with AVX-512's bf16 instructions, and uses AMX where it is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("rows", "columns", "depth")),
         *(("a", _INT * 2), ("b", _INT * 2), ("out_row", _INT), ("batch", _INT), ("of_batch", _INT * 3)),
-        *((name, _INT) for name in ("a_is_wide", "b_is_wide", "bias_is_wide", "is_wide")),
+        *((name, _INT) for name in ("a_is_wide", "b_is_wide", "bias_is_wide", "is_wide", "by_tiles")),
     )
 
 
@@ -102,6 +102,7 @@ def _call(a: Tensor, b: Tensor) -> _Call:
     strides = [(_INT * 2)(*tensor.stride()[-_DIMENSIONS:]) for tensor in (a, b)]
     call = _Call(rows, columns, depth, *strides, columns, 1)
     call.a_is_wide, call.b_is_wide = a.dtype is torch.float32, b.dtype is torch.float32
+    call.by_tiles = KERNEL.uses_amx
     if a.dim() > _DIMENSIONS:
         call.batch, call.of_batch = a.size(0), (_INT * 3)(a.stride(0), b.stride(0))
     return call

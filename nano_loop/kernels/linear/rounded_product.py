@@ -1,8 +1,4 @@
-"""Products of fp32 matrices whose inputs are rounded to bf16, by `nano_loop.kernels.linear.product`.
-
-On CPUs with AMX, oneDNN computes them in bf16, between casts: the C function, by AVX-512, is slower than fp32 there.
-oneDNN rounds the sums to bf16, too.
-"""
+"""Products of fp32 matrices whose inputs are rounded to bf16, by `nano_loop.kernels.linear.product`."""
 
 from __future__ import annotations
 
@@ -55,8 +51,8 @@ def rounded_product(
         return None
 
     def rounded(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        row = bias if is_row and product.KERNEL.is_first_guess else None
-        result = _by_c(a, b, row, out) if product.KERNEL.is_first_guess else _by_casts(a, b, out)
+        row = bias if is_row else None
+        result = product.product(a, b, row, out, torch.float32)
         if alpha != 1:
             result.mul_(alpha)
         if bias is not None and row is None and beta != 0:
@@ -70,15 +66,6 @@ def rounded_product(
     call = Arguments(PRODUCT, (a, b, bias), () if alpha == beta == 1 else (beta, alpha))
     is_rounded = rounds(PRODUCT, multiplications, call, in_fp32, rounded, packed=a.numel() + b.numel())
     return rounded(a, b, bias, out) if is_rounded else None
-
-
-def _by_c(a: Tensor, b: Tensor, row: Tensor | None, out: Tensor | None) -> Tensor:
-    return product.product(a, b, row, out, torch.float32)
-
-
-def _by_casts(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    rounded = (torch.mm if a.dim() == _MATRIX else torch.bmm)(a.bfloat16(), b.bfloat16())
-    return rounded.float() if out is None else out.copy_(rounded)
 
 
 def factors_first(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -264,10 +264,7 @@ def _product(
 ) -> Tensor:
     """Return a product: of rounded matrices if that is asked for and the CPU has instructions for it, else in fp32."""
     if layer.in_bf16 and product.supports(a, b, bias):
-        if product.KERNEL.is_first_guess:
-            return product.product(a, b, bias, dtype=dtype)
-        computed = torch.mm(a.bfloat16(), b.bfloat16()).float()
-        return computed if bias is None else computed.add_(bias)
+        return product.product(a, b, bias, dtype=dtype)
     a, b, bias = a.float(), b.float(), _wide(bias)
     if rule_for(RULE) is not None:  # torch's operators may round
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)

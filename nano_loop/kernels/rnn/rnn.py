@@ -272,7 +272,8 @@ def _beside_onednn(call: Arguments, layer: Recurrence) -> tuple[Arguments, Recur
         if not rounding.may_round(rounding.LSTM, multiplications):
             return None
         call, layer = call._replace(products="rounded"), layer._replace(in_bf16=True)
-        is_faster = is_first_guess and rounding.is_large(rounding.LSTM, multiplications)
+        rounds_fast = is_first_guess or product.KERNEL.uses_amx  # oneDNN's LSTM in fp32 is slower
+        is_faster = rounds_fast and rounding.is_large(rounding.LSTM, multiplications)
     else:
         is_faster = is_faster_than_onednn(call)
     if layer.in_bf16 and not layer.rounds:

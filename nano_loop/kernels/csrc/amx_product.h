@@ -1,0 +1,232 @@
+/* Products of matrices by the tiles of AMX, with the numbers of product.c: factors in bf16, sums in fp32.
+
+   Both factors are packed, in blocks of 32 rows of A and of 32 columns of B: for each step of 32 numbers of the depth two
+   tiles of 16 lines, each of 16 words with two numbers that are summed together. A line is a row of A, or a pair of the depth
+   of B. Some rows of A are packed for all threads, then some columns of B, whose products threads share by blocks. Blocks are
+   filled up with zeros, and an element is computed by one thread, in an order that does not depend on their number. */
+#pragma once
+#include "packing.h"
+
+#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define WITH_TILES __attribute__((target("amx-tile,amx-bf16")))
+#define BLOCK 32            /* rows or columns of a block, and numbers of a step */
+#define OF_STEP 2048        /* bytes of a block's step: two tiles */
+#define SUMS 1024           /* of a pair of blocks */
+#define DEPTH 4096          /* numbers of the depth that are packed at a time */
+#define STEPS 16            /* of a block of A that stays in the first cache: 32 kB */
+#define BYTES_OF_A (4 << 20)
+#define BYTES_OF_B (1 << 20) /* half of the second cache of CPUs that have AMX */
+
+/* Whether the CPU has the tiles, and Linux lets this process have them. */
+static int find_amx(void) {
+    unsigned eax, ebx, ecx, edx, low, high;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & 1u << 22) || !(edx & 1u << 24)) return 0;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & 1u << 27)) return 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    /* ARCH_REQ_XCOMP_PERM, for the tiles' data; 3 << 17: both of their states. */
+    return (low & 3u << 17) == 3u << 17 && !syscall(SYS_arch_prctl, 0x1023, 18);
+}
+
+typedef struct {
+    int64_t blocks, steps;             /* of the depth, and those of one */
+    int64_t rows, columns;             /* blocks of 32 */
+    int64_t rows_at_once, columns_at_once;
+    int64_t of_a, of_b, of_sums;       /* bytes: packed, and sums of all threads or of one */
+} Tiling;
+
+static Tiling tiling_of(const Call *call) {
+    Tiling tiling;
+    tiling.blocks = divided(call->depth, DEPTH);
+    tiling.steps = divided(divided(call->depth, BLOCK), tiling.blocks);
+    tiling.rows = divided(call->rows, BLOCK), tiling.columns = divided(call->columns, BLOCK);
+    tiling.rows_at_once = least(tiling.rows, BYTES_OF_A / (tiling.steps * OF_STEP));
+    tiling.columns_at_once = least(tiling.columns, BYTES_OF_B / (tiling.steps * OF_STEP));
+    tiling.of_a = tiling.rows_at_once * tiling.steps * OF_STEP;
+    tiling.of_b = tiling.columns_at_once * tiling.steps * OF_STEP;
+    tiling.of_sums = (tiling.blocks > 1 ? tiling.rows * tiling.columns : tiling.columns_at_once) * SUMS * 4;
+    return tiling;
+}
+
+static int64_t bytes_of_tiling(const Tiling *tiling, int64_t threads) {
+    return tiling->of_a + tiling->of_b + tiling->of_sums * (tiling->blocks > 1 ? 1 : threads);
+}
+
+/* ------------------------------------------------------------------------------------------------- packing */
+
+/* 16 numbers in bf16, of as many that lie side by side. */
+INLINE __m256i sixteen(const int wide, int64_t count, const void *from) {
+    return wide ? (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(first(count), from))
+                : _mm256_maskz_loadu_epi16(first(count), from);
+}
+
+/* Packs a tile of 16 rows or columns, `count` of which are there, and of as much of `depth` as there is. They lie `apart`
+   from each other if each is contiguous; else the numbers of the depth lie so, and 16 of them side by side. */
+INLINE void pack_tile(const int wide, const int is_contiguous, const int by_pairs, const void *from, int64_t apart,
+                      int64_t count, int64_t depth, char *to) {
+    __m512i lines[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+        if (is_contiguous) {
+            lines[i] = i < count ? loaded(wide, first_of_32(depth), element(wide, from, i * apart)) : _mm512_setzero_si512();
+            continue;
+        }
+        const void *low = element(wide, from, 2 * i * apart), *high = element(wide, low, apart);
+        __m256i none = _mm256_setzero_si256();
+        lines[i] = paired(2 * i < depth ? sixteen(wide, count, low) : none, 2 * i + 1 < depth ? sixteen(wide, count, high) : none);
+    }
+    if (is_contiguous == by_pairs) transpose(lines);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) _mm512_store_si512(to + 64 * i, lines[i]);
+}
+
+/* Packs a block of `count` rows or columns for some steps. Strides are those of the depth and of what the block has. */
+INLINE void pack_block_of(const int wide, const int is_contiguous, const int by_pairs, const void *from, int64_t of_depth,
+                          int64_t of_line, int64_t count, int64_t depth, int64_t steps, char *to) {
+    for (int64_t step = 0; step < steps; step++)
+        for (int64_t half = 0; half < 2; half++)
+            pack_tile(wide, is_contiguous, by_pairs, element(wide, from, step * BLOCK * of_depth + 16 * half * of_line),
+                      is_contiguous ? of_line : of_depth, count - 16 * half, depth - step * BLOCK,
+                      to + step * OF_STEP + 1024 * half);
+}
+
+INLINE void pack_block(const int by_pairs, int64_t wide, const void *from, int64_t of_depth, int64_t of_line, int64_t count,
+                       int64_t depth, int64_t steps, char *to) {
+    if (wide && of_depth == 1) pack_block_of(1, 1, by_pairs, from, of_depth, of_line, count, depth, steps, to);
+    else if (wide) pack_block_of(1, 0, by_pairs, from, of_depth, of_line, count, depth, steps, to);
+    else if (of_depth == 1) pack_block_of(0, 1, by_pairs, from, of_depth, of_line, count, depth, steps, to);
+    else pack_block_of(0, 0, by_pairs, from, of_depth, of_line, count, depth, steps, to);
+}
+
+static void pack_rows_of_a(const Call *call, const void *a, int64_t row, int64_t from, int64_t steps, char *to) {
+    const void *place = element(call->a_is_wide != 0, a, row * call->a[0] + from * call->a[1]);
+    pack_block(0, call->a_is_wide, place, call->a[1], call->a[0], call->rows - row, call->depth - from, steps, to);
+}
+
+static void pack_columns_of_b(const Call *call, const void *b, int64_t column, int64_t from, int64_t steps, char *to) {
+    const void *place = element(call->b_is_wide != 0, b, column * call->b[1] + from * call->b[0]);
+    pack_block(1, call->b_is_wide, place, call->b[0], call->b[1], call->columns - column, call->depth - from, steps, to);
+}
+
+/* ------------------------------------------------------------------------------------------------ products */
+
+WITH_TILES static void begin_tiles(void) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    __asm__ volatile("" ::"r"(&config) : "memory"); /* see add_steps */
+    _tile_loadconfig(&config);
+}
+
+WITH_TILES static void end_tiles(void) { _tile_release(); }
+
+/* The sums of a pair of blocks, four tiles of 16 × 16 side by side, = or += what some steps add. gcc's intrinsics do not
+   say that they read and write memory: the empty instructions do. */
+WITH_TILES static void add_steps(int64_t steps, const char *a, const char *b, float *sums, int begins) {
+    __asm__ volatile("" ::: "memory");
+    if (begins) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, 64);
+        _tile_loadd(1, sums + 256, 64);
+        _tile_loadd(2, sums + 512, 64);
+        _tile_loadd(3, sums + 768, 64);
+    }
+    for (int64_t step = 0; step < steps; step++, a += OF_STEP, b += OF_STEP) {
+        _tile_loadd(4, a, 64);
+        _tile_loadd(6, b, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + 1024, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, a + 1024, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + 256, 64);
+    _tile_stored(2, sums + 512, 64);
+    _tile_stored(3, sums + 768, 64);
+    __asm__ volatile("" ::: "memory");
+}
+
+/* Writes the sums of a pair of blocks, plus the row. */
+static void write_block(const Call *call, const float *sums, const void *bias, char *out, int64_t row, int64_t column) {
+    for (int64_t half = 0; half < 2; half++) {
+        int64_t at = column + 16 * half;
+        __mmask16 here = first(call->columns - at);
+        __m512 added = _mm512_setzero_ps();
+        if (bias && call->bias_is_wide) {
+            added = _mm512_maskz_loadu_ps(here, element(1, bias, at));
+        } else if (bias) {
+            __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, element(0, bias, at)));
+            added = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+        }
+        for (int64_t i = 0; i < least(BLOCK, call->rows - row); i++) {
+            __m512 found = _mm512_add_ps(_mm512_load_ps(sums + 512 * (i / 16) + 256 * half + 16 * (i % 16)), added);
+            char *to = out + (call->is_wide ? 4 : 2) * ((row + i) * call->out_row + at);
+            if (call->is_wide) _mm512_mask_storeu_ps(to, here, found);
+            else _mm256_mask_storeu_epi16(to, here, (__m256i)_mm512_cvtneps_pbh(found));
+        }
+    }
+}
+
+/* A thread's share of a product. All `threads` of them compute together, if they are more than one. */
+static void multiply_by_tiles(const Call *call, const void *a, const void *b, const void *bias, char *out, char *scratch,
+                              int64_t thread, int64_t threads) {
+    Tiling tiling = tiling_of(call);
+    char *packed_a = scratch, *packed_b = scratch + tiling.of_a;
+    float *all = (float *)(packed_b + tiling.of_b), *own = (float *)((char *)all + thread * tiling.of_sums);
+    begin_tiles();
+    for (int64_t block = 0; block < tiling.blocks; block++) {
+        int64_t from = block * tiling.steps * BLOCK, steps = least(tiling.steps, divided(call->depth - from, BLOCK));
+        for (int64_t row = 0; row < tiling.rows; row += tiling.rows_at_once) {
+            int64_t rows = least(tiling.rows_at_once, tiling.rows - row);
+            for (int64_t i = thread; i < rows; i += threads)
+                pack_rows_of_a(call, a, (row + i) * BLOCK, from, steps, packed_a + i * steps * OF_STEP);
+            for (int64_t column = 0; column < tiling.columns; column += tiling.columns_at_once) {
+                int64_t columns = least(tiling.columns_at_once, tiling.columns - column);
+                for (int64_t j = thread; j < columns; j += threads)
+                    pack_columns_of_b(call, b, (column + j) * BLOCK, from, steps, packed_b + j * steps * OF_STEP);
+                if (threads > 1) {
+#pragma omp barrier
+                }
+                /* Of few rows, threads share the columns too. */
+                int64_t parts = rows >= 2 * threads ? 1 : least(columns, divided(2 * threads, rows)), units = rows * parts;
+                for (int64_t unit = units * thread / threads; unit < units * (thread + 1) / threads; unit++) {
+                    int64_t i = unit / parts, begin = columns * (unit % parts) / parts;
+                    int64_t end = columns * (unit % parts + 1) / parts;
+                    for (int64_t step = 0; step < steps; step += STEPS)
+                        for (int64_t j = begin; j < end; j++) {
+                            float *sums = tiling.blocks > 1 ? all + ((row + i) * tiling.columns + column + j) * SUMS : own + j * SUMS;
+                            add_steps(least(STEPS, steps - step), packed_a + (i * steps + step) * OF_STEP,
+                                      packed_b + (j * steps + step) * OF_STEP, sums, block == 0 && step == 0);
+                            if (block + 1 == tiling.blocks && step + STEPS >= steps)
+                                write_block(call, sums, bias, out, (row + i) * BLOCK, (column + j) * BLOCK);
+                        }
+                }
+                if (threads > 1) {
+#pragma omp barrier
+                }
+            }
+        }
+    }
+    end_tiles();
+}
+#else
+typedef int64_t Tiling;
+static int find_amx(void) { return 0; }
+static Tiling tiling_of(const Call *call) { return call->depth; }
+static int64_t bytes_of_tiling(const Tiling *tiling, int64_t threads) { return *tiling * threads; }
+static void multiply_by_tiles(const Call *call, const void *a, const void *b, const void *bias, char *out, char *scratch,
+                              int64_t thread, int64_t threads) {
+    (void)call, (void)a, (void)b, (void)bias, (void)out, (void)scratch, (void)thread, (void)threads;
+}
+#endif
