@@ -53,15 +53,15 @@ def _worker_error(
     return kind(message, rank=rank, exitcode=exitcode, traceback=traceback)
 
 
-class RankLateError(NanoError):
-    """Another rank has not come to where this one waits for it, within the timeout.
+class _RankError(NanoError):
+    """Another rank is not where this one waits for it.
 
     Parameters
     ----------
     message : str
         The error message.
     rank : int or None
-        The rank that is late; None where any of the others may be.
+        The other rank; None where any of the others may be.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -70,6 +70,16 @@ class RankLateError(NanoError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class RankLateError(_RankError):
+    """Another rank has not come to where this one waits for it, within the timeout."""
+
+
+class RankLeftError(_RankError):
+    """Another rank has left the run: it has returned from the loop, or it has failed, which it reports itself."""
+
+    rank: int
 
 
 class NanoWarning(UserWarning):

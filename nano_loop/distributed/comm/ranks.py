@@ -25,25 +25,6 @@ _OF_GLOO = "Timed out waiting"  # in the error of a collective that has taken lo
 Reached = Callable[[bool], bool]
 
 
-class RankLeftError(NanoError):
-    """Another rank has left the run: it has returned from the loop, or it has failed, which it reports itself.
-
-    Parameters
-    ----------
-    message : str
-        What happened, for a person.
-    rank : int
-        The rank that has left.
-    """
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message, rank)
-        self.rank = rank
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
 @dataclass(frozen=True)
 class Loop:
     """The user's function that the ranks of a run execute, as messages name it.

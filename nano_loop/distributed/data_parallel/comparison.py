@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from nano_loop.distributed.comm.mismatch import AVERAGING
-from nano_loop.distributed.comm.ranks import RankLeftError, Ranks
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel import checksums
 from nano_loop.distributed.data_parallel.buffers import Sync, make_buffers_equal, message_of_unequal_buffer
 from nano_loop.distributed.data_parallel.gradients import AveragedGradients
 from nano_loop.distributed.data_parallel.parameters import Parameters
-from nano_loop.errors import RankLateError
+from nano_loop.errors import RankLateError, RankLeftError
 from nano_loop.patching.user_code import warn
 
 _BUFFER = "a buffer"

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeVar
 
 from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
-from nano_loop.distributed.comm.ranks import Loop, RankLeftError
+from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.launch.failure import Kind, kind_of, raised
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.worker_warnings import noted
 from nano_loop.distributed.launch.workers import Workers
-from nano_loop.errors import NanoWorkerError, error_message
+from nano_loop.errors import NanoWorkerError, RankLeftError, error_message
 
 Joined = TypeVar("Joined")
 

@@ -17,8 +17,7 @@ from typing import Any
 import cloudpickle
 
 from nano_loop.distributed.comm.limits import limit_in_words, start_thread
-from nano_loop.distributed.comm.ranks import RankLeftError
-from nano_loop.errors import NanoWorkerError, RankLateError, error_message
+from nano_loop.errors import NanoWorkerError, RankLateError, RankLeftError, error_message
 
 _RUNS_TOGETHER = "a run needs all of its ranks"
 _LARGEST = 16 << 20  # bytes of an exception that is sent; of a larger one only the words are

@@ -12,8 +12,8 @@ import torch
 
 from nano_loop.distributed.comm.channel import ITERATION
 from nano_loop.distributed.comm.mismatch import AVERAGING, left_behind, mismatch_message, with_own_line
-from nano_loop.distributed.comm.ranks import RankLeftError, Ranks, wait_until
-from nano_loop.errors import NanoError, RankLateError, error_message
+from nano_loop.distributed.comm.ranks import Ranks, wait_until
+from nano_loop.errors import NanoError, RankLateError, RankLeftError, error_message
 
 #: Bytes of a cache line on any CPU, and of two neighbours that are fetched together: what ranks write lies apart.
 LINE = 128

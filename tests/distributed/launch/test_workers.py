@@ -6,12 +6,12 @@ import time
 import pytest
 
 from nano_loop import NanoWorkerError
-from nano_loop.distributed.comm.ranks import RankLeftError, wait_until
+from nano_loop.distributed.comm.ranks import wait_until
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.failure import Failure, Kind, died, raised
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.workers import Workers
-from nano_loop.errors import RankLateError
+from nano_loop.errors import RankLateError, RankLeftError
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

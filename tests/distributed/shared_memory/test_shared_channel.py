@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from nano_loop.distributed.comm.channel import ITERATION
-from nano_loop.distributed.comm.ranks import RankLeftError, Ranks
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.shared_memory import shared_file
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_file import make, map_whole, open_private
 from nano_loop.distributed.shared_memory.shared_group import SharedGroups
-from nano_loop.errors import NanoError
+from nano_loop.errors import NanoError, RankLeftError
 
 # The processes of a team do not find the tests' modules by name.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -17,9 +17,9 @@ import torch
 
 from distributed.shared_memory import transports
 from distributed.shared_memory.transports import averaged, once, opened, random_list, same_bits, values
-from nano_loop.distributed.comm.ranks import RankLeftError, Ranks
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
-from nano_loop.errors import NanoError, RankLateError
+from nano_loop.errors import NanoError, RankLateError, RankLeftError
 
 # The processes of a team do not find the tests' modules by name.
 cloudpickle.register_pickle_by_value(transports)
