@@ -285,22 +285,20 @@ class Ranks:
         gathered = channel.gather(self._dumped(value, lambda data: channel.gather(data, what)), what)
         return [channel.codec.loads(data, rank) for rank, data in enumerate(gathered)]
 
-    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        """Overwrite `tensors` in place with rank `source`'s. Collective; the same shapes and dtypes on every rank.
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite `tensors` in place with rank 0's. Collective; the same shapes and dtypes on every rank.
 
         Parameters
         ----------
         tensors : sequence of torch.Tensor
             Strided, on the CPU, and not quantized.
-        source : int
-            The rank whose values they get.
         """
         if self.size == 1:
             return
         for tensor in tensors:
             whole = resolved(tensor)
-            self.channel.broadcast_tensor(whole, source)
-            if self.rank != source:
+            self.channel.broadcast_tensor(whole, 0)
+            if self.rank != 0:
                 tensor.detach().copy_(whole)
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
