@@ -50,7 +50,8 @@ def test_onednn_is_the_first_guess_where_the_cpu_has_amx(monkeypatch, amx):
 
 @pytest.mark.parametrize("has_amx", [0, 1])
 def test_functions_use_amx_where_they_can_and_the_system_lets_them(monkeypatch, has_amx):
-    libraries = [SimpleNamespace(is_supported=lambda: 1, has_amx=lambda: has_amx), SimpleNamespace(is_supported=lambda: 1)]
+    without = SimpleNamespace(is_supported=lambda: 1)
+    libraries = [SimpleNamespace(is_supported=lambda: 1, has_amx=lambda: has_amx), without]
     monkeypatch.setattr(build, "compiled", lambda name, is_threaded: libraries[0])
     assert CompiledKernel("product", {}, needs_avx512_bf16=True).uses_amx == bool(has_amx)
     libraries.pop(0)
