@@ -15,14 +15,10 @@ from nano_loop.kernels.linear import product as module
 pytestmark = pytest.mark.skipif(module.KERNEL.unavailable is not None, reason=str(module.KERNEL.unavailable))
 
 
-@pytest.fixture(autouse=True, params=["AVX-512", "AMX"])
-def by_amx(request, monkeypatch):
+@pytest.fixture(autouse=True, params=["AVX-512", *["AMX"] * module.KERNEL.uses_amx])
+def instructions(request, monkeypatch):
     """Have products computed by these instructions."""
-    by_amx = request.param == "AMX"
-    if by_amx and not module.KERNEL.uses_amx:
-        pytest.skip("the CPU has no AMX, or the system does not let this process use it")
-    monkeypatch.setattr(module.KERNEL, "uses_amx", by_amx)
-    return by_amx
+    monkeypatch.setattr(module.KERNEL, "uses_amx", request.param == "AMX")
 
 
 def matrix(rows, columns, transposed, generator):

@@ -47,7 +47,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("batch", "heads", "group", "length", "keys", "width", "value_width")),
         *((name, _INT * 3) for name in _NAMES),
-        *(("mask", _INT * 4), ("mask_kind", _INT), ("causal", _INT), ("is_wide", _INT)),
+        *(("mask", _INT * 4), ("mask_kind", _INT), ("causal", _INT), ("is_wide", _INT), ("by_tiles", _INT)),
         *(("scale", ctypes.c_double), ("kept", ctypes.c_double)),
     )
 
@@ -250,6 +250,7 @@ def _call(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _note(call, name, tensor)
     call.causal, call.scale, call.kept = is_causal, scale, 1 - dropout_p
+    call.by_tiles = KERNEL.uses_amx
     if mask is not None:
         call.mask, call.mask_kind = (_INT * 4)(*mask.stride()), _MASK_KINDS[mask.dtype]
     return call

@@ -5,14 +5,10 @@
    of B. Some rows of A are packed for all threads, then some columns of B, whose products threads share by blocks. Blocks are
    filled up with zeros, and an element is computed by one thread, in an order that does not depend on their number. */
 #pragma once
+#include "amx.h"
 #include "packing.h"
 
-#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#define WITH_TILES __attribute__((target("amx-tile,amx-bf16")))
+#ifdef HAS_AMX
 #define BLOCK 32            /* rows or columns of a block, and numbers of a step */
 #define OF_STEP 2048        /* bytes of a block's step: two tiles */
 #define SUMS 1024           /* of a pair of blocks */
@@ -20,16 +16,6 @@
 #define STEPS 16            /* of a block of A that stays in the first cache: 32 kB */
 #define BYTES_OF_A (4 << 20)
 #define BYTES_OF_B (1 << 20) /* half of the second cache of CPUs that have AMX */
-
-/* Whether the CPU has the tiles, and Linux lets this process have them. */
-static int find_amx(void) {
-    unsigned eax, ebx, ecx, edx, low, high;
-    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & 1u << 22) || !(edx & 1u << 24)) return 0;
-    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & 1u << 27)) return 0;
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    /* ARCH_REQ_XCOMP_PERM, for the tiles' data; 3 << 17: both of their states. */
-    return (low & 3u << 17) == 3u << 17 && !syscall(SYS_arch_prctl, 0x1023, 18);
-}
 
 typedef struct {
     int64_t blocks, steps;             /* of the depth, and those of one */
@@ -113,22 +99,10 @@ static void pack_columns_of_b(const Call *call, const void *b, int64_t column, i
 
 /* ------------------------------------------------------------------------------------------------ products */
 
-WITH_TILES static void begin_tiles(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    __asm__ volatile("" ::"r"(&config) : "memory"); /* see add_steps */
-    _tile_loadconfig(&config);
-}
-
-WITH_TILES static void end_tiles(void) { _tile_release(); }
-
-/* The sums of a pair of blocks, four tiles of 16 × 16 side by side, = or += what some steps add. gcc's intrinsics do not
-   say that they read and write memory: the empty instructions do. */
+/* The sums of a pair of blocks, four tiles of 16 × 16 side by side, = or += what some steps add. See
+   amx.h about the empty instructions. */
 WITH_TILES static void add_steps(int64_t steps, const char *a, const char *b, float *sums, int begins) {
-    __asm__ volatile("" ::: "memory");
+    MEMORY_CHANGES;
     if (begins) {
         _tile_zero(0);
         _tile_zero(1);
@@ -154,7 +128,7 @@ WITH_TILES static void add_steps(int64_t steps, const char *a, const char *b, fl
     _tile_stored(1, sums + 256, 64);
     _tile_stored(2, sums + 512, 64);
     _tile_stored(3, sums + 768, 64);
-    __asm__ volatile("" ::: "memory");
+    MEMORY_CHANGES;
 }
 
 /* Writes the sums of a pair of blocks, plus the row. */
@@ -184,7 +158,8 @@ static void multiply_by_tiles(const Call *call, const void *a, const void *b, co
     Tiling tiling = tiling_of(call);
     char *packed_a = scratch, *packed_b = scratch + tiling.of_a;
     float *all = (float *)(packed_b + tiling.of_b), *own = (float *)((char *)all + thread * tiling.of_sums);
-    begin_tiles();
+    const uint8_t full[8] = {16, 16, 16, 16, 16, 16, 16, 16};
+    begin_tiles(full, full);
     for (int64_t block = 0; block < tiling.blocks; block++) {
         int64_t from = block * tiling.steps * BLOCK, steps = least(tiling.steps, divided(call->depth - from, BLOCK));
         for (int64_t row = 0; row < tiling.rows; row += tiling.rows_at_once) {
@@ -222,7 +197,6 @@ static void multiply_by_tiles(const Call *call, const void *a, const void *b, co
 }
 #else
 typedef int64_t Tiling;
-static int find_amx(void) { return 0; }
 static Tiling tiling_of(const Call *call) { return call->depth; }
 static int64_t bytes_of_tiling(const Tiling *tiling, int64_t threads) { return *tiling * threads; }
 static void multiply_by_tiles(const Call *call, const void *a, const void *b, const void *bias, char *out, char *scratch,

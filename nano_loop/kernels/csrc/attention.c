@@ -1,4 +1,4 @@
-/* Attention in blocks, by the bf16 instructions of AVX-512: softmax(query keyᵀ · scale + mask) value, and its gradients.
+/* Attention in blocks, by the bf16 instructions of AVX-512, or by AMX: softmax(query keyᵀ · scale + mask) value, and its gradients.
 
    For one head, the scores of a block of rows are computed, normalized and multiplied while they are in the cache. The
    backward computes them again from the logarithms of the sums that the forward has kept, as Dao et al. do
@@ -20,6 +20,7 @@ typedef struct {
     int64_t mask[4], mask_kind; /* 0: none, 1: bool, 2: bf16 to be added, 3: fp32 to be added */
     int64_t causal;
     int64_t is_wide;            /* whether the output and the gradients of query, key and value are fp32 */
+    int64_t by_tiles;           /* whether the tiles of AMX compute products */
     double scale, kept;               /* the second is the probability of being kept by the dropout, 1 without one */
 } Call;
 
@@ -223,7 +224,7 @@ static void forward_of_head(const Call *call, const uint16_t *query, const uint1
             int64_t rows = least(ROWS, call->length - at);
             int64_t columns = call->causal ? least(call->keys, at + rows) : call->keys, end = up_to(columns, 16);
             float by_sums[ROWS];
-            product(rows, columns, call->width / 2,
+            product(call->by_tiles, rows, columns, call->width / 2,
                     query + batch * call->query[0] + head * call->query[1] + at * call->query[2], 2 * call->query[2],
                     4, memory.keys_transposed, call->width / 2, memory.scores, keys, 0);
             for (int64_t i = 0; i < rows; i++) {
@@ -233,7 +234,7 @@ static void forward_of_head(const Call *call, const uint16_t *query, const uint1
                 log_sums[(batch * call->heads * call->group + head) * call->length + at + i] = log_sum;
                 clear(probabilities, up_to(row.columns, 16), end);
             }
-            product(rows, call->value_width, (columns + 1) / 2, memory.probabilities, 2 * keys, 4,
+            product(call->by_tiles, rows, call->value_width, (columns + 1) / 2, memory.probabilities, 2 * keys, 4,
                     memory.values_paired, pairs, memory.result, wide, 0);
             store(memory.result, wide, rows, call->value_width, 1.0f, by_sums, call->is_wide, out,
                   batch * call->out[0] + head * call->out[1] + at * call->out[2], call->out[2]);
@@ -260,9 +261,9 @@ static void backward_of_head(const Call *call, const uint16_t *query, const uint
             int64_t columns = call->causal ? least(call->keys, at + rows) : call->keys, end = up_to(columns, 16);
             const uint16_t *q = query + batch * call->query[0] + head * call->query[1] + at * call->query[2];
             const uint16_t *g = of_out + batch * call->of_out[0] + head * call->of_out[1] + at * call->of_out[2];
-            product(rows, columns, call->width / 2, q, 2 * call->query[2], 4, memory.keys_transposed, call->width / 2,
+            product(call->by_tiles, rows, columns, call->width / 2, q, 2 * call->query[2], 4, memory.keys_transposed, call->width / 2,
                     memory.scores, keys, 0);
-            product(rows, columns, call->value_width / 2, g, 2 * call->of_out[2], 4, memory.values_transposed,
+            product(call->by_tiles, rows, columns, call->value_width / 2, g, 2 * call->of_out[2], 4, memory.values_transposed,
                     call->value_width / 2, memory.gradients, keys, 0);
             for (int64_t i = 0; i < rows; i++) {
                 Row row = row_of(call, mask, kept, batch, head, at + i, columns);
@@ -293,11 +294,11 @@ static void backward_of_head(const Call *call, const uint16_t *query, const uint
                 }
             pack_pairs(q, call->query[2], rows, call->width, memory.queries_paired);
             pack_pairs(g, call->of_out[2], rows, call->value_width, memory.outs_paired);
-            product(columns, call->value_width, both, memory.probabilities_paired, 4, 4 * keys, memory.outs_paired,
+            product(call->by_tiles, columns, call->value_width, both, memory.probabilities_paired, 4, 4 * keys, memory.outs_paired,
                     both, memory.of_values, value_width, 1);
-            product(columns, call->width, both, memory.gradients_paired, 4, 4 * keys, memory.queries_paired, both,
+            product(call->by_tiles, columns, call->width, both, memory.gradients_paired, 4, 4 * keys, memory.queries_paired, both,
                     memory.of_keys, width, 1);
-            product(rows, call->width, (columns + 1) / 2, memory.probabilities, 2 * keys, 4, memory.keys_paired, pairs,
+            product(call->by_tiles, rows, call->width, (columns + 1) / 2, memory.probabilities, 2 * keys, 4, memory.keys_paired, pairs,
                     memory.result, width, 0);
             store(memory.result, width, rows, call->width, (float)call->scale, 0, call->is_wide, of_query,
                   batch * call->of_query[0] + head * call->of_query[1] + at * call->of_query[2],
@@ -308,6 +309,9 @@ static void backward_of_head(const Call *call, const uint16_t *query, const uint
     store(memory.of_values, value_width, call->keys, call->value_width, 1.0f, 0, call->is_wide, of_value,
           batch * call->of_value[0] + key_head * call->of_value[1], call->of_value[2]);
 }
+
+/* Whether `by_tiles` may be asked for. */
+int has_amx(void) { return find_amx(); }
 
 /* Bytes of memory that each thread needs. */
 int64_t attention_bytes(const Call *call, int backward) { return memory_of(call, 0, backward).bytes; }

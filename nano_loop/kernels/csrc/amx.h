@@ -1,0 +1,42 @@
+/* The tiles of AMX: whether there are any, and their shapes.
+
+   gcc's intrinsics do not say that they read and write memory. Functions that use them begin and end with MEMORY_CHANGES. */
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define HAS_AMX
+#define WITH_TILES __attribute__((target("amx-tile,amx-bf16")))
+#define MEMORY_CHANGES __asm__ volatile("" ::: "memory")
+
+/* Whether the CPU has the tiles, and Linux lets this process have them. */
+static int find_amx(void) {
+    unsigned eax, ebx, ecx, edx, low, high;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & 1u << 22) || !(edx & 1u << 24)) return 0;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & 1u << 27)) return 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    /* ARCH_REQ_XCOMP_PERM, for the tiles' data; 3 << 17: both of their states. */
+    return (low & 3u << 17) == 3u << 17 && !syscall(SYS_arch_prctl, 0x1023, 18);
+}
+
+/* Gives the eight tiles as many lines, of as many words. They are zero then. */
+WITH_TILES static void begin_tiles(const uint8_t *lines, const uint8_t *words) {
+    struct {
+        uint8_t palette, start, nothing[14];
+        uint16_t bytes[16];
+        uint8_t lines[16];
+    } config = {1, 0, {0}, {0}, {0}};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 4 * words[i], config.lines[i] = lines[i];
+    __asm__ volatile("" ::"r"(&config) : "memory");
+    _tile_loadconfig(&config);
+}
+
+WITH_TILES static void end_tiles(void) { _tile_release(); }
+#else
+static int find_amx(void) { return 0; }
+#endif
