@@ -3,6 +3,7 @@
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nano_loop.cpu import Host, read_machine
@@ -97,5 +98,5 @@ def test_a_live_mac_is_asked_once_for_all_that_counts(monkeypatch):
 
 def test_a_system_without_masks_is_counted_by_psutil(monkeypatch):
     monkeypatch.delattr(host_module.os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(host_module.psutil, "cpu_count", lambda logical=True: 8 if logical else None)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else None)
     assert (live_host().logical_count, live_host().physical_count) == (8, None)

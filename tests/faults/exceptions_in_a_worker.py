@@ -111,9 +111,9 @@ def _break_the_beginning(do):
     """Return what has `do` called in the worker once it has reported that it is ready."""
 
     def patch():
-        from nano_loop.distributed.launch import running
+        from nano_loop.distributed.launch import worker
 
-        running.whole_process = lambda *arguments: do()
+        worker.whole_process = lambda *arguments: do()
 
     return patch
 

@@ -45,7 +45,8 @@ def server_for(slot: RankSlot, modules: Sequence[str]) -> Server:
     origin = origin_of(slot)
     while _kept:
         kept = _kept.pop()
-        if kept.owner != os.getpid():  # this process was forked, and the server is its parent's
+        if kept.owner != os.getpid():
+            kept.forget()
             continue
         if kept.origin == origin and _is_there(kept):
             kept.begin(str(folder))
@@ -124,3 +125,5 @@ def _end_at_exit() -> None:
     """Close the connection before Python warns that nobody did, with ``-X dev``."""
     if _kept and _kept[0].owner == os.getpid():
         end_kept()
+    elif _kept:
+        _kept.pop().forget()

@@ -178,6 +178,11 @@ class Server:
                 self._kill()
             self._reap()
 
+    def forget(self) -> None:
+        """Close what this process has of it, which was forked: the server is its parent's."""
+        self.gone = True
+        self._resources.close()
+
     def _ask(self, request: dict[str, Any]) -> None:
         with self._sending, contextlib.suppress(OSError):
             self._control.sendall(framed(request), NO_SIGNAL)
