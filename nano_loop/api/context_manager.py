@@ -6,7 +6,7 @@ import atexit
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -33,7 +33,9 @@ _last: list[Run] = []
 
 
 @with_options
-def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader[Any], **options: Any) -> Any:
+def accelerated(
+    model: Any = None, optimizer: Any = (), *dataloaders: DataLoader[Any], **options: Any
+) -> AbstractContextManager[Run]:
     """Accelerate the training in the body of a ``with`` statement, in this process.
 
     Without a model, what the body trains is set up as it trains, also inside of other libraries: see `install`. With

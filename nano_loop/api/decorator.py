@@ -46,14 +46,21 @@ _AS_TORCH_NANO = """
 class Accelerated(Protocol[_P, _R_co]):
     """A decorated function, as type checkers see it: it takes and returns what the function does."""
 
+    __name__: str
     #: The report of the last call; None before the first.
     report: SetupReport | None
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co:
         """Call it."""
 
-    def __get__(self: Accelerated[Concatenate[_S, _Q], _R], instance: _S, owner: Any = None, /) -> Accelerated[_Q, _R]:
-        """Return the method of an object."""
+    @overload
+    def __get__(self, instance: None, owner: Any, /) -> Accelerated[_P, _R_co]: ...
+    @overload
+    def __get__(
+        self: Accelerated[Concatenate[_S, _Q], _R], instance: _S, owner: Any = None, /
+    ) -> Accelerated[_Q, _R]: ...
+    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
+        """Return the method of an object, or the function itself of a class."""
 
 
 class Decorator(Protocol):

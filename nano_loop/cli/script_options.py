@@ -121,11 +121,13 @@ def _variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:
 
 
 def _refuse_too_many_processes(options: Options) -> None:
-    """Raise the error of a run that starts more processes than there are cores, unless Ray may start them elsewhere."""
+    """Raise the error of a run that starts more processes than there are cores, unless Ray starts them elsewhere."""
     shares = options.cpu_for_each_process
-    on_this_host = options.distributed_backend == "subprocess" and importlib.util.find_spec("ray") is None
-    if options.num_processes and on_this_host and found_launch(os.environ) is None:
-        partition(read_machine(), options.num_processes, shares if isinstance(shares, int) else None)
+    if options.num_processes and options.distributed_backend != "ray" and found_launch(os.environ) is None:
+        try:
+            partition(read_machine(), options.num_processes, shares if isinstance(shares, int) else None)
+        except NanoConfigError as error:
+            raise NanoConfigError(f"{error} Other hosts take --distributed-backend ray.") from None
 
 
 def _refuse_missing(script: str, is_module: bool) -> None:

@@ -13,7 +13,7 @@ SOURCE = """\
 from typing_extensions import assert_type
 
 import torch
-from nano_loop import SetupReport, TorchNano, nano
+from nano_loop import SetupReport, TorchNano, accelerated, nano
 
 
 @nano
@@ -32,6 +32,17 @@ class Loop:
         return ""
 
 
+    @staticmethod
+    @nano
+    def fit(model: torch.nn.Module) -> int:
+        return 0
+
+    @nano
+    @staticmethod
+    def test(model: torch.nn.Module) -> bytes:
+        return b""
+
+
 class Nano(TorchNano):
     def train(self, steps: int) -> int:
         return steps
@@ -41,7 +52,13 @@ net = torch.nn.Linear(1, 1)
 assert_type(plain(net, 3), float)
 assert_type(plain.report, SetupReport | None)
 assert_type(with_options(net, name="a"), list[int])
+assert_type(plain.__name__, str)
 assert_type(Loop().train(3), str)
+assert_type(Loop.train(Loop(), 3), str)
+assert_type(Loop.fit(net), int)
+assert_type(Loop.test(net), bytes)
+with accelerated(net, precision="auto") as run:
+    assert_type(run.report, SetupReport | None)
 assert_type(Nano(2, False, "subprocess", "gloo", "bf16", verbose=False).train(3), int)
 plain(net, "three")  # arg-type
 plain(net)  # call-arg

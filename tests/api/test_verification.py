@@ -376,6 +376,29 @@ def test_what_is_missing_or_not_a_number_is_a_fault():
     assert [row.is_fault for row in compare([lost, lost, sound, sound], 2**-7)] == [False, True]
 
 
+def test_a_length_that_is_right_is_no_fault_where_that_by_hand_is_off():
+    exact = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for factor, is_fault in ((1, False), (0.92, False), (1.08, True)):
+        traces = [{"a": exact * scale} for scale in (factor, 0.92, 1, 1)]
+        assert compare(traces, 2**-7)[0].is_fault == is_fault, factor
+
+
+def test_a_factor_as_far_off_as_fp32_is_no_fault():
+    exact = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    by_hand = exact + 4e-7 * exact.roll(1)  # a CTC loss: of sums of 1,000 in fp32
+    for factor, is_fault in ((1 + 8e-7, False), (1 + 1e-5, True)):
+        rows = compare([{"a": exact * factor}, {"a": by_hand}, {"a": by_hand}, {"a": exact}], 2**-23)
+        assert rows[0].is_fault == is_fault, factor
+
+
+@pytest.mark.filterwarnings("ignore:precision='16-mixed'")
+def test_sparse_gradients_are_compared_in_fp16():
+    model = nn.Sequential(nn.Embedding(30, 8, sparse=True), nn.Flatten(), nn.Linear(32, 3))
+    found = verify(model, loss_of, (torch.arange(64).view(16, 4) % 30, torch.arange(16) % 3), precision=16)
+    assert found.ok, str(found)
+    assert "0.weight" in [row.name for row in found.gradients]
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [

@@ -356,13 +356,14 @@ def test_variables_of_env_install_in_each_python(script):
 
 
 @pytest.mark.parametrize("arguments", [["--num-processes", "4096"], ["--cpu-for-each-process", "4096"]], ids=str)
-def test_more_processes_than_cores_are_refused_before_the_script_starts(monkeypatch, capsys, tmp_path, arguments):
-    find_spec = module.importlib.util.find_spec
-    without_ray = lambda name: None if name == "ray" else find_spec(name)  # noqa: E731 - which has other hosts
-    monkeypatch.setattr(module.importlib.util, "find_spec", without_ray)
+def test_more_processes_than_cores_are_refused_before_the_script_starts(capsys, tmp_path, arguments):
     (tmp_path / "train.py").touch()
-    assert main(["run", "--json", "--num-processes=1", *arguments, str(tmp_path / "train.py")]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "num_processes=" in err
-    assert "physical cores" in err
+    line = ["--json", "--num-processes=1", *arguments, str(tmp_path / "train.py")]
+    for command in ("run", "profile", "tune"):
+        assert main([command, *line]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert "num_processes=" in err
+        assert "physical cores" in err
+        assert "--distributed-backend ray" in err
+    assert main(["run", "--distributed-backend=ray", *line]) == 0  # other hosts may have them

@@ -91,6 +91,8 @@ ON = {"channels_last": True, "compile": True, "fast_attention": "auto", "gradien
         (kinds.OPTIMIZER, Circumstances(optimizer="RMSprop"), ("fused_optimizer",)),
         (kinds.OPTIMIZER, Circumstances(optimizer="RMSprop", is_fused=True), ("step less often",)),
         (kinds.OPTIMIZER, Circumstances(optimizer="Lion"), ("use Adam, AdamW, SGD or Adagrad",)),
+        (kinds.LOADER, Circumstances(), ("loader_workers",)),
+        (kinds.LOADER, Circumstances({"loader_workers": 2}), (": keep decoded",)),
         (kinds.AVERAGING, Circumstances(), ("gradient_compression",)),
         (kinds.AVERAGING, Circumstances(ON), ("larger batches",)),
     ],

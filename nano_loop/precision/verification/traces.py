@@ -23,6 +23,7 @@ from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.walk import find
 from nano_loop.precision.autocast.autocast import cpu_autocast, disable_casts
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
+from nano_loop.precision.autocast.scaled_backward import not_finite
 
 #: How often the scale of fp16 gradients is halved until they are finite.
 _TRIES = 17
@@ -181,7 +182,7 @@ def run_backward(loss: Tensor, model: nn.Module, kind: PrecisionKind, scaled_by_
         gradients = [parameter.grad for parameter in parameters_of(model) if parameter.grad is not None]
         for gradient in gradients if scale != 1 else ():
             gradient /= scale
-        if not kind.scaled or all(bool(gradient.isfinite().all()) for gradient in gradients):
+        if not kind.scaled or not not_finite(parameters_of(model)):
             return
         if attempt < _TRIES - 1:
             forget_gradients(model)
