@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def named_parameters_of(
@@ -29,6 +30,11 @@ def named_buffers_of(
 def buffers_of(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor]:
     """Yield the buffers of a module, also where its class overrides `buffers`."""
     return (buffer for _, buffer in named_buffers_of(module, recurse=recurse))
+
+
+def has_shapes(module: nn.Module) -> bool:
+    """Whether all parameters of a module have a shape. Those of lazy modules get it in their first call."""
+    return not any(map(is_lazy, parameters_of(module)))
 
 
 def forget_gradients(module: nn.Module) -> None:

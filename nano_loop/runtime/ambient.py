@@ -27,7 +27,7 @@ from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.backward import backwards_watched
 from nano_loop.patching.calls.entry import through_interceptor
 from nano_loop.patching.calls.exports import is_exporting
-from nano_loop.patching.members import parameters_of
+from nano_loop.patching.members import has_shapes, parameters_of
 from nano_loop.patching.objects.loaders import implicit_loaders_changed
 from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.patching.ownership import call_state
@@ -141,7 +141,7 @@ class Ambient:
             return
         with self._lock:
             self._known_calls = 0
-            self._called[module] = self._known
+            self._called[module] = self._known if has_shapes(module) else None  # then it is looked at again
             self._set_up(module, by_others=self._without_optimizer.have_changed(module))
             if self._training_of([module]) is None and next(iter(parameters_of(module)), None) is not None:
                 self._without_optimizer.add(module)
@@ -202,6 +202,8 @@ class Ambient:
             return True
 
     def _set_up(self, module: nn.Module, by_others: bool = False) -> None:
+        if not has_shapes(module):
+            return  # the steps depend on them
         held = set(map(id, parameters_of(module)))
         assert self._run.stepped is not None
         optimizers = [

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
@@ -21,7 +22,10 @@ from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.kernels.rounding import ATTENTION, CONVOLUTION, LSTM, PRODUCT, RULE, Rounding
 from nano_loop.patching.members import parameters_of
+from nano_loop.patching.objects.optimizers import closure_of, hook_before_steps, requires_closure, with_closure
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.ownership import without_rule
+from nano_loop.patching.patch_table import shared_change
 from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
@@ -99,7 +103,7 @@ class Bf16Products(Step):
     Matrix products, convolutions, attention and LSTMs round their inputs to bf16, and sum and return fp32. Products
     that are too small for that to pay are torch's. A replaced kernel takes some microseconds to find that out, so after
     some steps products that are smaller than all that round are not looked at any more, and a kind of which none
-    rounds has torch's kernels again.
+    rounds has torch's kernels again. In a step that requires a closure, such as LBFGS', products are in fp32.
     """
 
     name = "precision"
@@ -143,6 +147,7 @@ class Bf16Products(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
+        self.undoing.enter_context(shared_change(_closure_in_fp32, lambda: hook_before_steps(_closure_in_fp32)))
         for model in parts.models:
             for kind in _KINDS:
                 if kind.is_for(model) and (kind.kernel is None or kind.kernel.unavailable is None):
@@ -191,3 +196,11 @@ class Bf16Products(Step):
 
 def _has_fp32(model: nn.Module) -> bool:
     return any(parameter.dtype is torch.float32 for parameter in parameters_of(model))
+
+
+def _closure_in_fp32(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute what a step compares in fp32: rounded losses differ by more than those of a line search."""
+    closure = closure_of(args, kwargs) if len(args) > 1 or kwargs else None
+    if closure is None or not requires_closure(optimizer):
+        return None
+    return with_closure(args, kwargs, without_rule(RULE)(closure))

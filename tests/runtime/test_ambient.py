@@ -256,6 +256,34 @@ def test_first_call_of_a_training_is_covered_and_predictions_are_plain(install, 
     assert net.seen[-1] is torch.float32
 
 
+def lazy():
+    net = nn.Sequential(nn.Unflatten(1, (3, 1, 1)), nn.LazyConv2d(4, 1), nn.Flatten(), nn.LazyLinear(2))
+    optimizer = adam(net)
+    fit(net, optimizer)
+    return [net], optimizer
+
+
+def lazy_in_part():
+    body, head, unused = nn.Linear(3, 4), nn.LazyLinear(2), nn.LazyLinear(2)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters(), *unused.parameters()], 0.1, momentum=0.9)
+    for _ in range(3):
+        step(optimizer, nn.functional.mse_loss(head(body(X)), Y))
+    return [body, head], optimizer
+
+
+@pytest.mark.parametrize("program", [lazy, lazy_in_part])
+def test_model_is_set_up_once_its_parameters_have_shapes(program, install):
+    torch.manual_seed(0)
+    plain, _ = program()
+    install(precision="auto", channels_last=True)
+    torch.manual_seed(0)
+    models, optimizer = program()
+    for one, other in zip(models, plain, strict=True):
+        assert all(map(torch.allclose, one.parameters(), other.parameters()))
+    assert is_fused(optimizer)
+    assert {line.split(",")[0] for line in models_in(nano_loop.report())} == {type(model).__name__ for model in models}
+
+
 def test_what_is_older_than_the_mode_is_set_up_at_its_first_steps(install):
     net = Net()
     optimizer = adam(net)

@@ -168,6 +168,47 @@ def test_outside_of_the_models_and_after_the_run_products_are_torchs_to_the_bit(
     assert not rounded
 
 
+class Searching(torch.optim.SGD):
+    """An optimizer of others that needs a closure."""
+
+    def step(self, closure):
+        return min(super(Searching, self).step(closure) for _ in range(3))
+
+
+def by_closure(kind, model, x):
+    optimizer = kind(model.parameters(), 0.01)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@here
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Searching])
+def test_step_that_requires_a_closure_computes_in_fp32_and_what_follows_rounds(every_product, rounded, kind):
+    def train(model, x):
+        by_closure(kind, model, x)
+        assert not rounded
+        return step(model, x)
+
+    assert accelerated(*built("perceptron"), train)[1]["precision"].status == "applied"
+    assert rounded == {"product": 6}
+
+
+@here
+def test_line_search_that_goes_on_from_a_training_in_bf16_is_in_fp32(every_product, rounded):
+    model, x = built("perceptron")
+    with nano_loop.accelerated(precision="auto", verbose=False, tune_operators=False, fast_chains=False):
+        by_closure(torch.optim.SGD, model, x)  # one that can do without a closure
+        assert rounded.pop("product") == 5
+        by_closure(torch.optim.LBFGS, model, x)
+    assert not rounded
+
+
 class Careful(nn.Module):
     """Some of its products are in fp32, with their backward."""
 

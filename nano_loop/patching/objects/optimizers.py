@@ -7,11 +7,13 @@ Loading a checkpoint of an NCHW run into a channels_last model is enough.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -29,6 +31,13 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
     """Return the closure argument of a step, or None. `args` starts with the optimizer."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None
+
+
+def requires_closure(optimizer: Optimizer) -> bool:
+    """Whether steps of this optimizer cannot do without a closure: as LBFGS, it compares losses of several points."""
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    first = arguments[0] if arguments else None
+    return first is not None and first.kind is first.POSITIONAL_OR_KEYWORD and first.default is first.empty
 
 
 def with_closure(
@@ -197,6 +206,8 @@ def relay_state(optimizer: Optimizer) -> None:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor is non-overlapping and dense, so that another tensor can have the same strides."""
+    if is_lazy(tensor):
+        return True  # as it will be: it has no shape yet
     return tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

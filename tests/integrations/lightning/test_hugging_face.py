@@ -85,7 +85,8 @@ def test_bf16_trains_as_the_trainers_own_bf16_does(plain, tmp_path):
     theirs = trainer(tmp_path / "theirs", bf16=True)
     theirs.train()
     ours = trainer(tmp_path / "ours")
-    with nano_loop.accelerated(ours.model, precision="bf16", verbose=False) as run:
+    # With fused_optimizer, the norm of gradients that are clipped is computed in C, and may differ in its last bit.
+    with nano_loop.accelerated(ours.model, precision="bf16", fused_optimizer=False, verbose=False) as run:
         ours.train()
     assert "precision" in run.report.applied
     assert logged(ours) != logged(plain)
@@ -116,7 +117,7 @@ def test_checkpoints_are_exchanged_in_both_directions(plain, tmp_path):
 
 def test_after_the_run_the_trainer_predicts_as_without(plain, tmp_path):
     trained = trainer(tmp_path)
-    with nano_loop.accelerated(trained.model, verbose=False):
+    with nano_loop.accelerated(trained.model, exact=True, verbose=False):
         trained.train()
     assert (trained.predict(Sentences(2)).predictions == plain.predict(Sentences(2)).predictions).all()
 
@@ -134,7 +135,7 @@ folder = os.path.join(sys.argv[1], os.environ["RANK"])
 plain = trainer(f"{folder}-plain", ddp_backend="gloo")
 plain.train()
 ours = trainer(f"{folder}-ours", ddp_backend="gloo")
-with nano_loop.accelerated(ours.model, verbose=False) as run:
+with nano_loop.accelerated(ours.model, exact=True, verbose=False) as run:
     ours.train()
 assert ours.args.world_size == 2
 assert "fast_dropout" in run.report.applied
