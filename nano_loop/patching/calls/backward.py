@@ -86,8 +86,7 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
         else:
             noticed(*args, **kwargs)
         if _watchers and not in_backward():
-            for watcher in _watchers[-1:]:  # none, if another thread has taken it away meanwhile
-                watcher()
+            _watchers[-1]()
 
     def noticed(*args: Any, **kwargs: Any) -> None:
         if _backwards.waiting is not None or not in_backward():
