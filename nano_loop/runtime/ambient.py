@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.backward import backwards_watched
+from nano_loop.patching.calls.calls import newcomers_covered
 from nano_loop.patching.calls.entry import through_interceptor
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.members import has_shapes, parameters_of
@@ -41,6 +42,7 @@ from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.runtime.run import Run
 from nano_loop.steps import LOADER_STEPS
+from nano_loop.steps.bf16_products import line_searches_in_fp32
 
 _modes: list[Ambient] = process_wide("ambient modes", [])
 
@@ -74,7 +76,6 @@ class Ambient:
         self._trainings: Any = WeakIdKeyDictionary()  # by the optimizer, and by each module of a model
         self._postponed: Any = WeakIdKeyDictionary()  # optimizers
         self._loaders: Any = WeakIdKeyDictionary()
-        self._is_woken = False  # by new modules
         self._loader_run: Run | None = None
         self._ending = ExitStack()
 
@@ -89,6 +90,8 @@ class Ambient:
         self._ending.callback(self._look_away)
         self._ending.enter_context(replaced(Optimizer, "__init__", _noting))
         self._looking.enter_context(backwards_watched(_note_backward))
+        if self._run.options.kind.rounds_products:  # a model may be set up in the midst of a step
+            self._ending.enter_context(line_searches_in_fp32())
         assert self._run.stepped is not None
         self._run.stepped.take = self._take
 
@@ -152,6 +155,8 @@ class Ambient:
         if not self._has_begun:
             self._has_begun = True
             self._watch_loaders()
+            self._ending.enter_context(newcomers_covered())
+            self._ending.callback(register_module_module_registration_hook(_wake).remove)
         if not self._looks:
             self._looks = True
             self._looking.enter_context(backwards_watched(_note_backward))
@@ -168,9 +173,6 @@ class Ambient:
             if self._without_optimizer.awaits_backward or not held.issuperset(map(id, stepped)):
                 self._known_calls = 0
                 return
-            if not self._is_woken:
-                self._is_woken = True
-                self._ending.callback(register_module_module_registration_hook(_wake).remove)
             self._look_away()
 
     def _look_away(self) -> None:

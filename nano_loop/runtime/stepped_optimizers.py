@@ -7,15 +7,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import closure_of, held_by, trained_by
+from nano_loop.patching.objects.optimizers import StepHook, closure_of, held_by, hook_before_steps, trained_by
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -73,7 +71,7 @@ class SteppedOptimizers:
         self._idle: dict[int, str] = {}  # by the ids of those that have stepped without gradients, the report's line
         self._remarks: dict[str, None] = {}
         self._is_first = True
-        undoing.callback(self._close, register_optimizer_step_pre_hook(self._before_step))
+        undoing.callback(self._close, hook_before_steps(self._before_step))
 
     def add(self, parts: TrainingObjects) -> None:
         """Note what one `setup` has set up."""
@@ -98,7 +96,7 @@ class SteppedOptimizers:
         self._optimizers[optimizer] = None  # also a wrapper, of which those inside were set up
         return True
 
-    def _close(self, hook: RemovableHandle) -> None:
+    def _close(self, hook: StepHook) -> None:
         hook.remove()
         del self._unmet, self._apply  # of the run, which holds this object: a cycle would keep its models
         self.take = None

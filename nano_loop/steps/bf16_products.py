@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +147,7 @@ class Bf16Products(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        self.undoing.enter_context(shared_change(_closure_in_fp32, lambda: hook_before_steps(_closure_in_fp32)))
+        self.undoing.enter_context(line_searches_in_fp32())
         for model in parts.models:
             for kind in _KINDS:
                 if kind.is_for(model) and (kind.kernel is None or kind.kernel.unavailable is None):
@@ -198,8 +198,24 @@ def _has_fp32(model: nn.Module) -> bool:
     return any(parameter.dtype is torch.float32 for parameter in parameters_of(model))
 
 
-def _closure_in_fp32(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute what a step compares in fp32: rounded losses differ by more than those of a line search."""
+def line_searches_in_fp32() -> AbstractContextManager[None]:
+    """Return a context in which products are in fp32 in the steps of optimizers that require a closure.
+
+    Such steps compare losses, which differ by less than rounding does. A step has to begin in the context.
+    """
+    return shared_change("line searches in fp32", _hooked)
+
+
+@contextmanager
+def _hooked() -> Iterator[None]:
+    hook = hook_before_steps(_with_closure_in_fp32)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _with_closure_in_fp32(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     closure = closure_of(args, kwargs) if len(args) > 1 or kwargs else None
     if closure is None or not requires_closure(optimizer):
         return None

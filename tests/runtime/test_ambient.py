@@ -10,6 +10,8 @@ import pytest
 import torch
 from lightning_fabric import Fabric
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, is_fused
 
@@ -390,6 +392,37 @@ def test_models_of_threads_are_set_up(install):
     assert [set(net.seen) for net in nets] == [{torch.bfloat16}] * 3
     del nets, threads
     gc.collect()
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+        register_module_module_registration_hook,
+    ],
+)
+def test_training_begins_and_ends_while_torch_calls_hooks(install, register):
+    install(precision="auto")
+    net, inner = nn.Linear(3, 2), []
+    optimizer = adam(net)
+
+    def train(*_):  # as another thread may
+        if not inner:
+            inner.append(None)
+            other = nn.Sequential(nn.Linear(3, 1 << 14), nn.Linear(1 << 14, 2))
+            fit(other, adam(other))
+            del other
+            gc.collect()
+
+    handles = [register(train), register(lambda *_: None)]
+    try:
+        fit(net, optimizer)
+        nn.Sequential(nn.Linear(3, 2))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert {*models_in(nano_loop.report())} == {"Linear, trained by Adam", "Sequential, trained by Adam"}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:JIT pass will be deprecated")  # IPEX's

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.data.random_states import part_ways
@@ -47,7 +46,7 @@ from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import closure_of, held_by, with_closure
+from nano_loop.patching.objects.optimizers import closure_of, held_by, hook_before_steps, with_closure
 from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 
@@ -102,7 +101,7 @@ class Averaging:
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
         self._undoing.callback(self._overwritten.close)
-        self._undoing.callback(register_optimizer_step_pre_hook(self._before_any_step).remove)
+        self._undoing.callback(hook_before_steps(self._before_any_step).remove)
         self._undoing.enter_context(nested_backwards_noticed())
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:

@@ -86,7 +86,8 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
         else:
             noticed(*args, **kwargs)
         if _watchers and not in_backward():
-            _watchers[-1]()
+            for watcher in _watchers[-1:]:  # none, if another thread has taken it away meanwhile
+                watcher()
 
     def noticed(*args: Any, **kwargs: Any) -> None:
         if _backwards.waiting is not None or not in_backward():

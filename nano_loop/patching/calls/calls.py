@@ -14,7 +14,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -259,7 +259,7 @@ class CallInterceptors:
     def _open(self, model: nn.Module) -> CallInterceptor:
         modules = called_by_loops(model)
         if not self._entry_points:
-            self._undoing.enter_context(shared_change(_cover_newcomer, _newcomers_covered))
+            self._undoing.enter_context(newcomers_covered())
             self._undoing.enter_context(plain_models_exported())
         points = {MODULE_CALL} if self._trainings_only else entry_points(modules)
         for owner, name in points - self._entry_points:
@@ -292,7 +292,12 @@ def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> N
             interceptor.cover(called_by_loops(module))
 
 
-_newcomers_covered = functools.partial(register_module_module_registration_hook, _cover_newcomer)
+def newcomers_covered() -> AbstractContextManager[Any]:
+    """Return a context in which modules that are registered in set-up models are covered.
+
+    Where several threads train, it is for all of that: torch raises if the hooks change while it calls them.
+    """
+    return shared_change(_cover_newcomer, lambda: register_module_module_registration_hook(_cover_newcomer))
 
 
 def _innermost(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

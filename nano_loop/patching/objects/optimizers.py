@@ -8,6 +8,7 @@ Loading a checkpoint of an NCHW run into a channels_last model is enough.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.gradients import gradient_of
-from nano_loop.patching.patch_table import shared_change
+from nano_loop.patching.patch_table import process_wide, shared_change
 
 # --- closures ---
 
@@ -102,31 +103,65 @@ def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
 # --- hooks of all optimizers ---
 
 
+_StepHook = Callable[[Optimizer, Any, Any], Any]
+_before_steps: list[_StepHook] = process_wide("hooks before steps", [])
+_after_steps: list[_StepHook] = process_wide("hooks after steps", [])
+_lock = threading.RLock()  # a model that is freed meanwhile ends its run
+_handles: list[RemovableHandle] = process_wide("hooks of torch for those of steps", [])
+
+
 class _Hook:
-    """A hook that is pickled as one that does nothing.
+    """Calls functions at the steps of all optimizers. It is pickled as one that does nothing.
+
+    torch goes through its own table of hooks while they run, and raises if it changes: as another thread begins a
+    training, or a hook does. So torch has this one, from before the first function to after the last.
 
     torch puts a function around the ``step`` of a user's class. cloudpickle sends that with torch's table of
     hooks.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, functions: list[_StepHook]) -> None:
+        self._functions = functions
 
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        changed = None
+        for function in [*self._functions]:
+            result = function(optimizer, args, kwargs)
+            if result is not None:
+                changed = args, kwargs = result
+        return changed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
 
 
-def hook_before_steps(function: Callable[[Optimizer, Any, Any], Any]) -> RemovableHandle:
+class StepHook:
+    """A function that is called at the steps of all optimizers of the process, until `remove`."""
+
+    def __init__(self, functions: list[_StepHook], function: _StepHook) -> None:
+        self._functions, self._function = functions, function
+        with _lock:
+            functions.append(function)
+            if not _handles:
+                _handles.append(register_optimizer_step_pre_hook(_Hook(_before_steps)))
+                _handles.append(register_optimizer_step_post_hook(_Hook(_after_steps)))
+
+    def remove(self) -> None:
+        """Call the function no more."""
+        with _lock:
+            self._functions.remove(self._function)
+            while _handles and not (_before_steps or _after_steps):
+                _handles.pop().remove()
+
+
+def hook_before_steps(function: _StepHook) -> StepHook:
     """Call a function before the steps of all optimizers of the process."""
-    return register_optimizer_step_pre_hook(_Hook(function))
+    return StepHook(_before_steps, function)
 
 
-def hook_after_steps(function: Callable[[Optimizer, Any, Any], None]) -> RemovableHandle:
+def hook_after_steps(function: _StepHook) -> StepHook:
     """Call a function after the steps of all optimizers of the process."""
-    return register_optimizer_step_post_hook(_Hook(function))
+    return StepHook(_after_steps, function)
 
 
 # --- layouts ---
