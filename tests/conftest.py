@@ -16,6 +16,7 @@ from nano_loop.autotune import budget, choices
 from nano_loop.autotune.budget import SHARE
 from nano_loop.autotune.choices import Choices
 from nano_loop.config.environment import KERNELS
+from nano_loop.runtime.mkl_functions import resolve_mkl_functions
 from nano_loop.steps import tune_operators
 
 LAUNCH_PREFIXES = ("NANO_LOOP_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -37,6 +38,7 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Where a CPU has no such instructions, runs warn that they are slow: that is the machine's, and no fault of a test.
     config.addinivalue_line("filterwarnings", "ignore:.*this CPU has no (bf16|fp16) instructions")
+    resolve_mkl_functions()  # so that plain loops compute the same each time, too
     patch = pytest.MonkeyPatch()
     for name in [*os.environ]:
         if name != KERNELS and (name.startswith(LAUNCH_PREFIXES) or name in LAUNCH_NAMES):

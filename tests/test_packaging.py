@@ -451,7 +451,9 @@ from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norms
+from nano_loop.runtime.mkl_functions import resolve_mkl_functions
 
+resolve_mkl_functions()  # for torch's own tanh
 torch.manual_seed(0)
 x, out = torch.randn(64, 1024), torch.empty(64, 1024)
 activations.KERNEL("tanh_forward_float", x, out, x.numel())

@@ -30,6 +30,7 @@ from nano_loop.kernels.build import compilation_announced
 from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.user_code import leads_to_user, users_traceback
+from nano_loop.runtime.mkl_functions import resolve_mkl_functions
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport, StepResult, print_lines
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run_report import RunReport
@@ -166,6 +167,7 @@ class Run:
         return self
 
     def _enter(self, ending: ExitStack) -> None:
+        resolve_mkl_functions()
         slot = self._slot = ending.enter_context(self._joined)
         ending.callback(self._leave)
         ending.callback(_active.pop, self, None)  # no line of Python, at which Ctrl-C may come
