@@ -41,15 +41,23 @@ class Rounding:
     ----------
     fewest : dict of str to float
         The fewest multiplications of a product that has rounded, by its kind, since that was last emptied.
+    multiplications : int
+        Those of all products that have rounded.
+    is_paused : bool
+        Whether all products are in fp32 now.
     """
 
     def __init__(self, record: Callable[[str, int], None]) -> None:
         self.fewest: dict[str, float] = {}
+        self.multiplications = 0
+        self.is_paused = False
         self._record = record
         self._least: dict[str, float] | None = None
 
     def may_round(self, kind: str, multiplications: int) -> bool:
         """Return whether a product is large enough to be measured, or to round."""
+        if self.is_paused:
+            return False
         if self._least is not None:
             return multiplications >= self._least[kind]
         return is_large(kind, multiplications / _NEVER)
@@ -57,6 +65,7 @@ class Rounding:
     def __call__(self, kind: str, multiplications: int, packed: int) -> None:
         """Take note of a product that rounds."""
         self.fewest[kind] = min(self.fewest.get(kind, math.inf), multiplications)
+        self.multiplications += multiplications
         self._record(kind, packed)
 
     def learn(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from nano_loop.autotune.budget import Budget
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.kernels.attention import blocked_attention, rounded_attention
@@ -25,7 +28,7 @@ from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import closure_of, hook_before_steps, requires_closure, with_closure
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import without_rule
-from nano_loop.patching.patch_table import shared_change
+from nano_loop.patching.patch_table import process_wide, shared_change
 from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
@@ -33,12 +36,21 @@ from nano_loop.steps.kernels.fast_attention import FastAttention
 from nano_loop.steps.kernels.fast_convolution import FastConvolution
 from nano_loop.steps.kernels.fast_linear import large_weights
 from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step_trial import StepTrial
 
 #: Minimum number of elements of a weight. The products of smaller ones would only lose the time of the replacement.
 SMALLEST_WEIGHT = 1 << 15
 _MATRIX = 2
 #: Between which steps of optimizers it is seen which products round: after most measurements of the tuner.
 _LOOKS_FROM, _LOOKS_UNTIL = 48, 64
+#: See `StepTrial`; and the part of the time for measurements that fp32 may cost.
+_PAYS, _WINS, _ROUNDS, _PART = 1.03, 0.6, 16, 0.25
+#: How many multiplications a thread does in a second in fp32, about: what fp32 would cost, before it is measured.
+_RATE = 5e10
+#: The trial that is under way, of which there is one at a time, and those whose products it is about. They are tried
+#: together, for a replaced kernel costs its microseconds until none of them rounds.
+_trials: list[StepTrial[bool]] = process_wide("trials of fp32 in place of bf16 in products", [])
+_settled: list[Bf16Products] = process_wide("steps whose products may be tried in fp32", [])
 
 
 class _Kind(NamedTuple):
@@ -103,7 +115,8 @@ class Bf16Products(Step):
     Matrix products, convolutions, attention and LSTMs round their inputs to bf16, and sum and return fp32. Products
     that are too small for that to pay are torch's. A replaced kernel takes some microseconds to find that out, so after
     some steps products that are smaller than all that round are not looked at any more, and a kind of which none
-    rounds has torch's kernels again. In a step that requires a closure, such as LBFGS', products are in fp32.
+    rounds has torch's kernels again. Then steps in fp32 and with what rounds take turns, and where those in fp32 are
+    faster, all has torch's kernels. In a step that requires a closure, such as LBFGS', products are in fp32.
     """
 
     name = "precision"
@@ -119,6 +132,10 @@ class Bf16Products(Step):
         self._steps = 0
         self._models: dict[str, None] = {}  # the names of their classes
         self._all_round: bool | None = None
+        self._budget: Budget | None = None
+        self._trial: StepTrial[bool] | None = None
+        self._timed: Callable[[], Optimizer | None] = lambda: None
+        self._began = self._in_fp32 = 0.0
 
     @property
     @override
@@ -159,16 +176,30 @@ class Bf16Products(Step):
             if optimizer not in self._optimizers:
                 self._optimizers[optimizer] = True
                 self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
+        if self._budget is None and parts.optimizers and self._may_measure():
+            self._budget = Budget(measures=True, part=_PART, in_advance=False)
+            self.undoing.callback(self._budget.close)
+            self.undoing.callback(self._leave_trial)
+        self._leave_trial()
         self._steps = 0
         self._rounding.forget()
         return self.options.kind.summary
 
+    def _may_measure(self) -> bool:
+        """Whether measured times may decide: not in ranks, which would not compute alike."""
+        is_wanted = bool(self.options.tune_operators) and not self.options.compile
+        return is_wanted and self.ranks.size == 1 and not torch.are_deterministic_algorithms_enabled()
+
     @override
     def final_result(self) -> StepResult | None:
-        """Return that no product was computed in bf16, or None."""
+        """Return why no product was computed in bf16 at the end, or None."""
+        names = ", ".join(self._models)
+        if self._trial is not None and not self._trial.way:
+            fp32, rounded = (f"{self._trial.medians[way] * 1e3:.3g} ms" for way in (False, True))
+            detail = f"fp32 for {names}: {fp32} a step, and {rounded} with bf16 inside of products"
+            return StepResult(self.name, "measured", detail, code="slower")
         if self._has_rounded or self._rounding.fewest or not self._models:
             return None
-        names = ", ".join(self._models)
         return StepResult(self.name, "measured", f"fp32 for {names}: no product is faster in bf16", code="too_small")
 
     def _put_in_force(self, kind: _Kind) -> None:
@@ -178,20 +209,82 @@ class Bf16Products(Step):
                 self._in_force[replacement] = self.undoing.enter_context(ExitStack())
                 self._in_force[replacement].enter_context(replacement.in_force())
 
-    def _look(self, *_: object) -> None:
-        """Stop asking about products that do not round, once the tuner has chosen."""
+    def _take_back(self, kind: _Kind) -> None:
+        for replacement in kind.replacements:
+            self._in_force.pop(replacement).close()
+
+    def _look(self, optimizer: Optimizer, *_: object) -> None:
+        """Stop asking about products that do not round, once the tuner has chosen, and then try fp32 alone."""
         self._steps += 1
         if self._steps == _LOOKS_FROM:
             self._has_rounded |= bool(self._rounding.fewest)
             self._rounding.fewest.clear()
+            self._rounding.multiplications, self._began = 0, time.perf_counter()
         if self._steps == _LOOKS_UNTIL:
-            self._rounding.learn()
-            for kind in [kind for kind in self._kinds if kind.name not in self._rounding.fewest]:
-                self._kinds.remove(kind)
-                for replacement in kind.replacements:
-                    self._in_force.pop(replacement).close()
-            if not self._kinds:
-                self.interceptors.release(self.name)
+            self._keep_what_rounds()
+            self._in_fp32 = self._rounding.multiplications / (_RATE * torch.get_num_threads())
+            self._in_fp32 /= time.perf_counter() - self._began
+            if self._kinds and self._budget is not None:
+                _settled.append(self)
+        if self in _settled and self._budget is not None:
+            if not _trials:
+                self._begin_trial(optimizer, self._budget)
+            elif self._trial is _trials[0] and optimizer is self._timed():
+                self._note_step()
+
+    def _keep_what_rounds(self) -> None:
+        self._rounding.learn()
+        for kind in [kind for kind in self._kinds if kind.name not in self._rounding.fewest]:
+            self._kinds.remove(kind)
+            if not self._rounding.is_paused:
+                self._take_back(kind)
+        if not self._kinds:
+            self.interceptors.release(self.name)
+
+    def _begin_trial(self, optimizer: Optimizer, budget: Budget) -> None:
+        settings: dict[str, Any] = {"pays": _PAYS, "wins": _WINS, "most": _ROUNDS}
+        slowest = 1 + sum(step._in_fp32 for step in _settled)
+        self._timed = weakref.ref(optimizer)  # of which each step ends a turn of the loop
+        self._trial = StepTrial((True, False), _let_all_round, budget, slowest=slowest, **settings)
+        _trials.append(self._trial)
+
+    def _note_step(self) -> None:
+        assert self._trial is not None
+        self._trial.note()
+        if self._trial.measured:
+            _trials.remove(self._trial)
+            for step in [*_settled]:
+                _settled.remove(step)
+                step._trial = self._trial
+                if not self._trial.way:
+                    step._rounding.fewest.clear()
+                    step._keep_what_rounds()
+
+    def _leave_trial(self) -> None:
+        """Take no part in a trial, and end one's own."""
+        if self in _settled:
+            _settled.remove(self)
+        if self._trial in _trials:
+            _trials.remove(self._trial)
+            _let_all_round(True)
+        self._trial = None
+        self._let_round(True)
+
+    def _let_round(self, rounds: bool) -> None:
+        """Let the products of the kinds that are left round, or let them have torch's kernels."""
+        if rounds != self._rounding.is_paused:
+            return
+        self._rounding.is_paused = not rounds
+        for kind in [*self._kinds]:
+            if rounds:
+                self._put_in_force(kind)
+            else:
+                self._take_back(kind)
+
+
+def _let_all_round(rounds: bool) -> None:
+    for step in _settled:
+        step._let_round(rounds)
 
 
 def _has_fp32(model: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from nano_loop.steps.step import SkipReason, Step
 from nano_loop.steps.threads import set_threads
 
 if TYPE_CHECKING:
-    from nano_loop.steps.thread_trial import ThreadTrial
+    from nano_loop.steps.step_trial import ThreadTrial
 
 #: The part of the time for measurements that is left for operators, or that of the number of threads.
 HALF = 0.5
@@ -58,7 +58,7 @@ class NumThreads(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        from nano_loop.steps.thread_trial import ThreadTrial
+        from nano_loop.steps.step_trial import ThreadTrial
 
         if self._trial is None:
             numbers = 1, torch.get_num_threads()
@@ -67,7 +67,7 @@ class NumThreads(Step):
             self.undoing.callback(budget.close)
             self._trial = ThreadTrial(parts.optimizers[0], 1, budget)
             self.undoing.callback(self._trial.close)
-        return f"1 or {max(self._trial.numbers)}, measured in the first steps"
+        return f"1 or {max(self._trial.ways)}, measured in the first steps"
 
     @override
     def final_result(self) -> StepResult | None:
@@ -76,11 +76,11 @@ class NumThreads(Step):
         if trial is None:
             return None
         if not trial.medians:
-            return StepResult(self.name, "measured", f"{trial.number}: too few steps to tell", code="too_few_steps")
+            return StepResult(self.name, "measured", f"{trial.way}: too few steps to tell", code="too_few_steps")
         times = ", ".join(f"{time * 1e3:.3g} ms a step with {number}" for number, time in trial.medians.items())
         often = f", measured {trial.measured} times" if trial.measured > 1 else ""
-        code = "one_thread_is_faster" if trial.number == 1 else "more_threads_stay"
-        return StepResult(self.name, "measured", f"{trial.number}: {times}{often}", code=code)
+        code = "one_thread_is_faster" if trial.way == 1 else "more_threads_stay"
+        return StepResult(self.name, "measured", f"{trial.way}: {times}{often}", code=code)
 
 
 def _key() -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """Large products alone round their inputs to bf16: what a user can see is fp32, and so is all that is small."""
 
 import statistics
+import time
 from collections import Counter
 from unittest.mock import Mock
 
@@ -13,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import nano_loop
 from nano_loop import TorchNano, nano
+from nano_loop.autotune import budget
 from nano_loop.kernels import rounding
 from nano_loop.kernels.linear import product, rounded_product
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.patch_table import users
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import bf16_products as module
@@ -454,3 +457,56 @@ def test_kernels_come_back_with_a_model_that_is_set_up_later():
             return used
 
     assert Later(precision="auto", tune_operators=False, verbose=False).train() == [(0, 0), (1, 1)]
+
+
+def trained_with_waits(waits, models=1):
+    """Train on products that round, and wait where `waits` says so of their users; return these and the report."""
+
+    class Waiting(TorchNano):
+        def train(self):
+            parts = []
+            for _ in range(models):
+                model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+                parts.append(self.setup(model, torch.optim.SGD(model.parameters(), 1e-3)))
+            x, used = torch.randn(1024, 256), []
+            for _ in range(module._LOOKS_UNTIL + 60):
+                used.append(in_force()[0])
+                if waits(used[-1]):
+                    time.sleep(0.01)
+                for model, optimizer in parts:
+                    optimizer.zero_grad()
+                    self.backward(model(x).square().mean())
+                    optimizer.step()
+            return used
+
+    run = Waiting(precision="auto", fast_linear=False, fast_chains=False, verbose=False)
+    return run.train(), run.report
+
+
+@pytest.fixture
+def rounding_without_measurements(monkeypatch):
+    """Let all products round, and measurements in steps take as long as they like."""
+    monkeypatch.setattr(budget, "SHARE", 1.0)
+    monkeypatch.setattr(rounding, "rule_for", lambda name: None if name == rounding.ALGORITHM else rule_for(name))
+
+
+@here
+@pytest.mark.usefixtures("rounding_without_measurements")
+@pytest.mark.parametrize("models", [1, 2])
+def test_products_are_fp32_where_steps_are_faster_without_bf16(models):
+    used, report = trained_with_waits(bool, models)
+    assert used[module._LOOKS_UNTIL // models - 1] == 1
+    assert used[-5:] == [0] * 5
+    last = [result for result in report.results if result.name == "precision"][-1]
+    assert (last.status, last.code) == ("measured", "slower")
+    assert not module._trials
+    assert not module._settled
+
+
+@here
+@pytest.mark.usefixtures("rounding_without_measurements")
+def test_products_stay_in_bf16_where_steps_are_slower_in_fp32():
+    used, report = trained_with_waits(lambda users: not users)
+    assert 3 <= used.count(0) <= module._ROUNDS
+    assert used[-5:] == [1] * 5
+    assert [result.status for result in report.results if result.name == "precision"] == ["applied"]

@@ -10,7 +10,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import threads
 from nano_loop.steps.num_threads import NumThreads
-from nano_loop.steps.thread_trial import ThreadTrial
+from nano_loop.steps.step_trial import ThreadTrial
 from nano_loop.steps.threads import Threads
 
 
@@ -40,8 +40,8 @@ def test_report_says_what_was_measured_and_the_number_is_put_back(monkeypatch, m
 
     def settled(trial, *_):
         trial.medians = medians
-        trial.number = min(medians, key=medians.get, default=trial.number)
-        torch.set_num_threads(trial.number)
+        trial.way = min(medians, key=medians.get, default=trial.way)
+        torch.set_num_threads(trial.way)
 
     monkeypatch.setattr(ThreadTrial, "_note", settled)
     train = nano(**OPTIONS)(fit)
