@@ -41,8 +41,8 @@ from nano_loop.steps.step_trial import StepTrial
 #: Minimum number of elements of a weight. The products of smaller ones would only lose the time of the replacement.
 SMALLEST_WEIGHT = 1 << 15
 _MATRIX = 2
-#: Between which steps of optimizers it is seen which products round: after most measurements of the tuner. Large ones that
-#: were not measured by then round.
+#: Between which steps of optimizers it is seen which products round: after most measurements of the tuner. Large ones
+#: that were not measured by then round.
 _LOOKS_FROM, _LOOKS_UNTIL = 24, 32
 #: See `StepTrial`; and the part of the time for measurements that fp32 may cost.
 _PAYS, _WINS, _ROUNDS, _PART = 1.03, 0.6, 16, 0.25

@@ -472,7 +472,7 @@ def trained_with_waits(waits, models=1):
             for _ in range(module._LOOKS_UNTIL + 60):
                 used.append(in_force()[0])
                 if waits(used[-1]):
-                    time.sleep(0.01)
+                    time.sleep(0.02)
                 for model, optimizer in parts:
                     optimizer.zero_grad()
                     self.backward(model(x).square().mean())
@@ -486,7 +486,7 @@ def trained_with_waits(waits, models=1):
 @pytest.fixture
 def rounding_without_measurements(monkeypatch):
     """Let all products round, and measurements in steps take as long as they like."""
-    monkeypatch.setattr(budget, "SHARE", 1.0)
+    monkeypatch.setattr(budget, "SHARE", 100.0)
     monkeypatch.setattr(rounding, "rule_for", lambda name: None if name == rounding.ALGORITHM else rule_for(name))
 
 
