@@ -284,7 +284,7 @@ class Bf16Products(Step):
 
 
 def _let_all_round(rounds: bool) -> None:
-    for step in _settled:
+    for step in [*_settled]:
         step._let_round(rounds)
 
 
