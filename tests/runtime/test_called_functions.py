@@ -1,10 +1,14 @@
 """Functions of torch are found in the code of a model, and in the functions of its package that this calls."""
 
+import dis
+import inspect
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import dropout as dropped
 
+from nano_loop.runtime.objects import called_functions as module
 from nano_loop.runtime.objects.called_functions import functions_called
 
 
@@ -51,3 +55,22 @@ def test_functions_of_layers_in_lists_and_dicts_are_found():
     assert "layer_norm" in functions_called(nn.Sequential(Keeps([Calls()])))
     assert "dropout" in functions_called(Keeps({"first": (Keeps([Drops()]),), "data": [*range(10_000)]}))
     assert not functions_called(Keeps([*range(10_000), Drops()]))
+
+
+def test_globals_of_code_are_those_of_the_disassembler():
+    functions = [value for value in vars(F).values() if inspect.isfunction(value)]
+    functions += [value for value in vars(nn.MultiheadAttention).values() if inspect.isfunction(value)]
+    found = 0
+    for code in (inspect.unwrap(function).__code__ for function in functions):
+        expected, is_path = [], False
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "LOAD_GLOBAL":
+                expected.append((instruction.argval,))
+            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and is_path:
+                expected[-1] += (instruction.argval,)
+            is_path = instruction.opname == "LOAD_GLOBAL" or (
+                is_path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "EXTENDED_ARG")
+            )
+        assert module._paths_in(code) == tuple(expected)
+        found += len(expected)
+    assert found > 1000
