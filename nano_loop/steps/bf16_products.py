@@ -195,8 +195,8 @@ class Bf16Products(Step):
     def final_result(self) -> StepResult | None:
         """Return why no product was computed in bf16 at the end, or None."""
         names = ", ".join(self._models)
-        if self._trial is not None and not self._trial.way:
-            fp32, rounded = (f"{self._trial.medians[way] * 1e3:.3g} ms" for way in (False, True))
+        if self._trial is not None and not self._trial.setting:
+            fp32, rounded = (f"{self._trial.medians[setting] * 1e3:.3g} ms" for setting in (False, True))
             detail = f"fp32 for {names}: {fp32} a step, and {rounded} with bf16 inside of products"
             return StepResult(self.name, "measured", detail, code="slower")
         if self._has_rounded or self._rounding.fewest or not self._models:
@@ -257,7 +257,7 @@ class Bf16Products(Step):
             for step in [*_settled]:
                 _settled.remove(step)
                 step._trial = self._trial
-                if not self._trial.way:
+                if not self._trial.setting:
                     step._rounding.fewest.clear()
                     step._keep_what_rounds()
 

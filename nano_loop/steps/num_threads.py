@@ -67,7 +67,7 @@ class NumThreads(Step):
             self.undoing.callback(budget.close)
             self._trial = ThreadTrial(parts.optimizers[0], 1, budget)
             self.undoing.callback(self._trial.close)
-        return f"1 or {max(self._trial.ways)}, measured in the first steps"
+        return f"1 or {max(self._trial.settings)}, measured in the first steps"
 
     @override
     def final_result(self) -> StepResult | None:
@@ -76,11 +76,11 @@ class NumThreads(Step):
         if trial is None:
             return None
         if not trial.medians:
-            return StepResult(self.name, "measured", f"{trial.way}: too few steps to tell", code="too_few_steps")
+            return StepResult(self.name, "measured", f"{trial.setting}: too few steps to tell", code="too_few_steps")
         times = ", ".join(f"{time * 1e3:.3g} ms a step with {number}" for number, time in trial.medians.items())
         often = f", measured {trial.measured} times" if trial.measured > 1 else ""
-        code = "one_thread_is_faster" if trial.way == 1 else "more_threads_stay"
-        return StepResult(self.name, "measured", f"{trial.way}: {times}{often}", code=code)
+        code = "one_thread_is_faster" if trial.setting == 1 else "more_threads_stay"
+        return StepResult(self.name, "measured", f"{trial.setting}: {times}{often}", code=code)
 
 
 def _key() -> tuple[str, int]:

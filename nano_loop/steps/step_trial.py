@@ -1,4 +1,4 @@
-"""Times steps of the loop in two ways in turn, such as two numbers of threads, and goes on with the faster one."""
+"""Times steps of the loop in two settings in turn, such as two numbers of threads, and goes on with the faster one."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from torch.optim import Optimizer
 from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.tuner import HOPELESS, NEARLY_ALWAYS
 
-#: How many times as fast the other way has to be, by the medians, and how many times as long a step has to take for
-#: another measurement.
+#: How many times as fast the other setting has to be, by the medians, and how many times as long a step has to take
+#: for another measurement.
 PAYS, AGAIN = 1.1, 2.0
 #: How many rounds there are, at least and at most, and how many steps give the usual time of one.
 _LEAST, _MOST, _USUAL = 3, 8, 9
 
-_Way = TypeVar("_Way", bound=Hashable)
+_Setting = TypeVar("_Setting", bound=Hashable)
 
 
-class StepTrial(Generic[_Way]):
-    """The way in which a loop computes: the one that it has, until the other has been faster in the loop's own steps.
+class StepTrial(Generic[_Setting]):
+    """The setting of a loop: the one that it has, until the other has been faster in the loop's own steps.
 
-    A step that is slower than usual in the other way counts as the cost. A measurement begins, and goes on, while the
-    budget has the time of such a step.
+    A step that is slower than usual in the other setting counts as the cost. A measurement begins, and goes on, while
+    the budget has the time of such a step.
 
     Parameters
     ----------
-    ways : tuple
+    settings : tuple
         That of the loop now, and the other.
     take : callable
-        Lets the loop go on in a way.
+        Lets the loop go on in a setting.
     budget : Budget
         Says how many seconds may still be lost.
     slowest : float
-        How many times as long as usual the first step in the other way is taken to be.
+        How many times as long as usual the first step in the other setting is taken to be.
     pays, wins, most : float, float, int
-        How many times as fast the other way has to be by the medians, in which share of the rounds it has to be faster,
-        and how many rounds there are at most.
+        How many times as fast the other setting has to be by the medians, in which share of the rounds it has to be
+        faster, and how many rounds there are at most.
 
     Attributes
     ----------
-    way
-        The way in which the loop goes on.
+    setting
+        The setting in which the loop goes on.
     medians : dict
-        The seconds of a step by the way, as they were measured last. Empty before that.
+        The seconds of a step by the setting, as they were measured last. Empty before that.
     measured : int
         How many measurements have ended.
     """
 
     def __init__(
         self,
-        ways: tuple[_Way, _Way],
-        take: Callable[[_Way], None],
+        settings: tuple[_Setting, _Setting],
+        take: Callable[[_Setting], None],
         budget: Budget,
         *,
         slowest: float,
@@ -65,10 +65,10 @@ class StepTrial(Generic[_Way]):
         wins: float = NEARLY_ALWAYS,
         most: int = _MOST,
     ) -> None:
-        self.way, self._other = self._now, _ = self.ways = ways
-        self.medians: dict[_Way, float] = {}
+        self.setting, self._other = self._now, _ = self.settings = settings
+        self.medians: dict[_Setting, float] = {}
         self.measured = 0
-        self._take_way, self._budget = take, budget
+        self._apply, self._budget = take, budget
         self._slowest, self._pays, self._wins, self._most = slowest, pays, wins, most
         self._thread = threading.get_ident()
         self._end: float | None = None
@@ -76,7 +76,7 @@ class StepTrial(Generic[_Way]):
         self._usual = self._spent = 0.0
         self._settled: float | None = None  # the least usual time since a measurement
         self._is_measuring = False
-        self._times: dict[_Way, list[float]] = {way: [] for way in ways}
+        self._times: dict[_Setting, list[float]] = {setting: [] for setting in settings}
 
     def note(self) -> None:
         """Note the end of a step. Those of the thread that has made this object count."""
@@ -88,7 +88,7 @@ class StepTrial(Generic[_Way]):
                 self._take(seconds)
             else:
                 self._watch(seconds)
-        self._end = time.perf_counter()  # to change the way takes time, too
+        self._end = time.perf_counter()  # to change the setting takes time, too
 
     def _watch(self, seconds: float) -> None:
         """Begin a measurement, or go on with it, if there is a reason and time for it."""
@@ -106,7 +106,7 @@ class StepTrial(Generic[_Way]):
             self._set(self._next())
 
     def _take(self, seconds: float) -> None:
-        """Note the time of a step in a measurement, and choose the way of the next step."""
+        """Note the time of a step in a measurement, and choose the setting of the next step."""
         self._times[self._now].append(seconds)
         if self._now == self._other:
             self._spent += max(seconds - self._usual, 0.0)
@@ -122,39 +122,39 @@ class StepTrial(Generic[_Way]):
         longest = max(times) if times else self._usual * self._slowest
         return self._budget.left(self._spent) > max(longest - self._usual, 0.0)
 
-    def _next(self) -> _Way:
-        """Return the way of the next step: they take turns, in rounds whose order changes."""
+    def _next(self) -> _Setting:
+        """Return the setting of the next step: they take turns, in rounds whose order changes."""
         steps = sum(map(len, self._times.values()))
-        return self._other if (steps + steps // 2) % 2 else self.way
+        return self._other if (steps + steps // 2) % 2 else self.setting
 
     def _is_decided(self) -> bool:
-        ours, others = self._times[self.way], self._times[self._other]
+        ours, others = self._times[self.setting], self._times[self._other]
         if len(ours) != len(others) or len(ours) < _LEAST:
             return False
         return len(ours) >= self._most or statistics.median(others) > HOPELESS * statistics.median(ours)
 
     def _settle(self) -> None:
-        ours, others = self._times[self.way], self._times[self._other]
+        ours, others = self._times[self.setting], self._times[self._other]
         wins = sum(other < our for other, our in zip(others, ours, strict=True))
-        self.medians = {way: statistics.median(times) for way, times in self._times.items()}
-        is_faster = self._pays * self.medians[self._other] < self.medians[self.way]
+        self.medians = {setting: statistics.median(times) for setting, times in self._times.items()}
+        is_faster = self._pays * self.medians[self._other] < self.medians[self.setting]
         if is_faster and wins >= self._wins * len(ours):
-            self.way, self._other = self._other, self.way
+            self.setting, self._other = self._other, self.setting
         self.measured += 1
-        self._settled = self.medians[self.way]
-        self._times = {way: [] for way in self._times}
+        self._settled = self.medians[self.setting]
+        self._times = {setting: [] for setting in self._times}
         self._wait()
 
     def _wait(self) -> None:
-        """Go on in the better way, until there is a reason or time to measure."""
+        """Go on in the better setting, until there is a reason or time to measure."""
         self._is_measuring = False
         self._recent.clear()
-        self._set(self.way)
+        self._set(self.setting)
 
-    def _set(self, way: _Way) -> None:
-        if way != self._now:
-            self._take_way(way)
-            self._now = way
+    def _set(self, setting: _Setting) -> None:
+        if setting != self._now:
+            self._apply(setting)
+            self._now = setting
 
 
 class ThreadTrial(StepTrial[int]):

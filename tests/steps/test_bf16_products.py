@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -459,8 +460,8 @@ def test_kernels_come_back_with_a_model_that_is_set_up_later():
     assert Later(precision="auto", tune_operators=False, verbose=False).train() == [(0, 0), (1, 1)]
 
 
-def trained_with_waits(waits, models=1):
-    """Train on products that round, and wait where `waits` says so of their users; return these and the report."""
+def trained_by(clock, seconds, models=1):
+    """Train on products that round, in steps of the `seconds` by how many use them; return these and the report."""
 
     class Waiting(TorchNano):
         def train(self):
@@ -471,8 +472,7 @@ def trained_with_waits(waits, models=1):
             x, used = torch.randn(1024, 256), []
             for _ in range(module._LOOKS_UNTIL + 60):
                 used.append(in_force()[0])
-                if waits(used[-1]):
-                    time.sleep(0.02)
+                clock.now += seconds(used[-1])
                 for model, optimizer in parts:
                     optimizer.zero_grad()
                     self.backward(model(x).square().mean())
@@ -484,17 +484,19 @@ def trained_with_waits(waits, models=1):
 
 
 @pytest.fixture
-def rounding_without_measurements(monkeypatch):
-    """Let all products round, and measurements in steps take as long as they like."""
+def clock(monkeypatch):
+    """Let all products round, and measurements of steps take as long as they like, on a clock that the loop sets."""
+    made = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: made.now)
     monkeypatch.setattr(budget, "SHARE", 100.0)
     monkeypatch.setattr(rounding, "rule_for", lambda name: None if name == rounding.ALGORITHM else rule_for(name))
+    return made
 
 
 @here
-@pytest.mark.usefixtures("rounding_without_measurements")
 @pytest.mark.parametrize("models", [1, 2])
-def test_products_are_fp32_where_steps_are_faster_without_bf16(models):
-    used, report = trained_with_waits(bool, models)
+def test_products_are_fp32_where_steps_are_faster_without_bf16(clock, models):
+    used, report = trained_by(clock, lambda users: 1.05 if users else 1.0, models)
     assert used[module._LOOKS_UNTIL // models - 1] == 1
     assert used[-5:] == [0] * 5
     last = [result for result in report.results if result.name == "precision"][-1]
@@ -504,9 +506,8 @@ def test_products_are_fp32_where_steps_are_faster_without_bf16(models):
 
 
 @here
-@pytest.mark.usefixtures("rounding_without_measurements")
-def test_products_stay_in_bf16_where_steps_are_slower_in_fp32():
-    used, report = trained_with_waits(lambda users: not users)
-    assert 3 <= used.count(0) <= module._ROUNDS
+def test_products_stay_in_bf16_where_steps_are_as_slow_in_fp32(clock):
+    used, report = trained_by(clock, lambda users: 1.0 if users else 0.98)
+    assert used.count(0) == module._ROUNDS
     assert used[-5:] == [1] * 5
     assert [result.status for result in report.results if result.name == "precision"] == ["applied"]

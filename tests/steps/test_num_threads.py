@@ -40,8 +40,8 @@ def test_report_says_what_was_measured_and_the_number_is_put_back(monkeypatch, m
 
     def settled(trial, *_):
         trial.medians = medians
-        trial.way = min(medians, key=medians.get, default=trial.way)
-        torch.set_num_threads(trial.way)
+        trial.setting = min(medians, key=medians.get, default=trial.setting)
+        torch.set_num_threads(trial.setting)
 
     monkeypatch.setattr(ThreadTrial, "_note", settled)
     train = nano(**OPTIONS)(fit)

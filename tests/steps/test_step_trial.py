@@ -63,7 +63,7 @@ def test_steps_that_are_disturbed_now_and_then_do_not_decide(loop, one, number):
     draw = random.Random(0)
     loop.steps(2000, {1: one, MORE: 1.0}, lambda: draw.uniform(0.95, 1.05) * (1 if draw.random() < 0.8 else 5))
     assert loop.trial.measured >= 1
-    assert loop.trial.way == number
+    assert loop.trial.setting == number
 
 
 @pytest.mark.parametrize("one", [1.2, 2.0, float(MORE)])
@@ -77,13 +77,13 @@ def test_slower_steps_never_cost_more_than_two_percent_of_the_training_so_far(lo
 
 def test_it_is_measured_again_when_steps_take_twice_as_long_and_both_numbers_can_be_taken_again(loop):
     loop.steps(1000, {1: 1.5, MORE: 1.0})
-    assert (loop.trial.way, loop.trial.measured) == (MORE, 1)
+    assert (loop.trial.setting, loop.trial.measured) == (MORE, 1)
     loop.steps(1000, {1: 1.5, MORE: 1.9})
-    assert (loop.trial.way, loop.trial.measured) == (MORE, 1)
+    assert (loop.trial.setting, loop.trial.measured) == (MORE, 1)
     loop.steps(1000, {1: 1.5, MORE: 3.0})  # a neighbour has one of the cores
-    assert (loop.trial.way, loop.trial.measured) == (1, 2)
+    assert (loop.trial.setting, loop.trial.measured) == (1, 2)
     loop.steps(2000, {1: 4.0, MORE: 1.0})  # the batches are larger, and the neighbour has ended
-    assert (loop.trial.way, loop.trial.measured) == (MORE, 3)
+    assert (loop.trial.setting, loop.trial.measured) == (MORE, 3)
 
 
 def test_number_that_the_loop_sets_ends_it(loop):
