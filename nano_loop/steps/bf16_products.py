@@ -46,11 +46,13 @@ _MATRIX = 2
 _LOOKS_FROM, _LOOKS_UNTIL = 24, 32
 #: See `StepTrial`; and the part of the time for measurements that fp32 may cost.
 _PAYS, _WINS, _ROUNDS, _PART = 1.03, 0.6, 16, 0.25
+#: A trial is given up after so many steps of others since the last one of its optimizer.
+_PATIENCE = 64
 #: How many multiplications a thread does in a second in fp32, about: what fp32 would cost, before it is measured.
 _RATE = 5e10
-#: The trial that is under way, of which there is one at a time, and those whose products it is about. They are tried
+#: The one whose trial is under way, if any, and those whose products it is about. They are tried
 #: together, for a replaced kernel costs its microseconds until none of them rounds.
-_trials: list[StepTrial[bool]] = process_wide("trials of fp32 in place of bf16 in products", [])
+_trials: list[Bf16Products] = process_wide("trials of fp32 in place of bf16 in products", [])
 _settled: list[Bf16Products] = process_wide("steps whose products may be tried in fp32", [])
 
 
@@ -136,6 +138,7 @@ class Bf16Products(Step):
         self._budget: Budget | None = None
         self._trial: StepTrial[bool] | None = None
         self._timed: Callable[[], Optimizer | None] = lambda: None
+        self._waited = 0
         self._began = self._in_fp32 = 0.0
 
     @property
@@ -230,8 +233,10 @@ class Bf16Products(Step):
         if self in _settled and self._budget is not None:
             if not _trials:
                 self._begin_trial(optimizer, self._budget)
-            elif self._trial is _trials[0] and optimizer is self._timed():
+            elif self is _trials[0] and optimizer is self._timed():
                 self._note_step()
+        if _trials:
+            _trials[0]._wait_for_step()
 
     def _keep_what_rounds(self) -> None:
         self._rounding.learn()
@@ -247,13 +252,15 @@ class Bf16Products(Step):
         slowest = 1 + sum(step._in_fp32 for step in _settled)
         self._timed = weakref.ref(optimizer)  # of which each step ends a turn of the loop
         self._trial = StepTrial((True, False), _let_all_round, budget, slowest=slowest, **settings)
-        _trials.append(self._trial)
+        _trials.append(self)
+        self._waited = 0
 
     def _note_step(self) -> None:
         assert self._trial is not None
         self._trial.note()
+        self._waited = 0
         if self._trial.measured:
-            _trials.remove(self._trial)
+            _trials.remove(self)
             for step in [*_settled]:
                 _settled.remove(step)
                 step._trial = self._trial
@@ -261,12 +268,18 @@ class Bf16Products(Step):
                     step._rounding.fewest.clear()
                     step._keep_what_rounds()
 
+    def _wait_for_step(self) -> None:
+        """End a trial whose optimizer steps no more, which would leave the products of others in fp32."""
+        self._waited += 1
+        if self._waited > _PATIENCE:
+            self._leave_trial()
+
     def _leave_trial(self) -> None:
         """Take no part in a trial, and end one's own."""
         if self in _settled:
             _settled.remove(self)
-        if self._trial in _trials:
-            _trials.remove(self._trial)
+        if self in _trials:
+            _trials.remove(self)
             _let_all_round(True)
         self._trial = None
         self._let_round(True)

@@ -511,3 +511,27 @@ def test_products_stay_in_bf16_where_steps_are_as_slow_in_fp32(clock):
     assert used.count(0) == module._ROUNDS
     assert used[-5:] == [1] * 5
     assert [result.status for result in report.results if result.name == "precision"] == ["applied"]
+
+
+@here
+def test_trial_whose_optimizer_steps_no_more_is_given_up(clock):
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    settings = {"precision": "auto", "fast_linear": False, "verbose": False}
+    with nano_loop.accelerated(model, optimizer, **settings):
+        for _ in range(module._LOOKS_UNTIL + 60):
+            if module._trials and module._trials[0]._rounding.is_paused:
+                break
+            clock.now += 1.0
+            model(torch.randn(1024, 256)).square().mean().backward()
+            optimizer.step()
+        other = nn.Linear(256, 256)
+        second = torch.optim.SGD(other.parameters(), 1e-3)
+        rounding_of_first = module._trials[0]._rounding
+        with nano_loop.accelerated(other, second, **settings):
+            for _ in range(module._PATIENCE + 1):
+                clock.now += 1.0
+                other(torch.randn(1024, 256)).square().mean().backward()
+                second.step()
+        assert not rounding_of_first.is_paused
+        assert not module._trials
