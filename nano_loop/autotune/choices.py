@@ -17,7 +17,7 @@ from nano_loop.storage.cache_folder import JsonFile, cache_folder
 from nano_loop.version import __version__
 
 #: Of the file, and of the algorithms: a choice among fewer algorithms is not used.
-_FORMAT = 4
+_FORMAT = 5
 
 
 class Choice(NamedTuple):

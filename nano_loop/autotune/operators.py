@@ -76,7 +76,8 @@ def _convolution_key(call: convolution.Arguments) -> str:
     name = "transposed convolution" if call.transposed else "convolution"
     mask = "".join("x" if is_needed else "-" for is_needed in call.output_mask)
     sizes = [bucket(inputs.size(0)), *inputs.shape[1:], "to", *weight.shape]
-    return joined("gradients of", name, *sizes, "by", *geometry, *map(layout, call[:3]), mask)
+    rounded = ["rounded"] * (weight.dtype is torch.float32)
+    return joined("gradients of", name, *sizes, "by", *geometry, *map(layout, call[:3]), mask, *rounded)
 
 
 def _convolution_race(call: convolution.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
@@ -97,7 +98,9 @@ def _convolution_race(call: convolution.Arguments, algorithms: Mapping[str, Call
     race = {name: of(name) for name in algorithms}
     all_in_fp32 = Plan("fp32" if timed.output_mask[0] else "torch", "fp32" if needs_weight else "torch").name
     has_fp32 = any("fp32" in name for name in algorithms)
-    return Race(race, Plan().name, race.get(all_in_fp32, in_fp32) if has_fp32 else None)
+    # What rounds tensors in fp32 does that to those of the reference, too.
+    reference = race.get(all_in_fp32, None if call.weight.dtype is torch.float32 else in_fp32)
+    return Race(race, Plan().name, reference if has_fp32 else None)
 
 
 # --- LSTMs that are oneDNN's ---

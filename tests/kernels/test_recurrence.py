@@ -421,6 +421,16 @@ def test_loop_trains_as_with_torch_and_other_models_are_torchs_to_the_bit(called
     assert len(recurrences(called)) == 32
 
 
+@pytest.mark.parametrize(
+    ("units", "sequences", "is_ours"), [(64, 32, True), (128, 128, True), (200, 128, False), (300, 4, False)]
+)
+def test_lstms_in_fp32_whose_steps_are_large_are_onednns_before_they_are_measured(called, units, sequences, is_ours):
+    model = layer("LSTM", 8, units)
+    with accelerated(model, precision=32, fast_rnn=True, tune_operators=False, verbose=False):
+        model(inputs_of(model, 8, sequences))[0].sum().backward()
+    assert bool(recurrences(called)) is is_ours
+
+
 def test_gradients_that_are_not_needed_are_not_computed(called):
     model = layer("LSTM", 40, 48)
     for parameter in model.parameters():

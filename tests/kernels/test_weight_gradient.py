@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nano_loop.kernels import build
@@ -18,6 +18,12 @@ NHWC = torch.channels_last
 pytestmark = pytest.mark.skipif(
     weight_gradient.KERNEL.unavailable is not None, reason=str(weight_gradient.KERNEL.unavailable)
 )
+
+
+@pytest.fixture(autouse=True, params=["AVX-512", *["AMX"] * weight_gradient.KERNEL.uses_amx])
+def instructions(request, monkeypatch):
+    """Have gradients computed by these instructions."""
+    monkeypatch.setattr(weight_gradient.KERNEL, "uses_amx", request.param == "AMX")
 
 
 def arguments(
@@ -51,8 +57,8 @@ def by_torch(keys, *given):
     return torch.ops.aten.convolution_backward(*given)
 
 
-def gradients(given, way="blocks"):
-    return faster_backward(by_torch, lambda *_: Plan(weight=way).name)(None, *given)
+def gradients(given, weight="blocks", **options):
+    return faster_backward(by_torch, lambda *_: Plan(weight=weight).name, **options)(None, *given)
 
 
 def exact(given):
@@ -72,7 +78,7 @@ def assert_as_exact_as_torch(given):
     assert error(ours, reference) <= max(1.2 * error(torchs, reference), rounding)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     images=st.integers(1, 7),
     channels=st.integers(8, 70),
@@ -112,7 +118,7 @@ def test_blocks_of_many_pixels_are_right_for_any_number_of_threads(threads, size
     assert torch.equal(gradients(given)[1], first)  # the same for the same threads, though memory was used before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     images=st.integers(1, 4),
     channels=st.integers(8, 70),
@@ -147,6 +153,31 @@ def test_numbers_that_are_not_finite_reach_their_weights_alone():
     assert not found[torch.arange(16) != 5].isnan().any()
 
 
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    images=st.integers(1, 5),
+    channels=st.integers(8, 70),
+    outputs=st.integers(8, 70),
+    size=st.tuples(st.integers(5, 12), st.integers(5, 12)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    transposed=st.booleans(),
+    mask=st.tuples(st.booleans(), st.just(True), st.booleans()),
+    seed=st.integers(0, 1000),
+)
+def test_numbers_in_fp32_are_rounded_and_sums_are_not(**sizes):
+    given = arguments(**sizes)
+    tensors = [tensor + 1e-3 * tensor.float() for tensor in given[:3]]  # no numbers in bf16
+    found = gradients(given._replace(**dict(zip(given._fields, tensors, strict=False))), rounds_inputs=True)
+    rounded = given._replace(**{name: tensor.bfloat16() for name, tensor in zip(given._fields, tensors, strict=False)})
+    reference = exact(rounded)
+    assert error(found[1], reference) <= 1e-5 * reference.square().mean().sqrt().item()
+    assert all(each is None or each.dtype is torch.float32 for each in found)
+    if found[0] is not None:
+        assert torch.equal(found[0], by_torch(None, *rounded)[0].float())
+    if found[2] is not None:
+        assert torch.equal(found[2], tensors[0].sum([0, 2, 3]))
+
+
 def test_the_bias_is_the_sum_of_the_gradient_and_nothing_is_asked_of_torch():
     given = arguments(images=4)
 
@@ -157,11 +188,35 @@ def test_the_bias_is_the_sum_of_the_gradient_and_nothing_is_asked_of_torch():
     assert torch.equal(bias, given.gradient.sum([0, 2, 3]))
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    images=st.integers(1, 5),
+    channels=st.integers(1, 7),
+    outputs=st.integers(8, 40),
+    size=st.tuples(st.integers(9, 16), st.integers(9, 16)),
+    kernel=st.tuples(st.integers(1, 4), st.integers(8, 9)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 3)),
+    dilation=st.tuples(st.integers(1, 2), st.just(1)),
+    transposed=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_few_channels_are_counted_with_the_columns_of_the_kernel(transposed, padding, kernel, dilation, **sizes):
+    if transposed:
+        padding = tuple(min(p, d * (k - 1)) for p, k, d in zip(padding, kernel, dilation, strict=True))
+        sizes["channels"], sizes["outputs"] = sizes["outputs"], sizes["channels"]
+    given = arguments(transposed=transposed, padding=padding, kernel=kernel, dilation=dilation, **sizes)
+    assert "blocks" in {plan.weight for plan in plans(given)}
+    assert_as_exact_as_torch(given)
+
+
 OTHERS = {
     "NCHW": lambda given: given._replace(inputs=given.inputs.contiguous()),
     "gradient in NCHW": lambda given: given._replace(gradient=given.gradient.contiguous()),
     "groups": lambda given: given._replace(groups=2, weight=given.weight[:, :8]),
-    "few channels": lambda given: arguments(channels=7),
+    "few channels": lambda given: arguments(channels=2),
+    "few channels, with a dilation": lambda given: arguments(channels=7, dilation=(1, 2)),
+    "few channels of more": lambda given: given._replace(inputs=arguments(channels=9).inputs[:, :7]),
     "few outputs": lambda given: arguments(outputs=7),
     "more images in the gradient": lambda given: given._replace(inputs=given.inputs[:2]),
     "a dilation of which bytes would overflow": lambda given: given._replace(dilation=(2**27, 1)),
@@ -176,14 +231,14 @@ def test_other_convolutions_are_not_computed_in_blocks(case):
     assert first_guess(given).weight != "blocks"
 
 
-def test_large_convolutions_are_the_first_guess_without_amx(monkeypatch):
-    if not weight_gradient.KERNEL.is_first_guess:
-        pytest.skip("this CPU has AMX")
+def test_large_convolutions_are_the_first_guess_unless_amx_is_there_and_not_for_this_process(monkeypatch):
     large = arguments(images=8, channels=64, outputs=64, size=(20, 20))
+    monkeypatch.setattr(weight_gradient.KERNEL, "is_first_guess", not weight_gradient.KERNEL.uses_amx)
     assert first_guess(large).weight == "blocks"
     assert first_guess(arguments()).weight != "blocks"
     assert first_guess(arguments(images=3, channels=64, outputs=64, size=(40, 40))).weight != "blocks"
     monkeypatch.setattr(weight_gradient.KERNEL, "is_first_guess", False)
+    monkeypatch.setattr(weight_gradient.KERNEL, "uses_amx", False)
     assert first_guess(large).weight != "blocks"
 
 
@@ -213,4 +268,4 @@ def test_without_a_compiler_the_gradient_is_torchs(monkeypatch):
 def test_bounds_and_calls_are_those_of_the_c_file():
     source = (Path(build.__file__).parent / "csrc/weight_gradient.c").read_text()
     assert f"#define MOST_POSITIONS {weight_gradient._MOST_POSITIONS} " in source
-    assert ctypes.sizeof(weight_gradient._Call) == 8 * (7 + 4 * 2 + 2 * 3 + 4)
+    assert ctypes.sizeof(weight_gradient._Call) == 8 * (7 + 4 * 2 + 2 * 3 + 4 + 4)

@@ -119,9 +119,8 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gra
                 gradients: _Gradients = original(keys, *tensors, *call[3:])
                 return gradients
 
-            def rounded(gradient: Tensor, inputs: Tensor, weight: Tensor) -> _Gradients:
-                with_these = call._replace(gradient=gradient, inputs=inputs, weight=weight)
-                return _rounded_backward(original, keys, with_these)
+            def rounded(*tensors: Tensor) -> _Gradients:
+                return faster_backward(original, rule_for(OPERATOR), rounds_inputs=True)(keys, *tensors, *call[3:])
 
             product = Product(f"gradients of a {CONVOLUTION}", call[:3], call[3:])
             is_rounded = rounds(CONVOLUTION, multiplications, product, in_fp32, rounded)
@@ -137,8 +136,10 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gra
 REPLACEMENTS = (Replacement(OPERATOR, for_set_up_models),)
 
 
-def faster_backward(kernel: Callable[..., _Gradients], choose: Choose | None = None) -> Callable[..., _Gradients]:
-    """Return a function that computes some gradients of convolutions faster than the CPU's kernel.
+def faster_backward(
+    kernel: Callable[..., _Gradients], choose: Choose | None = None, *, rounds_inputs: bool = False
+) -> Callable[..., _Gradients]:
+    """Return a function that computes some gradients of bf16 convolutions faster than the CPU's kernel.
 
     Parameters
     ----------
@@ -146,6 +147,8 @@ def faster_backward(kernel: Callable[..., _Gradients], choose: Choose | None = N
         The original kernel, which computes the remaining gradients.
     choose : callable, optional
         Chooses one of `plans` by its name. By default it is that of `first_guess`.
+    rounds_inputs : bool
+        Whether it takes tensors in fp32 instead, which are rounded to bf16. The gradients are in fp32.
 
     Returns
     -------
@@ -157,11 +160,11 @@ def faster_backward(kernel: Callable[..., _Gradients], choose: Choose | None = N
 
     def backward(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
         call = Arguments(*args)
-        if not _is_plain_bf16(call.gradient, call.inputs, call.weight):
+        if not _is_plain(torch.float32 if rounds_inputs else torch.bfloat16, *call[:3]):
             return kernel(keys, *args)
 
         def by_plan(plan: Plan, *arguments: Any) -> _Gradients:
-            return _by_plan(plan, kernel, keys, Arguments(*arguments))
+            return _by_plan(plan, kernel, keys, Arguments(*arguments), rounds_inputs)
 
         def algorithms() -> dict[str, Callable[..., _Gradients]]:
             return {plan.name: functools.partial(by_plan, plan) for plan in {*plans(call), first_guess(call)}}
@@ -205,25 +208,40 @@ def plans(call: Arguments) -> list[Plan]:
     return [Plan(*pair) for pair in itertools.product(inputs, weights)]
 
 
-def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, call: Arguments) -> _Gradients:
-    gradient, mask = call.gradient, call.output_mask
+def _by_plan(
+    plan: Plan, kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, call: Arguments, rounds_inputs: bool
+) -> _Gradients:
+    needs_inputs, _, needs_bias = call.output_mask
+    dtype, exact = call.weight.dtype, call.gradient
+    if rounds_inputs and needs_inputs and plan.inputs == "torch":
+        call = call._replace(gradient=exact.bfloat16())  # which both gradients read
     ours: list[Tensor | None] = [None, None, None]
     fp32 = plan.inputs == "fp32", plan.weight == "fp32"
     if plan.weight == "product":
-        ours[1] = _weight_gradient(call)
+        ours[1] = _weight_gradient(call, torch.bfloat16 if rounds_inputs else dtype)
     elif plan.weight == "blocks":
         ours[1] = weight_gradient.weight_gradient(*_for_blocks(call), in_nchw=call.weight.is_contiguous())
     # oneDNN computes the weight's gradient again where the bias's is asked for.
-    if mask[2] and (plan.weight != "torch" or call.transposed):
-        ours[2] = gradient.sum([0, *range(2, gradient.dim())])
+    if needs_bias and (rounds_inputs or plan.weight != "torch" or call.transposed):
+        ours[2] = exact.sum([0, *range(2, exact.dim())])
     if any(fp32):
-        computed = _partly_in_fp32(kernel, keys, call, fp32)
+        computed = _partly_in_fp32(kernel, keys, call._replace(gradient=exact), fp32)
         ours = [own if other is None else other for own, other in zip(ours, computed, strict=True)]
-    missing = [is_needed and computed is None for is_needed, computed in zip(mask, ours, strict=True)]
+    missing = [is_needed and computed is None for is_needed, computed in zip(call.output_mask, ours, strict=True)]
     if any(missing):
-        others = kernel(keys, *call[:-1], missing)
+        gradient, inputs, weight = call[:3]
+        if rounds_inputs:
+            inputs = inputs.bfloat16() if missing[1] else _shaped_like(inputs, torch.bfloat16)
+            gradient, weight = gradient.bfloat16(), weight.bfloat16()
+        others = kernel(keys, gradient, inputs, weight, *call.geometry, missing)
         ours = [b if is_needed else a for a, b, is_needed in zip(ours, others, missing, strict=True)]
-    return ours[0], ours[1], ours[2]
+    for_inputs, for_weight, for_bias = [None if tensor is None else tensor.to(dtype) for tensor in ours]
+    return for_inputs, for_weight, for_bias
+
+
+def _shaped_like(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what stands for the inputs where their gradient alone is computed, which depends on their layout alone."""
+    return torch.empty_like(inputs, dtype=dtype)
 
 
 def _pixels(call: Arguments) -> int:
@@ -232,23 +250,9 @@ def _pixels(call: Arguments) -> int:
     return pixels.numel() // max(pixels.size(1), 1) if pixels.dim() > 1 else 0
 
 
-def _rounded_backward(kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, call: Arguments) -> _Gradients:
-    """Return the gradients of a convolution that rounds its inputs, in fp32."""
-    needs_inputs, needs_weight, needs_bias = call.output_mask
-    gradients: _Gradients = (None, None, None)
-    if needs_inputs or needs_weight:
-        rounded = [tensor.bfloat16() for tensor in call[:3]]
-        mask = [needs_inputs, needs_weight, False]
-        gradients = faster_backward(kernel, rule_for(OPERATOR))(keys, *rounded, *call.geometry, mask)
-    wide = [None if tensor is None else tensor.float() for tensor in gradients[:2]]
-    gradient = call.gradient
-    return wide[0], wide[1], gradient.sum([0, *range(2, gradient.dim())]) if needs_bias else None
-
-
-def _is_plain_bf16(*tensors: Tensor) -> bool:
-    if any(
-        tensor.dtype is not torch.bfloat16 or type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors
-    ):
+def _is_plain(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether all tensors are no subclasses and of this dtype, and products in bf16 would not have another one."""
+    if any(tensor.dtype is not dtype or type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
         return False
     # Inside a user's autocast to another dtype, the products would have that dtype.
     return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16
@@ -280,11 +284,8 @@ def _partly_in_fp32(
 ) -> _Gradients:
     """Return the gradients of inputs and weight that are asked for, computed in fp32."""
     gradient, inputs, weight = call[:3]
-    # The inputs' gradient does not depend on the inputs, only on their shape and strides.
-    inputs = inputs.float() if mask[1] else torch.empty_like(inputs, dtype=torch.float32)
-    gradients = kernel(keys, gradient.float(), inputs, weight.float(), *call.geometry, [*mask, False])
-    rounded = [None if computed is None else computed.bfloat16() for computed in gradients]
-    return rounded[0], rounded[1], None
+    inputs = inputs.float() if mask[1] else _shaped_like(inputs, torch.float32)
+    return kernel(keys, gradient.float(), inputs, weight.float(), *call.geometry, [*mask, False])
 
 
 def _blocks_are_faster(call: Arguments) -> bool:
@@ -292,7 +293,10 @@ def _blocks_are_faster(call: Arguments) -> bool:
     images = call.inputs.size(0)
     if _pixels(call) * call.weight.numel() < MIN_MULTIPLICATIONS or (images % 2 and images < _ODD_IMAGES):
         return False
-    return weight_gradient.KERNEL.is_first_guess and _blocks_support(call)
+    if min(call.weight.shape[:2]) < weight_gradient.FEWEST:
+        return False
+    kernel = weight_gradient.KERNEL
+    return (kernel.is_first_guess or kernel.uses_amx) and _blocks_support(call)
 
 
 def _blocks_support(call: Arguments) -> bool:
@@ -327,9 +331,10 @@ def _product_supports(call: Arguments) -> bool:
     return weight.size(2) == weight.size(3) == 1 or _pixels(call) * weight[0].numel() <= _COLUMNS
 
 
-def _weight_gradient(call: Arguments) -> Tensor:
-    """Return the weight's gradient: the output's gradient times the unfolded input."""
-    gradient, inputs, weight, _, stride, padding, dilation, *_ = call
+def _weight_gradient(call: Arguments, dtype: torch.dtype) -> Tensor:
+    """Return the weight's gradient: the output's gradient times the unfolded input, both in this dtype."""
+    _, _, weight, _, stride, padding, dilation, *_ = call
+    gradient, inputs = (tensor.to(dtype) for tensor in call[:2])
     outputs, channels, height, width = weight.shape
     images = inputs.permute(0, 2, 3, 1)
     if any(padding):

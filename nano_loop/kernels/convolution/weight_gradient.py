@@ -1,8 +1,8 @@
-"""The gradient of a convolution's weight by a C function (``weight_gradient.c``), for bf16 images in NHWC.
+"""The gradient of a convolution's weight by a C function (``weight_gradient.c``), for images in NHWC.
 
 oneDNN's kernel transposes each image first, and computes at half to three quarters of the rate of its forward. This one
 pairs two images pixel by pixel while it packs them, and comes near that rate. It needs a CPU with AVX-512's bf16
-instructions.
+instructions, and uses the tiles of AMX where there are any. Numbers in fp32 are rounded as they are packed.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
-from nano_loop.kernels.memory import BF16, BYTES, STRIDED, empty
+from nano_loop.kernels.memory import BYTES, FLOATS, STRIDED, empty
 
-_BF16 = BF16._replace(layout=STRIDED)
-KERNEL = CompiledKernel("weight_gradient", {"weight_gradient": (_BF16, _BF16, _BF16, BYTES)}, needs_avx512_bf16=True)
-#: Minimum number of channels and of outputs: with fewer, most of a vector is empty.
-_FEWEST = 8
+_NUMBERS = FLOATS._replace(layout=STRIDED)
+KERNEL = CompiledKernel("weight_gradient", {"weight_gradient": (*[_NUMBERS] * 3, BYTES)}, needs_avx512_bf16=True)
+#: Minimum number of channels and of outputs: with fewer, most of a vector is empty. The pixels that a row of the kernel
+#: covers, which lie side by side, count as one, of more channels, where those are fewer.
+FEWEST = 8
 #: Maximum number of pixels that a step of the geometry may reach: with more, bytes would overflow.
 _FARTHEST = 1 << 12
 #: Maximum number of positions of a kernel whose gradient is written in NCHW: `MOST_POSITIONS` of the C file.
@@ -49,6 +51,7 @@ class _Call(ctypes.Structure):
         *((name, _INT * 2) for name in Geometry._fields),
         *((name, _INT * 3) for name in ("input", "gradient")),
         ("result", _INT * 4),
+        *((name, _INT) for name in ("input_is_wide", "gradient_is_wide", "is_wide", "by_tiles")),
     )
 
 
@@ -56,7 +59,10 @@ def supports(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> bool:
     """Whether the kernel supports these arguments of `weight_gradient`."""
     if gradient.dim() != _DIMENSIONS or any(len(pair) != 2 for pair in geometry):
         return False
-    if any(tensor.size(1) < _FEWEST or tensor.stride(1) != 1 for tensor in (gradient, inputs)):
+    few, width = inputs.size(1) < FEWEST, geometry.kernel[1]
+    if few and (inputs.stride(3) != inputs.size(1) or geometry.dilation[1] != 1 or inputs.size(1) * width < FEWEST):
+        return False
+    if gradient.size(1) < FEWEST or any(t.size(1) > 1 and t.stride(1) != 1 for t in (gradient, inputs)):
         return False
     if gradient.size(0) != inputs.size(0) or not (gradient.numel() and inputs.numel()):
         return False
@@ -71,26 +77,30 @@ def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry, in_nch
     Parameters
     ----------
     gradient : torch.Tensor
-        bfloat16, of shape (N, O, H', W'): the gradient of the output.
+        bfloat16 or float32, of shape (N, O, H', W'): the gradient of the output.
     inputs : torch.Tensor
-        bfloat16, of shape (N, C, H, W). `supports` accepts both: the channels of a pixel lie side by side.
+        bfloat16 or float32, of shape (N, C, H, W). `supports` accepts both: the channels of a pixel lie side by side.
     geometry : Geometry
         Of the convolution.
     in_nchw : bool
-        Whether the result is wanted in the layout of weights in NCHW, which autograd would copy it to. Kernels of more
-        than 25 positions are in channels_last all the same.
+        Whether the result is wanted in the layout of weights in NCHW, which autograd would copy it to. Those in
+        float32, of fewer than eight channels, and kernels of more than 25 positions are in channels_last all the same.
 
     Returns
     -------
     torch.Tensor
-        bfloat16, of shape (O, C, *kernel), in channels_last or contiguous. Sums are in fp32. Their order depends on the
-        number of threads.
+        Of shape (O, C, *kernel), in channels_last or contiguous; bfloat16 if both are. Sums are in fp32, in
+        an order that depends on the number of threads.
     """
     sizes, positions = (gradient.size(1), inputs.size(1), *geometry.kernel), math.prod(geometry.kernel)
-    form = torch.contiguous_format if in_nchw and 1 < positions <= _MOST_POSITIONS else torch.channels_last
-    result = empty(*sizes, dtype=torch.bfloat16, layout=form)
+    dtype = torch.promote_types(gradient.dtype, inputs.dtype)
+    turns = in_nchw and 1 < positions <= _MOST_POSITIONS and dtype is torch.bfloat16 and inputs.size(1) >= FEWEST
+    result = empty(*sizes, dtype=dtype, layout=torch.contiguous_format if turns else torch.channels_last)
+    if inputs.size(1) < FEWEST and geometry.padding[1]:
+        columns = (0, 0, geometry.padding[1], geometry.padding[1])
+        inputs = F.pad(inputs.permute(0, 2, 3, 1), columns).permute(0, 3, 1, 2)
     call = _call(gradient, inputs, geometry)
-    call.result = (_INT * 4)(*result.stride())
+    call.result, call.is_wide = (_INT * 4)(*result.stride()), dtype is torch.float32
     KERNEL("weight_gradient", call, inputs, gradient, result, scratch(_bytes(call)))
     return result
 
@@ -103,6 +113,13 @@ def _call(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> _Call:
     for name, tensor in (("input", inputs), ("gradient", gradient)):
         image, _, row, column = tensor.stride()
         setattr(call, name, (_INT * 3)(image, row, column))
+    call.input_is_wide, call.gradient_is_wide = (tensor.dtype is torch.float32 for tensor in (inputs, gradient))
+    call.by_tiles = KERNEL.uses_amx
+    if inputs.size(1) < FEWEST:  # of padded inputs, what a row of the kernel covers is one pixel
+        call.channels, call.columns = inputs.size(1) * geometry.kernel[1], call.out_columns
+        call.input[2] *= geometry.stride[1]
+        call.kernel[1] = call.stride[1] = 1
+        call.padding[1] = 0
     return call
 
 

@@ -43,12 +43,6 @@ static int64_t bytes_of_tiling(const Tiling *tiling, int64_t threads) {
 
 /* ------------------------------------------------------------------------------------------------- packing */
 
-/* 16 numbers in bf16, of as many that lie side by side. */
-INLINE __m256i sixteen(const int wide, int64_t count, const void *from) {
-    return wide ? (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(first(count), from))
-                : _mm256_maskz_loadu_epi16(first(count), from);
-}
-
 /* Packs a tile of 16 rows or columns, `count` of which are there, and of as much of `depth` as there is. They lie `apart`
    from each other if each is contiguous; else the numbers of the depth lie so, and 16 of them side by side. */
 INLINE void pack_tile(const int wide, const int is_contiguous, const int by_pairs, const void *from, int64_t apart,
@@ -62,7 +56,7 @@ INLINE void pack_tile(const int wide, const int is_contiguous, const int by_pair
         }
         const void *low = element(wide, from, 2 * i * apart), *high = element(wide, low, apart);
         __m256i none = _mm256_setzero_si256();
-        lines[i] = paired(2 * i < depth ? sixteen(wide, count, low) : none, 2 * i + 1 < depth ? sixteen(wide, count, high) : none);
+        lines[i] = paired(2 * i < depth ? sixteen(wide, first(count), low) : none, 2 * i + 1 < depth ? sixteen(wide, first(count), high) : none);
     }
     if (is_contiguous == by_pairs) transpose(lines);
 #pragma GCC unroll 16

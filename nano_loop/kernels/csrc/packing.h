@@ -31,6 +31,11 @@ INLINE __m512i loaded(const int wide, __mmask32 here, const void *from) {
     return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
+/* 16 numbers in bf16, of as many that lie side by side. */
+INLINE __m256i sixteen(const int wide, __mmask16 here, const void *from) {
+    return wide ? (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(here, from)) : _mm256_maskz_loadu_epi16(here, from);
+}
+
 /* Writes 32 words: each of 32 numbers of `low`, with the one of `high` beside it, or with 0 if `high` is NULL. */
 INLINE void interleave_of(const int wide, const void *low, const void *high, __mmask32 here, uint32_t *to) {
     const __m512i firsts = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,

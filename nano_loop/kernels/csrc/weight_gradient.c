@@ -1,9 +1,12 @@
-/* The gradient of a convolution's weight, by the bf16 instructions of AVX-512, for images in NHWC.
+/* The gradient of a convolution's weight, by the bf16 instructions of AVX-512 or by AMX, for images in NHWC.
 
    For each position of the kernel it is a product over the pixels of all images: outputs × pixels by pixels × channels.
    The instruction sums the products of two pairs of numbers, so two images are interleaved, pixel by pixel: then the
    window of each position of the kernel is the same packed images at another offset, and nothing is unfolded. Sums are
-   in fp32. Some rows of some images at a time are packed, so that what is packed stays in the cache.
+   in fp32. Some rows of some images at a time are packed, so that what is packed stays in the cache. With a stride, rows
+   and columns are packed by their remainders (phases), so that the pixels of a window lie side by side.
+
+   A tile of AMX takes 16 pixels of a window, which go on over the ends of rows: there, the gradient is packed as zeros.
 
    Threads share the outputs, and then each packs all images, or they share the images, and then each has its own sums,
    which are added in the order of the threads; or both. */
@@ -20,21 +23,28 @@ typedef struct {
     int64_t kernel[2], stride[2], padding[2], dilation[2];
     int64_t input[3], gradient[3];                     /* strides of an image, a row and a column */
     int64_t result[4];                                 /* strides of an output, a channel, the kernel's rows and columns */
+    int64_t input_is_wide, gradient_is_wide, is_wide;  /* fp32, and of the result */
+    int64_t by_tiles;                                  /* whether the tiles of AMX compute it */
 } Call;
 
 #ifdef HAS_AVX512_BF16
+#include "amx.h"
 #include "packing.h"
 
 #define OUTPUTS 8   /* of a tile of sums, one broadcast for each */
 #define CHANNELS 32 /* of a tile of sums: two vectors */
-#define SUMS (OUTPUTS * CHANNELS)
 #define MOST_POSITIONS 25 /* of a kernel whose positions lie side by side in the result */
-#define PIXELS 144  /* of a block, about: a tile reads 64 bytes of the outputs' and 128 of the inputs' for each */
+#define PIXELS 144  /* of a block, about: a tile reads 64 bytes (128 with AMX) of the outputs' and 128 of the inputs' for each */
+#define AMX_OUTPUTS 32 /* with AMX: two tiles */
+#define STEP 16        /* pixels that a tile of AMX takes */
+#define OF_STEP 256    /* words of a tile */
 
 /* How the work is divided: into blocks of pixels, and among threads. */
 typedef struct {
     int64_t pairs, pairs_of_block, rows_of_block, blocks_of_rows, blocks;
-    int64_t packed_rows, packed_columns;      /* of the inputs of a block */
+    int64_t phases[2], phase_rows, phase_columns; /* of the inputs of a block */
+    int64_t packed;                           /* pixels of them, in a pair */
+    int64_t outputs;                          /* of a tile */
     int64_t channel_tiles, output_tiles, positions;
     int64_t output_parts, image_parts;        /* among which threads divide each */
     int64_t tiles_of_part;                    /* of outputs */
@@ -46,9 +56,10 @@ typedef struct {
 static double cycles(const Plan *plan, int64_t pixels, int64_t output_parts, int64_t image_parts) {
     double blocks = (double)divided(plan->blocks, image_parts), positions = (double)plan->positions;
     double tiles = (double)(divided(plan->output_tiles, output_parts) * plan->channel_tiles);
-    double packed = (double)(plan->pairs_of_block * plan->packed_rows * plan->packed_columns * plan->channel_tiles);
+    double packed = (double)(plan->pairs_of_block * plan->packed * plan->channel_tiles);
     double summed = positions * (double)(plan->output_tiles * plan->channel_tiles) / (double)output_parts;
-    return blocks * (8.0 * positions * tiles * (double)pixels + 6.0 * packed) + 256.0 * summed;
+    double of_tile = plan->outputs == AMX_OUTPUTS ? 5.0 : 8.0;
+    return blocks * (of_tile * positions * tiles * (double)pixels + 6.0 * packed) + 32.0 * (double)plan->outputs * summed;
 }
 
 static void divide(Plan *plan, int64_t pixels, int64_t threads) {
@@ -62,9 +73,18 @@ static void divide(Plan *plan, int64_t pixels, int64_t threads) {
     plan->tiles_of_part = divided(plan->output_tiles, plan->output_parts);
 }
 
+/* Steps of AMX for the window of a pair of images with so many rows. */
+static int64_t steps_of(const Plan *plan, const Call *call, int64_t rows) {
+    return divided((rows - 1) * plan->phase_columns + call->out_columns, STEP);
+}
+
+/* How far the windows of a kernel reach, in steps of its stride. */
+static int64_t reach(const Call *call, int axis) { return (call->kernel[axis] - 1) * call->dilation[axis] / call->stride[axis]; }
+
 static Plan plan_of(const Call *call, int64_t threads) {
     Plan plan;
     int64_t pixels = call->out_rows * call->out_columns;
+    plan.outputs = call->by_tiles ? AMX_OUTPUTS : OUTPUTS;
     plan.pairs = divided(call->images, 2);
     plan.rows_of_block = least(call->out_rows, most(1, PIXELS / call->out_columns));
     plan.blocks_of_rows = divided(call->out_rows, plan.rows_of_block);
@@ -72,20 +92,30 @@ static Plan plan_of(const Call *call, int64_t threads) {
     plan.blocks_of_rows = divided(call->out_rows, plan.rows_of_block);
     plan.pairs_of_block = least(plan.pairs, most(1, (PIXELS + pixels / 2) / pixels));
     plan.blocks = plan.blocks_of_rows * divided(plan.pairs, plan.pairs_of_block);
-    plan.packed_rows = (plan.rows_of_block - 1) * call->stride[0] + (call->kernel[0] - 1) * call->dilation[0] + 1;
-    plan.packed_columns = (call->out_columns - 1) * call->stride[1] + (call->kernel[1] - 1) * call->dilation[1] + 1;
+    for (int axis = 0; axis < 2; axis++)
+        plan.phases[axis] = least(call->stride[axis], (call->kernel[axis] - 1) * call->dilation[axis] + 1);
+    plan.phase_rows = plan.rows_of_block + reach(call, 0), plan.phase_columns = call->out_columns + reach(call, 1);
+    plan.packed = plan.phases[0] * plan.phases[1] * plan.phase_rows * plan.phase_columns;
     plan.channel_tiles = divided(call->channels, CHANNELS);
-    plan.output_tiles = divided(call->outputs, OUTPUTS);
+    plan.output_tiles = divided(call->outputs, plan.outputs);
     plan.positions = call->kernel[0] * call->kernel[1];
     pixels = plan.pairs_of_block * plan.rows_of_block * call->out_columns;
     divide(&plan, pixels, threads);
     /* An odd number of cache lines: pixels at a power of two would share few sets of the cache. */
     plan.output_words = divided(plan.tiles_of_part * OUTPUTS, 32) * 32 + 16;
-    plan.inputs = 4 * plan.channel_tiles * plan.pairs_of_block * plan.packed_rows * plan.packed_columns * CHANNELS;
+    plan.inputs = 4 * plan.channel_tiles * plan.pairs_of_block * plan.packed * CHANNELS;
     plan.gradients = 4 * pixels * plan.output_words;
-    plan.sums = 4 * plan.positions * plan.channel_tiles * plan.tiles_of_part * SUMS;
+    if (call->by_tiles) {
+        plan.inputs += 4 * (STEP - 1) * CHANNELS; /* which the last tile may read behind the last pixel */
+        plan.gradients = 4 * plan.tiles_of_part * 2 * plan.pairs_of_block * steps_of(&plan, call, plan.rows_of_block) * OF_STEP;
+    }
+    plan.sums = 4 * plan.positions * plan.channel_tiles * plan.tiles_of_part * plan.outputs * CHANNELS;
+    plan.inputs = up_to(plan.inputs, 64);
     return plan;
 }
+
+/* Whether `by_tiles` may be asked for. */
+int has_amx(void) { return find_amx(); }
 
 /* Bytes of memory that a call takes, of all threads. */
 int64_t weight_gradient_bytes(const Call *call, int threads) {
@@ -95,81 +125,138 @@ int64_t weight_gradient_bytes(const Call *call, int threads) {
 
 /* ------------------------------------------------------------------------------------------------- packing */
 
-/* Packs the rows from `row` on of the inputs of some pairs of images, as channel tile, pair, row, column, 32 words. */
-static void pack_inputs(const Call *call, const Plan *plan, const uint16_t *from, int64_t pair, int64_t pairs,
-                        int64_t row, uint32_t *to) {
-    int64_t pixels = plan->pairs_of_block * plan->packed_rows * plan->packed_columns, pixel = 0;
-    for (int64_t p = pair; p < pair + pairs; p++)
-        for (int64_t y = row; y < row + plan->packed_rows; y++)
-            for (int64_t i = 0; i < plan->packed_columns; i++, pixel++) {
-                int64_t x = i - call->padding[1];
-                uint32_t *at = to + pixel * CHANNELS;
-                if (y < 0 || y >= call->rows || x < 0 || x >= call->columns) {
-                    for (int64_t t = 0; t < plan->channel_tiles; t++) {
-                        _mm512_storeu_si512(at + t * pixels * CHANNELS, _mm512_setzero_si512());
-                        _mm512_storeu_si512(at + t * pixels * CHANNELS + 16, _mm512_setzero_si512());
+/* Packs the rows from `row` on of the inputs of some pairs of images, as channel tile, pair, phase of the rows and of the
+   columns, row, column, 32 words. */
+INLINE void pack_inputs_of(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair, int64_t pairs,
+                           int64_t row, uint32_t *to) {
+    int64_t of_phase = plan->phase_rows * plan->phase_columns, of_tile = plan->pairs_of_block * plan->packed * CHANNELS;
+    for (int64_t p = 0; p < pairs; p++)
+        for (int64_t line = 0; line < plan->phases[0] * plan->phase_rows; line++) {
+            int64_t phase_of_rows = line % plan->phases[0], i_row = line / plan->phases[0];
+            int64_t y = row + i_row * call->stride[0] + phase_of_rows;
+            int64_t of_line = phase_of_rows * plan->phases[1] * of_phase + i_row * plan->phase_columns;
+            for (int64_t phase = 0; phase < plan->phases[1]; phase++)
+                for (int64_t i = 0; i < plan->phase_columns; i++) {
+                    int64_t x = phase + i * call->stride[1] - call->padding[1];
+                    uint32_t *at = to + (p * plan->packed + of_line + phase * of_phase + i) * CHANNELS;
+                    if (y < 0 || y >= call->rows || x < 0 || x >= call->columns) {
+                        for (int64_t t = 0; t < plan->channel_tiles; t++) {
+                            _mm512_storeu_si512(at + t * of_tile, _mm512_setzero_si512());
+                            _mm512_storeu_si512(at + t * of_tile + 16, _mm512_setzero_si512());
+                        }
+                        continue;
                     }
-                    continue;
+                    const void *low = element(wide, from, 2 * (pair + p) * call->input[0] + y * call->input[1] + x * call->input[2]);
+                    const void *high = 2 * (pair + p) + 1 < call->images ? element(wide, low, call->input[0]) : 0;
+                    for (int64_t t = 0; t < plan->channel_tiles; t++) {
+                        int64_t c = t * CHANNELS;
+                        interleave_of(wide, element(wide, low, c), high ? element(wide, high, c) : 0,
+                                      first_of_32(call->channels - c), at + t * of_tile);
+                    }
                 }
-                const uint16_t *low = from + 2 * p * call->input[0] + y * call->input[1] + x * call->input[2];
-                const uint16_t *high = 2 * p + 1 < call->images ? low + call->input[0] : 0;
-                for (int64_t t = 0; t < plan->channel_tiles; t++) {
-                    int64_t c = t * CHANNELS;
-                    interleave(low + c, high ? high + c : 0, first_of_32(call->channels - c), at + t * pixels * CHANNELS);
-                }
-            }
+        }
+}
+
+static void pack_inputs(const Call *call, const Plan *plan, const void *from, int64_t pair, int64_t pairs, int64_t row,
+                        uint32_t *to) {
+    if (call->input_is_wide) pack_inputs_of(1, call, plan, from, pair, pairs, row, to);
+    else pack_inputs_of(0, call, plan, from, pair, pairs, row, to);
 }
 
 /* Packs rows of the gradient, some of the outputs: pair, row, column, words. */
-static void pack_gradients(const Call *call, const Plan *plan, const uint16_t *from, int64_t pair, int64_t pairs,
-                           int64_t row, int64_t rows, int64_t output, uint32_t *to) {
+INLINE void pack_gradients_of(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair,
+                              int64_t pairs, int64_t row, int64_t rows, int64_t output, uint32_t *to) {
     int64_t outputs = least(plan->tiles_of_part * OUTPUTS, call->outputs - output);
     for (int64_t p = pair; p < pair + pairs; p++)
         for (int64_t y = row; y < row + rows; y++)
             for (int64_t x = 0; x < call->out_columns; x++, to += plan->output_words) {
-                const uint16_t *low = from + 2 * p * call->gradient[0] + y * call->gradient[1] + x * call->gradient[2];
-                const uint16_t *high = 2 * p + 1 < call->images ? low + call->gradient[0] : 0;
-                low += output, high = high ? high + output : 0;
+                int64_t place = 2 * p * call->gradient[0] + y * call->gradient[1] + x * call->gradient[2] + output;
+                const void *low = element(wide, from, place);
+                const void *high = 2 * p + 1 < call->images ? element(wide, low, call->gradient[0]) : 0;
                 for (int64_t o = 0; o < outputs; o += 32)
-                    interleave(low + o, high ? high + o : 0, first_of_32(outputs - o), to + o);
+                    interleave_of(wide, element(wide, low, o), high ? element(wide, high, o) : 0, first_of_32(outputs - o), to + o);
             }
+}
+
+/* The same for AMX: 16 outputs, pair, step, output, 16 words. Where a window goes on over the end of a row, they are zero. */
+INLINE void pack_for_tiles_of(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair,
+                              int64_t pairs, int64_t row, int64_t rows, int64_t output, uint32_t *to) {
+    int64_t steps = steps_of(plan, call, rows), end = least(call->outputs, output + plan->tiles_of_part * AMX_OUTPUTS);
+    for (int64_t p = pair; p < pair + pairs; p++) {
+        int64_t x = 0, y = row;
+        for (int64_t step = 0; step < steps; step++) {
+            const void *low[STEP], *high[STEP];
+            for (int i = 0; i < STEP; i++) {
+                int64_t place = 2 * p * call->gradient[0] + y * call->gradient[1] + x * call->gradient[2] + output;
+                low[i] = x < call->out_columns && y < row + rows ? element(wide, from, place) : 0;
+                high[i] = low[i] && 2 * p + 1 < call->images ? element(wide, low[i], call->gradient[0]) : 0;
+                if (++x == plan->phase_columns) x = 0, y++;
+            }
+            uint32_t *at = to + ((p - pair) * steps + step) * OF_STEP;
+            for (int64_t o = 0; output + o < end; o += 16, at += pairs * steps * OF_STEP) {
+                __mmask16 here = first(end - output - o);
+                __m512i words[STEP];
+#pragma GCC unroll 16
+                for (int i = 0; i < STEP; i++) {
+                    words[i] = _mm512_setzero_si512();
+                    if (low[i])
+                        words[i] = paired(sixteen(wide, here, element(wide, low[i], o)),
+                                          high[i] ? sixteen(wide, here, element(wide, high[i], o)) : _mm256_setzero_si256());
+                }
+                transpose(words);
+#pragma GCC unroll 16
+                for (int i = 0; i < STEP; i++) _mm512_store_si512(at + 16 * i, words[i]);
+            }
+        }
+    }
+    /* The second half of the last tile of 32. */
+    if (divided(end - output, 16) % 2)
+        memset(to + divided(end - output, 16) * pairs * steps * OF_STEP, 0, (size_t)(4 * pairs * steps * OF_STEP));
+}
+
+static void pack_gradients(const Call *call, const Plan *plan, const void *from, int64_t pair, int64_t pairs, int64_t row,
+                           int64_t rows, int64_t output, uint32_t *to) {
+    if (call->by_tiles && call->gradient_is_wide) pack_for_tiles_of(1, call, plan, from, pair, pairs, row, rows, output, to);
+    else if (call->by_tiles) pack_for_tiles_of(0, call, plan, from, pair, pairs, row, rows, output, to);
+    else if (call->gradient_is_wide) pack_gradients_of(1, call, plan, from, pair, pairs, row, rows, output, to);
+    else pack_gradients_of(0, call, plan, from, pair, pairs, row, rows, output, to);
 }
 
 /* ------------------------------------------------------------------------------------------------ products */
 
 /* A window of the packed inputs: how many pixels, and how many words lie between them. */
 typedef struct {
-    int64_t pairs, rows, columns, of_pair, of_row, of_column;
+    int64_t pairs, rows, columns, of_pair, of_row;
 } Window;
 
 /* What is fetched into the cache while the products of a block are computed: the rows of the next one. */
 typedef struct {
-    const Call *call;
-    const uint16_t *tensors[2];        /* at the first row of the block: inputs and gradient */
-    int64_t bytes[2];                  /* of an image's rows */
+    const char *tensors[2];            /* at the first row of the block: inputs and gradient */
+    int64_t bytes[2], of_image[2];     /* of an image's rows, and from one image to the next */
     int64_t tensor, image, images;
     const char *at, *end;              /* of the image that is being fetched */
     int64_t step;                      /* bytes for each pixel of a tile */
 } Ahead;
 
 static void begin_image(Ahead *ahead) {
-    const int64_t *strides = ahead->tensor ? ahead->call->gradient : ahead->call->input;
-    ahead->at = (const char *)(ahead->tensors[ahead->tensor] + ahead->image * strides[0]);
+    ahead->at = ahead->tensors[ahead->tensor] + ahead->image * ahead->of_image[ahead->tensor];
     ahead->end = ahead->at + ahead->bytes[ahead->tensor];
 }
 
-static Ahead ahead_of(const Call *call, const Plan *plan, const uint16_t *inputs, const uint16_t *gradient, int64_t block,
+static Ahead ahead_of(const Call *call, const Plan *plan, const void *inputs, const void *gradient, int64_t block,
                       int64_t steps) {
     Ahead ahead;
     int64_t pair = block / plan->blocks_of_rows * plan->pairs_of_block;
     int64_t row = block % plan->blocks_of_rows * plan->rows_of_block, rows = least(plan->rows_of_block, call->out_rows - row);
     int64_t in_row = row * call->stride[0] - call->padding[0];
-    int64_t from = most(0, in_row), until = least(call->rows, in_row + plan->packed_rows);
-    ahead.call = call, ahead.tensor = ahead.image = 0;
+    int64_t from = most(0, in_row), until = least(call->rows, in_row + plan->phase_rows * call->stride[0]);
+    int64_t of_input = call->input_is_wide ? 4 : 2, of_gradient = call->gradient_is_wide ? 4 : 2;
+    ahead.tensor = ahead.image = 0;
     ahead.images = least(2 * plan->pairs_of_block, call->images - 2 * pair);
-    ahead.tensors[0] = inputs + 2 * pair * call->input[0] + from * call->input[1];
-    ahead.tensors[1] = gradient + 2 * pair * call->gradient[0] + row * call->gradient[1];
-    ahead.bytes[0] = 2 * most(0, until - from) * call->input[1], ahead.bytes[1] = 2 * rows * call->gradient[1];
+    ahead.tensors[0] = (const char *)inputs + of_input * (2 * pair * call->input[0] + from * call->input[1]);
+    ahead.tensors[1] = (const char *)gradient + of_gradient * (2 * pair * call->gradient[0] + row * call->gradient[1]);
+    ahead.bytes[0] = of_input * most(0, until - from) * call->input[1], ahead.bytes[1] = of_gradient * rows * call->gradient[1];
+    ahead.of_image[0] = of_input * call->input[0], ahead.of_image[1] = of_gradient * call->gradient[0];
     ahead.step = divided(ahead.images * (ahead.bytes[0] + ahead.bytes[1]), steps);
     begin_image(&ahead);
     return ahead;
@@ -210,7 +297,7 @@ INLINE void add_products(const int outputs, const Window *window, const uint32_t
                     sums[i][0] = _mm512_dpbf16_ps(sums[i][0], of_output, low);
                     sums[i][1] = _mm512_dpbf16_ps(sums[i][1], of_output, high);
                 }
-                at += window->of_column, gradients += words;
+                at += CHANNELS, gradients += words;
             }
             ahead->at = next;
         }
@@ -219,6 +306,44 @@ INLINE void add_products(const int outputs, const Window *window, const uint32_t
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) _mm512_storeu_ps(to + i * CHANNELS + 16 * j, sums[i][j]);
 }
+
+#ifdef HAS_AMX
+/* The same for 32 outputs, whose gradients lie in two groups, and all pixels of some pairs, in steps of a tile. */
+WITH_TILES static void add_by_tiles(int64_t pairs, int64_t steps, const uint32_t *gradients, const uint32_t *inputs,
+                                    int64_t of_pair, float *sums, int begins) {
+    const uint32_t *second = gradients + pairs * steps * OF_STEP;
+    MEMORY_CHANGES;
+    if (begins) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, 4 * CHANNELS);
+        _tile_loadd(1, sums + 16, 4 * CHANNELS);
+        _tile_loadd(2, sums + 16 * CHANNELS, 4 * CHANNELS);
+        _tile_loadd(3, sums + 16 * CHANNELS + 16, 4 * CHANNELS);
+    }
+    for (int64_t pair = 0; pair < pairs; pair++, inputs += of_pair) {
+        const uint32_t *at = inputs;
+        for (int64_t step = 0; step < steps; step++, at += STEP * CHANNELS, gradients += OF_STEP, second += OF_STEP) {
+            _tile_loadd(4, gradients, 64);
+            _tile_loadd(6, at, 4 * CHANNELS);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, at + 16, 4 * CHANNELS);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, second, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 4 * CHANNELS);
+    _tile_stored(1, sums + 16, 4 * CHANNELS);
+    _tile_stored(2, sums + 16 * CHANNELS, 4 * CHANNELS);
+    _tile_stored(3, sums + 16 * CHANNELS + 16, 4 * CHANNELS);
+    MEMORY_CHANGES;
+}
+#endif
 
 /* The memory of a part. */
 typedef struct {
@@ -233,56 +358,67 @@ static Memory memory_of(const Plan *plan, char *scratch, int64_t number) {
 }
 
 /* Adds a block of pixels to the sums of a thread. */
-static void add_block(const Call *call, const Plan *plan, const uint16_t *inputs, const uint16_t *gradient,
-                      const Memory *memory, int64_t block, int64_t output, int begins, int ends) {
+static void add_block(const Call *call, const Plan *plan, const void *inputs, const void *gradient, const Memory *memory,
+                      int64_t block, int64_t output, int begins, int ends) {
     int64_t pair = block / plan->blocks_of_rows * plan->pairs_of_block;
     int64_t row = block % plan->blocks_of_rows * plan->rows_of_block;
     int64_t pairs = least(plan->pairs_of_block, plan->pairs - pair);
     int64_t rows = least(plan->rows_of_block, call->out_rows - row);
-    int64_t tiles = least(plan->tiles_of_part, divided(call->outputs - output, OUTPUTS));
+    int64_t tiles = least(plan->tiles_of_part, divided(call->outputs - output, plan->outputs));
     pack_inputs(call, plan, inputs, pair, pairs, row * call->stride[0] - call->padding[0], memory->inputs);
     pack_gradients(call, plan, gradient, pair, pairs, row, rows, output, memory->gradients);
-    int64_t of_row = plan->packed_columns * CHANNELS, of_pair = plan->packed_rows * of_row;
-    Window window = {pairs, rows, call->out_columns, of_pair, call->stride[0] * of_row, call->stride[1] * CHANNELS};
-    float *sums = memory->sums;
+    int64_t of_pair = plan->packed * CHANNELS, of_tile = plan->outputs * CHANNELS;
+    Window window = {pairs, rows, call->out_columns, of_pair, plan->phase_columns * CHANNELS};
     int64_t steps = plan->positions * plan->channel_tiles * tiles * pairs * rows * call->out_columns;
     Ahead ahead = ahead_of(call, plan, inputs, gradient, ends ? block : block + 1, steps);
     if (ends) ahead.step = 0;
-    for (int64_t position = 0; position < plan->positions; position++) {
-        int64_t y = position / call->kernel[1] * call->dilation[0], x = position % call->kernel[1] * call->dilation[1];
-        for (int64_t c = 0; c < plan->channel_tiles; c++) {
-            const uint32_t *from = memory->inputs + c * plan->pairs_of_block * of_pair + y * of_row + x * CHANNELS;
-            for (int64_t o = 0; o < tiles; o++) {
-                add_products(OUTPUTS, &window, memory->gradients + o * OUTPUTS, plan->output_words, from, sums + o * SUMS,
-                             begins, &ahead);
+    for (int64_t c = 0; c < plan->channel_tiles; c++)
+        for (int64_t o = 0; o < tiles; o++)
+            for (int64_t position = 0; position < plan->positions; position++) {
+                int64_t y = position / call->kernel[1] * call->dilation[0], x = position % call->kernel[1] * call->dilation[1];
+                int64_t phase = y % call->stride[0] * plan->phases[1] + x % call->stride[1];
+                int64_t pixel = (phase * plan->phase_rows + y / call->stride[0]) * plan->phase_columns + x / call->stride[1];
+                const uint32_t *from = memory->inputs + c * plan->pairs_of_block * of_pair + pixel * CHANNELS;
+                float *sums = memory->sums + ((position * plan->channel_tiles + c) * plan->tiles_of_part + o) * of_tile;
+#ifdef HAS_AMX
+                if (call->by_tiles) {
+                    int64_t of_window = steps_of(plan, call, rows);
+                    add_by_tiles(pairs, of_window, memory->gradients + 2 * o * pairs * of_window * OF_STEP, from, of_pair, sums, begins);
+                    continue;
+                }
+#endif
+                add_products(OUTPUTS, &window, memory->gradients + o * OUTPUTS, plan->output_words, from, sums, begins, &ahead);
             }
-            sums += plan->tiles_of_part * SUMS;
-        }
-    }
 }
 
 /* ------------------------------------------------------------------------------------------------- results */
 
-/* The sum of what all parts that share some outputs have of 32 channels, in bf16. */
-INLINE __m512i summed(const Plan *plan, char *scratch, int64_t first_part, int64_t at) {
-    __m512 low = _mm512_setzero_ps(), high = low;
+/* The sum of what all parts that share some outputs have of 32 channels. */
+INLINE void sum(const Plan *plan, char *scratch, int64_t first_part, int64_t at, __m512 *low, __m512 *high) {
+    *low = *high = _mm512_setzero_ps();
     for (int64_t part = 0; part < plan->image_parts; part++) {
         const float *sums = memory_of(plan, scratch, first_part + part).sums + at;
-        low = _mm512_add_ps(low, _mm512_loadu_ps(sums)), high = _mm512_add_ps(high, _mm512_loadu_ps(sums + 16));
+        *low = _mm512_add_ps(*low, _mm512_loadu_ps(sums)), *high = _mm512_add_ps(*high, _mm512_loadu_ps(sums + 16));
     }
-    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
 /* Writes the sums of one position of the kernel and one channel tile, whose channels lie side by side. */
 static void store(const Call *call, const Plan *plan, char *scratch, int64_t first_part, int64_t output,
-                  int64_t place, uint16_t *to) {
+                  int64_t place, char *to) {
     int64_t position = place / plan->channel_tiles, channel = place % plan->channel_tiles * CHANNELS;
     int64_t y = position / call->kernel[1], x = position % call->kernel[1];
-    int64_t outputs = least(plan->tiles_of_part * OUTPUTS, call->outputs - output), begin = place * plan->tiles_of_part * SUMS;
+    int64_t of_part = plan->tiles_of_part * plan->outputs, outputs = least(of_part, call->outputs - output);
     __mmask32 here = first_of_32(call->channels - channel);
     for (int64_t o = 0; o < outputs; o++) {
-        uint16_t *out = to + (output + o) * call->result[0] + y * call->result[2] + x * call->result[3] + channel;
-        _mm512_mask_storeu_epi16(out, here, summed(plan, scratch, first_part, begin + o * CHANNELS));
+        int64_t at = (output + o) * call->result[0] + y * call->result[2] + x * call->result[3] + channel;
+        __m512 low, high;
+        sum(plan, scratch, first_part, (place * of_part + o) * CHANNELS, &low, &high);
+        if (call->is_wide) {
+            _mm512_mask_storeu_ps(to + 4 * at, (__mmask16)here, low);
+            _mm512_mask_storeu_ps(to + 4 * at + 64, (__mmask16)(here >> 16), high);
+        } else {
+            _mm512_mask_storeu_epi16(to + 2 * at, here, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
     }
 }
 
@@ -306,43 +442,56 @@ static void turn_of(int64_t positions, Turn *turn) {
     }
 }
 
-/* Writes the sums of one channel tile, whose positions lie side by side. */
+/* Writes the sums of one channel tile in bf16, whose positions lie side by side. */
 static void store_turned(const Call *call, const Plan *plan, const Turn *turn, char *scratch, int64_t first_part,
-                         int64_t output, int64_t tile, uint16_t *to) {
-    int64_t outputs = least(plan->tiles_of_part * OUTPUTS, call->outputs - output), positions = plan->positions;
+                         int64_t output, int64_t tile, char *to) {
+    int64_t of_part = plan->tiles_of_part * plan->outputs, outputs = least(of_part, call->outputs - output);
+    int64_t positions = plan->positions;
     int64_t elements = least(CHANNELS, call->channels - tile * CHANNELS) * positions;
     for (int64_t o = 0; o < outputs; o++) {
         __m512i found[MOST_POSITIONS];
         for (int64_t position = 0; position < positions; position++) {
             int64_t place = position * plan->channel_tiles + tile;
-            found[position] = summed(plan, scratch, first_part, place * plan->tiles_of_part * SUMS + o * CHANNELS);
+            __m512 low, high;
+            sum(plan, scratch, first_part, (place * of_part + o) * CHANNELS, &low, &high);
+            found[position] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
         }
-        uint16_t *out = to + (output + o) * call->result[0] + tile * CHANNELS * positions;
+        char *out = to + 2 * ((output + o) * call->result[0] + tile * CHANNELS * positions);
         for (int64_t vector = 0; vector < positions; vector++) {
             __m512i turned = _mm512_setzero_si512();
             for (int64_t position = 0; position < positions; position++)
                 turned = _mm512_mask_permutexvar_epi16(turned, turn->from[vector][position], turn->channel[vector],
                                                        found[position]);
-            _mm512_mask_storeu_epi16(out + vector * CHANNELS, first_of_32(elements - vector * CHANNELS), turned);
+            _mm512_mask_storeu_epi16(out + 2 * vector * CHANNELS, first_of_32(elements - vector * CHANNELS), turned);
         }
     }
 }
 
 /* Adds the blocks of one of the parts into which the work is divided. */
-static void add_part(const Call *call, const Plan *plan, const uint16_t *inputs, const uint16_t *gradient, char *scratch,
+static void add_part(const Call *call, const Plan *plan, const void *inputs, const void *gradient, char *scratch,
                      int64_t part) {
-    int64_t of_images = part % plan->image_parts, output = part / plan->image_parts * plan->tiles_of_part * OUTPUTS;
+    int64_t of_images = part % plan->image_parts, output = part / plan->image_parts * plan->tiles_of_part * plan->outputs;
     if (output >= call->outputs) return;
     Memory memory = memory_of(plan, scratch, part);
+#ifdef HAS_AMX
+    const uint8_t full[8] = {16, 16, 16, 16, 16, 16, 16, 16};
+    if (call->by_tiles) {
+        memset(memory.inputs, 0, (size_t)plan->inputs); /* what is read behind the pixels of a pair is multiplied by zeros */
+        begin_tiles(full, full);
+    }
+#endif
     int64_t begin = of_images * plan->blocks / plan->image_parts, end = (of_images + 1) * plan->blocks / plan->image_parts;
     for (int64_t block = begin; block < end; block++)
         add_block(call, plan, inputs, gradient, &memory, block, output, block == begin, block + 1 == end);
+#ifdef HAS_AMX
+    if (call->by_tiles) end_tiles();
+#endif
 }
 
 /* Writes what the parts with the same outputs have summed: each of them some positions and channels. */
 static void store_part(const Call *call, const Plan *plan, const Turn *turn, char *scratch, int64_t part,
-                       uint16_t *result) {
-    int64_t of_images = part % plan->image_parts, output = part / plan->image_parts * plan->tiles_of_part * OUTPUTS;
+                       char *result) {
+    int64_t of_images = part % plan->image_parts, output = part / plan->image_parts * plan->tiles_of_part * plan->outputs;
     if (output >= call->outputs) return;
     if (turn) {
         for (int64_t tile = of_images; tile < plan->channel_tiles; tile += plan->image_parts)
@@ -353,10 +502,9 @@ static void store_part(const Call *call, const Plan *plan, const Turn *turn, cha
         store(call, plan, scratch, part - of_images, output, place, result);
 }
 
-/* Writes the gradient of the weight in bf16. Where its channels do not lie side by side, the positions do, of which there
+/* Writes the gradient of the weight. In bf16, where its channels do not lie side by side, the positions do, of which there
    are at most MOST_POSITIONS. OpenMP may give fewer threads than are asked for: each then computes several parts. */
-void weight_gradient(const Call *call, const uint16_t *inputs, const uint16_t *gradient, uint16_t *result, char *scratch,
-                     int threads) {
+void weight_gradient(const Call *call, const void *inputs, const void *gradient, char *result, char *scratch, int threads) {
     Plan plan = plan_of(call, threads);
     int64_t parts = plan.output_parts * plan.image_parts;
     int turns = call->result[1] != 1;

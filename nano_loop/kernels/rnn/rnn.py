@@ -25,8 +25,9 @@ from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_
 
 #: The name of the rule of a model whose recurrent layers are computed in C. It chooses the algorithm of oneDNN's LSTMs.
 ALGORITHM = rule_of(recurrence.KERNEL)
-#: Most units of an LSTM in fp32 that is not left to oneDNN. The weights of more are not in a core's cache.
-_MOST_UNITS = 256
+#: Most units of an LSTM in fp32 that is not left to oneDNN, and of all sequences together. The weights of more units are
+#: not in a core's cache, and with more sequences oneDNN's products of a step are large enough to be as fast.
+_MOST_UNITS, _MOST_OF_A_STEP = 256, 1 << 14
 #: Minimum number of multiplications of an LSTM in bf16. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 22
 #: Fewest steps that are computed in C, by the mode, with a backward and without one: torch takes as long for them as
@@ -283,5 +284,7 @@ def _beside_onednn(call: Arguments, layer: Recurrence) -> tuple[Arguments, Recur
 
 def is_faster_than_onednn(call: Arguments) -> bool:
     """Whether an LSTM in fp32 that is not measured is faster in C."""
-    steps = call.inputs.size(1 if call.batch_first else 0)
-    return call.is_trained and steps >= _FEWEST_STEPS[LSTM][0] and call.states[-1].size(-1) <= _MOST_UNITS
+    steps, (_, batch, units) = call.inputs.size(1 if call.batch_first else 0), call.states[-1].shape
+    if not call.is_trained or steps < _FEWEST_STEPS[LSTM][0]:
+        return False
+    return units <= _MOST_UNITS and batch * units <= _MOST_OF_A_STEP
