@@ -12,7 +12,7 @@ from nano_loop.config import environment, exports, protocol
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 #: What is written from declarations, tests and stored results, and what teaches.
-GENERATED = ("faults.md", "results.md", "tutorials")
+GENERATED = ("faults.md", "learning.md", "results.md", "tutorials")
 
 
 def text_of(name):

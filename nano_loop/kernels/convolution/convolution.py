@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nano_loop.kernels.convolution import weight_gradient
+from nano_loop.kernels.convolution import blocked_convolution, weight_gradient
 from nano_loop.kernels.convolution.rounded_convolution import may_be_rounded
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Choose, Replacement
@@ -213,10 +213,12 @@ def _by_plan(
 ) -> _Gradients:
     needs_inputs, _, needs_bias = call.output_mask
     dtype, exact = call.weight.dtype, call.gradient
-    if rounds_inputs and needs_inputs and plan.inputs == "torch":
-        call = call._replace(gradient=exact.bfloat16())  # which both gradients read
     ours: list[Tensor | None] = [None, None, None]
     fp32 = plan.inputs == "fp32", plan.weight == "fp32"
+    if rounds_inputs and needs_inputs and not fp32[0]:
+        ours[0] = _input_gradient_in_blocks(call)
+        if ours[0] is None:
+            call = call._replace(gradient=exact.bfloat16())  # which both gradients read
     if plan.weight == "product":
         ours[1] = _weight_gradient(call, torch.bfloat16 if rounds_inputs else dtype)
     elif plan.weight == "blocks":
@@ -237,6 +239,15 @@ def _by_plan(
         ours = [b if is_needed else a for a, b, is_needed in zip(ours, others, missing, strict=True)]
     for_inputs, for_weight, for_bias = [None if tensor is None else tensor.to(dtype) for tensor in ours]
     return for_inputs, for_weight, for_bias
+
+
+def _input_gradient_in_blocks(call: Arguments) -> Tensor | None:
+    """Return the inputs' gradient with rounded products by AMX, or None where it cannot compute it."""
+    gradient, inputs, weight, _, stride, padding, dilation, transposed, *_ = call
+    geometry, sizes = weight_gradient.Geometry(weight.shape[2:], stride, padding, dilation), inputs.shape[2:]
+    if transposed or not blocked_convolution.supports_gradient(gradient, weight, geometry, sizes):
+        return None
+    return blocked_convolution.input_gradient(gradient, weight, geometry, sizes)
 
 
 def _shaped_like(inputs: Tensor, dtype: torch.dtype) -> Tensor:

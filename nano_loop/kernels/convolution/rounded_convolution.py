@@ -1,4 +1,4 @@
-"""Convolutions of fp32 images whose products round their inputs: casts around torch's kernels for bf16.
+"""Convolutions of fp32 images whose products round their inputs: by AMX, or casts around torch's kernels for bf16.
 
 oneDNN rounds the sums to bf16, too. Biases and their gradients are added up in fp32. Only images in NHWC are rounded:
 in NCHW, oneDNN is slower in bf16 than in fp32.
@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_loop.kernels.convolution import blocked_convolution
+from nano_loop.kernels.convolution.weight_gradient import Geometry
+from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rounding import CONVOLUTION, may_round, rounds
 from nano_loop.kernels.rounding import Arguments as Product
 
 #: Layouts with the channels of a pixel side by side, by the number of dimensions.
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_DIMENSIONS = 4  # images, channels, rows, columns
 
 
 def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., Tensor]:
@@ -39,10 +43,13 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., Tens
             return out
 
         def rounded(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            blocked = attempt(_in_blocks, inputs, weight, bias, geometry)
+            if blocked is not None:
+                return blocked
             out: Tensor = original(keys, inputs.bfloat16(), weight.bfloat16(), None, *geometry).float()
             return out if bias is None else out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
 
-        multiplications = _output_pixels(inputs, weight, geometry) * weight.numel()
+        multiplications = inputs.size(0) * math.prod(_places(inputs, weight, geometry)) * weight.numel()
         call = Product(CONVOLUTION, (inputs, weight, bias), geometry)
         is_rounded = may_be_rounded(inputs, weight, multiplications, geometry[-1]) and rounds(
             CONVOLUTION, multiplications, call, in_fp32, rounded
@@ -68,10 +75,21 @@ def may_be_rounded(inputs: Tensor, weight: Tensor, multiplications: int, groups:
     return layout is not None and not inputs.is_contiguous() and inputs.is_contiguous(memory_format=layout)
 
 
-def _output_pixels(inputs: Tensor, weight: Tensor, geometry: Sequence[Any]) -> int:
-    """Return how many pixels are multiplied with the whole weight."""
-    (stride, padding, dilation, transposed, *_), sizes = geometry, inputs.shape[2:]
-    if not transposed:
-        places = zip(sizes, weight.shape[2:], padding, dilation, stride, strict=False)
-        sizes = torch.Size((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, p, d, s in places)
-    return inputs.size(0) * math.prod(sizes)
+def _in_blocks(inputs: Tensor, weight: Tensor, bias: Tensor | None, geometry: Sequence[Any]) -> Tensor | None:
+    """Return the convolution by AMX, or None where it cannot compute it."""
+    stride, padding, dilation, transposed, *_ = geometry
+    if transposed or inputs.dim() != _DIMENSIONS:
+        return None
+    blocks, sizes = Geometry(weight.shape[2:], stride, padding, dilation), _places(inputs, weight, geometry)
+    if not blocked_convolution.supports(inputs, weight, blocks, sizes):
+        return None
+    return blocked_convolution.convolution(inputs, weight, bias, blocks, sizes)
+
+
+def _places(inputs: Tensor, weight: Tensor, geometry: Sequence[Any]) -> Sequence[int]:
+    """Return how many places the kernel has in an image, by dimension: each is multiplied with the whole weight."""
+    stride, padding, dilation, transposed, *_ = geometry
+    if transposed:
+        return inputs.shape[2:]
+    places = zip(inputs.shape[2:], weight.shape[2:], padding, dilation, stride, strict=False)
+    return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, p, d, s in places]

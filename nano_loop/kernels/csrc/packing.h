@@ -86,6 +86,26 @@ INLINE void transpose(__m512i *r) {
     }
 }
 
+/* Packs a tile of AMX of 16 rows or columns, `count` of which are there, and of as much of `depth` as there is: a row in each
+   line, or a pair of the depth. They lie `apart` from each other if each is contiguous; else the numbers of the depth lie so, and 16 of them side by side. */
+INLINE void pack_tile(const int wide, const int is_contiguous, const int by_pairs, const void *from, int64_t apart,
+                      int64_t count, int64_t depth, char *to) {
+    __m512i lines[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+        if (is_contiguous) {
+            lines[i] = i < count ? loaded(wide, first_of_32(depth), element(wide, from, i * apart)) : _mm512_setzero_si512();
+            continue;
+        }
+        const void *low = element(wide, from, 2 * i * apart), *high = element(wide, low, apart);
+        __m256i none = _mm256_setzero_si256();
+        lines[i] = paired(2 * i < depth ? sixteen(wide, first(count), low) : none, 2 * i + 1 < depth ? sixteen(wide, first(count), high) : none);
+    }
+    if (is_contiguous == by_pairs) transpose(lines);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) _mm512_store_si512(to + 64 * i, lines[i]);
+}
+
 /* Packs 16 columns of a tile: rows of a matrix whose transpose is the second factor. Each pair of its columns has a row of
    words. Rows, and the second column of the last pair, that are not there are zero. */
 INLINE void pack_group_of(const int wide, const void *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {

@@ -25,8 +25,8 @@ from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_
 
 #: The name of the rule of a model whose recurrent layers are computed in C. It chooses the algorithm of oneDNN's LSTMs.
 ALGORITHM = rule_of(recurrence.KERNEL)
-#: Most units of an LSTM in fp32 that is not left to oneDNN, and of all sequences together. The weights of more units are
-#: not in a core's cache, and with more sequences oneDNN's products of a step are large enough to be as fast.
+#: Most units of an LSTM in fp32 that is not left to oneDNN, and of all sequences together. The weights of more units
+#: do not fit into a core's cache, and with more sequences oneDNN's products of a step are as fast.
 _MOST_UNITS, _MOST_OF_A_STEP = 256, 1 << 14
 #: Minimum number of multiplications of an LSTM in bf16. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 22

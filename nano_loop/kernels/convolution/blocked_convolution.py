@@ -1,0 +1,140 @@
+"""Convolutions of fp32 images in NHWC by AMX, whose products round to bf16 (``convolution.c``): no casts around them.
+
+Also the gradient of the inputs of a convolution, which is one of the gradient by the turned kernel, unless that has
+several positions and a stride.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
+from nano_loop.kernels.convolution.weight_gradient import Geometry
+from nano_loop.kernels.memory import BYTES, FLOATS, FP32, STRIDED, empty
+
+_NUMBERS = FLOATS._replace(layout=STRIDED)
+KERNEL = CompiledKernel(
+    "convolution",
+    {"convolution": (_NUMBERS, FP32._replace(layout=STRIDED), FP32, _NUMBERS, BYTES)},
+    needs_avx512_bf16=True,
+)
+#: Minimum number of channels and of outputs: of fewer, most of a tile is empty.
+_FEWEST = 16
+#: Maximum number of pixels that a step of the geometry may reach: with more, bytes would overflow.
+_FARTHEST = 1 << 12
+_DIMENSIONS = 4  # images, channels, rows, columns
+
+_INT = ctypes.c_int64
+_SIZES = ("images", "channels", "outputs", "rows", "columns", "out_rows", "out_columns")
+
+
+class _Call(ctypes.Structure):
+    """`Call` of the C file."""
+
+    _fields_ = (
+        *((name, _INT) for name in _SIZES),
+        *((name, _INT * 2) for name in Geometry._fields),
+        *((name, _INT * 3) for name in ("input", "out")),
+        ("weight", _INT * 4),
+        *((name, _INT) for name in ("input_is_wide", "is_wide")),
+    )
+
+
+def supports(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequence[int]) -> bool:
+    """Whether the kernel computes this convolution.
+
+    Parameters
+    ----------
+    inputs : torch.Tensor
+        bfloat16 or float32, of shape (N, C, H, W). The channels of a pixel lie side by side.
+    weight : torch.Tensor
+        float32, of shape (O, C, *geometry.kernel), with any strides.
+    geometry : Geometry
+        Of the convolution.
+    out_sizes : sequence of int
+        Height and width of the result.
+    """
+    if not KERNEL.uses_amx or inputs.dim() != _DIMENSIONS or inputs.stride(1) != 1 or weight.dtype is not torch.float32:
+        return False
+    if any(len(pair) != 2 for pair in geometry) or min(weight.shape[:2]) < _FEWEST:
+        return False
+    if not inputs.numel() or min(*out_sizes, *geometry.padding) < 0 or not min(out_sizes):
+        return False
+    if max(*geometry.stride, *geometry.padding, *geometry.dilation) > _FARTHEST:
+        return False
+    return KERNEL.bytes_of(_call(inputs, weight, geometry, out_sizes), torch.get_num_threads()) <= SCRATCH_BOUND
+
+
+def convolution(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, out_sizes: Sequence[int]
+) -> Tensor:
+    """Compute a convolution of what `supports` accepts, with inputs and weight rounded to bfloat16.
+
+    Returns
+    -------
+    torch.Tensor
+        float32, of shape (N, O, *out_sizes), in channels_last.
+    """
+    out = empty(inputs.size(0), weight.size(0), *out_sizes, layout=torch.channels_last)
+    _compute(_call(inputs, weight, geometry, out_sizes), inputs, weight, bias, out)
+    return out
+
+
+def supports_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_sizes: Sequence[int]) -> bool:
+    """Whether the kernel computes the inputs' gradient of a convolution; see `input_gradient`."""
+    if gradient.dim() != _DIMENSIONS or any(len(pair) != 2 for pair in geometry):
+        return False
+    has_one_position = max(*geometry.kernel, *(p + 1 for p in geometry.padding)) == 1
+    if max(geometry.stride) > 1 and not has_one_position:
+        return False
+    return supports(gradient, weight.transpose(0, 1), _turned(geometry), in_sizes)
+
+
+def input_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_sizes: Sequence[int]) -> Tensor:
+    """Compute the inputs' gradient of a convolution that `supports_gradient` accepts, with factors rounded to bfloat16.
+
+    Parameters
+    ----------
+    gradient : torch.Tensor
+        Of the output, as the inputs of `supports`.
+    weight, geometry : torch.Tensor, Geometry
+        Of the convolution.
+    in_sizes : sequence of int
+        Height and width of its inputs.
+    """
+    exchanged, has_stride = weight.transpose(0, 1), max(geometry.stride) > 1
+    call = _call(gradient, exchanged, _turned(geometry), gradient.shape[2:] if has_stride else in_sizes)
+    output, channel, row, column = exchanged.stride()
+    call.weight = (_INT * 4)(output, channel, -row, -column)  # from the last position to the first
+    out = empty(call.images, call.outputs, *in_sizes, layout=torch.channels_last)
+    reached = out.zero_()[:, :, :: geometry.stride[0], :: geometry.stride[1]] if has_stride else out
+    _compute(call, gradient, exchanged[:, :, -1:, -1:], None, reached)
+    return out
+
+
+def _turned(geometry: Geometry) -> Geometry:
+    """Return the geometry of the convolution that is the inputs' gradient of one without a stride."""
+    padding = [d * (k - 1) - p for k, p, d in zip(geometry.kernel, geometry.padding, geometry.dilation, strict=True)]
+    return geometry._replace(padding=padding, stride=(1, 1))
+
+
+def _compute(call: _Call, inputs: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    image, _, row, column = out.stride()
+    call.out, call.is_wide = (_INT * 3)(image, row, column), True
+    memory = scratch(KERNEL.bytes_of(call, torch.get_num_threads()))
+    KERNEL("convolution", call, inputs, weight, bias, out, memory)
+
+
+def _call(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequence[int]) -> _Call:
+    images, channels, *sizes = inputs.shape
+    call = _Call(images, channels, weight.size(0), *sizes, *out_sizes)
+    for name, pair in zip(Geometry._fields, geometry, strict=True):
+        setattr(call, name, (_INT * 2)(*pair))
+    image, _, row, column = inputs.stride()
+    call.input, call.weight = (_INT * 3)(image, row, column), (_INT * 4)(*weight.stride())
+    call.input_is_wide = inputs.dtype is torch.float32
+    return call
