@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ SpeedUps = dict[str, dict[str, tuple[float, float, float]]]
 
 COLOURS = ("#b5b5b5", "#e0995e", "#1f6fb4")  # plain, the best peer, nano_loop
 _MANY = 10  # workloads, whose names are written smaller
+_TALL = 10  # times: a bar beside which others are seen on a logarithmic scale alone
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -81,7 +83,7 @@ def draw_speed_ups(suites: Sequence[SpeedUps], path: Path) -> None:
 def speed_up_figure(suites: Sequence[SpeedUps]) -> Any:
     """Return the picture: axes for each suite, where each workload has a bar for each system.
 
-    The last bar of a workload has its number above it.
+    The last bar of a workload has its number above it. The scale is logarithmic where one bar would hide the others.
     """
     from matplotlib.figure import Figure
 
@@ -99,9 +101,18 @@ def _draw_speed_ups(axes: Any, speed_ups: SpeedUps) -> None:
         _draw_bars(axes, bars, number - (len(systems) - 1) / 2, width, system, COLOURS[number % len(COLOURS)])
     for place, each in enumerate(speed_ups.values()):
         ratio, _, high = each[systems[-1]]
-        axes.annotate(f"{ratio:.1f}×", (place + (len(systems) - 1) / 2 * width, high + 0.06), ha="center", fontsize=9)
+        top = place + (len(systems) - 1) / 2 * width, high
+        axes.annotate(f"{ratio:.1f}×", top, (0, 3), textcoords="offset points", ha="center", fontsize=9)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(speed_ups)), list(speed_ups), fontsize=9 if len(speed_ups) < _MANY else 6)
+    labels, are_many = list(speed_ups), len(speed_ups) >= _MANY
+    if are_many:
+        labels = ["\n".join(part for line in label.split("\n") for part in textwrap.wrap(line, 12)) for label in labels]
+    axes.set_xticks(range(len(labels)), labels, fontsize=7 if are_many else 9)
+    if max(high for each in speed_ups.values() for _, _, high in each.values()) > _TALL:
+        axes.set_yscale("log")
+        axes.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+        axes.set_ylim(0.5)
+        axes.minorticks_off()
     axes.set_ylabel("speed-up over plain PyTorch, fp32")
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02, y=0.08)

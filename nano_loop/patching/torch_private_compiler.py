@@ -14,9 +14,9 @@ from torch import nn
 
 from nano_loop.patching.torch_private import full_name
 
-#: Whether `torch.compile` traces ``function.__get__``, and no `types.MethodType` that traced code makes. 2.8 does the
-#: opposite.
-TRACES_BINDING = hasattr(torch.library, "get_kernel")  # new in 2.9
+#: Whether `torch.compile` traces ``function.__get__``, and no `types.MethodType` that traced code makes. 2.8 and 2.11
+#: do the opposite.
+TRACES_BINDING = torch.__version__ >= "2.13"  # a `TorchVersion`, which compares numbers
 #: What `torch.compile` is in. Every optimizer imports it, which takes as long as to import torch.
 COMPILER_PACKAGE = "torch._dynamo"
 _COMPILER = "torch._dynamo.eval_frame"
