@@ -66,6 +66,20 @@ def _late_dataset():
     time.sleep(30)
 
 
+def _ended(end):
+    """Return what ends a loader's process while its owner waits for it.
+
+    torch reads a tensor from the process that has sent it. Where that dies meanwhile, its handler of the signal raises
+    at any place, and leaves processes and threads, also in a plain loop.
+    """
+
+    def do():
+        time.sleep(0.5)  # until the batches before this one have been read
+        end()
+
+    return do
+
+
 # The folder for sockets that torch leaves where the process of a loader is ended, also in a plain loop.
 _TORCHS = ("temporary pymp-",)
 # torch opens ten temporary files to see whether descriptors are used up. The signal that a process has died can come
@@ -107,14 +121,14 @@ FAULTS = [
     Fault(
         "a loader's process dies on a worker",
         EPOCH,
-        _loaded(1, lambda: os._exit(7)),
+        _loaded(1, _ended(lambda: os._exit(7))),
         words=("rank 1 raised RuntimeError: DataLoader worker", "exited unexpectedly"),
         rank=1,
     ),
     Fault(
         "a loader's process dies on rank 0",
         EPOCH,
-        _loaded(0, lambda: os._exit(7)),
+        _loaded(0, _ended(lambda: os._exit(7))),
         RuntimeError,
         ("DataLoader worker",),
         leaves=(*_TORCHS, *_TORCHS_FILE),
@@ -122,7 +136,7 @@ FAULTS = [
     Fault(
         "a loader's process is killed on a worker",
         EPOCH,
-        _loaded(1, lambda: os.kill(os.getpid(), 9)),
+        _loaded(1, _ended(lambda: os.kill(os.getpid(), 9))),
         words=("rank 1 raised RuntimeError: DataLoader worker", "killed"),
         rank=1,
     ),
