@@ -13,6 +13,7 @@ import torch
 
 from nano_loop.config.environment import KERNELS
 from nano_loop.cpu import Machine
+from nano_loop.kernels.compiler import sources_digest
 from nano_loop.storage.cache_folder import JsonFile, cache_folder
 from nano_loop.version import __version__
 
@@ -132,7 +133,8 @@ def choices_for(machine: Machine) -> Choices:
 def _key(machine: Machine) -> str:
     environment = [f"{name}={os.environ.get(name, '')}" for name in _CHANGE_KERNELS]
     capability = torch.backends.cpu.get_cpu_capability()
-    parts = [machine.name, *sorted(machine.instruction_sets), capability, torch.__version__, __version__, *environment]
+    versions = [torch.__version__, __version__, sources_digest()]
+    parts = [machine.name, *sorted(machine.instruction_sets), capability, *versions, *environment]
     return hashlib.sha256("\0".join([*parts, str(torch.get_num_threads())]).encode()).hexdigest()[:16]
 
 

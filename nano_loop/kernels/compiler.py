@@ -5,6 +5,7 @@ It imports neither torch nor other modules of nano_loop: ``setup.py`` loads it b
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -120,6 +121,13 @@ def library_name(name: str, level: Level) -> str:
     ]
     digest = hashlib.sha256(b"\0".join(texts)).hexdigest()
     return f"{name}-{level.name}-{digest[:16]}.so"
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Return a hash of all C files: what was measured of other ones says nothing about these."""
+    texts = [file.read_bytes() for file in sorted(SOURCES.glob("*.[ch]"))]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def packaged(file: str) -> Path:

@@ -1,6 +1,7 @@
 """Choices are kept in a file of this user's, which other runs may write too, and which may be damaged."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from nano_loop.autotune import choices as module
 from nano_loop.autotune.choices import Choice, Choices, choices_for
 from nano_loop.cpu import read_machine
+from nano_loop.kernels import compiler
 
 FASTER = Choice("fp32", "bf16", {"bf16": 3.0, "fp32": 2.0})
 
@@ -79,6 +81,19 @@ def test_file_that_cannot_be_written_is_left(tmp_path):
     choices.put("a", FASTER)
     choices.save()
     assert choices.get("a") == FASTER
+
+
+def test_other_c_files_have_their_own_choices(measuring, monkeypatch, tmp_path):
+    machine = read_machine()
+    choices_for(machine).put("a", FASTER)
+    sources = shutil.copytree(compiler.SOURCES, tmp_path / "csrc")
+    (sources / "product.c").write_text("/* faster */")
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    compiler.sources_digest.cache_clear()
+    try:
+        assert choices_for(machine).get("a") is None
+    finally:
+        compiler.sources_digest.cache_clear()
 
 
 def test_each_number_of_threads_and_each_kind_of_kernels_have_their_choices(measuring, monkeypatch):
