@@ -13,34 +13,29 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
-from nano_loop.kernels.convolution.weight_gradient import Geometry
-from nano_loop.kernels.memory import BYTES, FLOATS, FP32, STRIDED, empty
+from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, FARTHEST, SIZES, Geometry
+from nano_loop.kernels.memory import BYTES, FP32, STRIDED, empty
 
-_NUMBERS = FLOATS._replace(layout=STRIDED)
+_STRIDED = FP32._replace(layout=STRIDED)
 KERNEL = CompiledKernel(
-    "convolution",
-    {"convolution": (_NUMBERS, FP32._replace(layout=STRIDED), FP32, _NUMBERS, BYTES)},
-    needs_avx512_bf16=True,
+    "convolution", {"convolution": (_STRIDED, _STRIDED, FP32, _STRIDED, BYTES)}, needs_avx512_bf16=True
 )
 #: Minimum number of channels and of outputs: of fewer, most of a tile is empty.
 _FEWEST = 16
-#: Maximum number of pixels that a step of the geometry may reach: with more, bytes would overflow.
-_FARTHEST = 1 << 12
-_DIMENSIONS = 4  # images, channels, rows, columns
+#: Maximum stride of a weight: the places of 16 outputs are 32-bit numbers.
+_FARTHEST_OUTPUT = 1 << 27
 
 _INT = ctypes.c_int64
-_SIZES = ("images", "channels", "outputs", "rows", "columns", "out_rows", "out_columns")
 
 
 class _Call(ctypes.Structure):
     """`Call` of the C file."""
 
     _fields_ = (
-        *((name, _INT) for name in _SIZES),
+        *((name, _INT) for name in SIZES),
         *((name, _INT * 2) for name in Geometry._fields),
         *((name, _INT * 3) for name in ("input", "out")),
         ("weight", _INT * 4),
-        *((name, _INT) for name in ("input_is_wide", "is_wide")),
     )
 
 
@@ -50,7 +45,7 @@ def supports(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequ
     Parameters
     ----------
     inputs : torch.Tensor
-        bfloat16 or float32, of shape (N, C, H, W). The channels of a pixel lie side by side.
+        float32, of shape (N, C, H, W). The channels of a pixel lie side by side.
     weight : torch.Tensor
         float32, of shape (O, C, *geometry.kernel), with any strides.
     geometry : Geometry
@@ -58,13 +53,17 @@ def supports(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequ
     out_sizes : sequence of int
         Height and width of the result.
     """
-    if not KERNEL.uses_amx or inputs.dim() != _DIMENSIONS or inputs.stride(1) != 1 or weight.dtype is not torch.float32:
+    if not KERNEL.uses_amx or inputs.dim() != DIMENSIONS or inputs.stride(1) != 1:
         return False
-    if any(len(pair) != 2 for pair in geometry) or min(weight.shape[:2]) < _FEWEST:
+    if any(tensor.dtype is not torch.float32 for tensor in (inputs, weight)) or any(
+        len(pair) != 2 for pair in geometry
+    ):
+        return False
+    if min(weight.shape[:2]) < _FEWEST or max(weight.stride()) > _FARTHEST_OUTPUT:
         return False
     if not inputs.numel() or min(*out_sizes, *geometry.padding) < 0 or not min(out_sizes):
         return False
-    if max(*geometry.stride, *geometry.padding, *geometry.dilation) > _FARTHEST:
+    if max(*geometry.stride, *geometry.padding, *geometry.dilation) > FARTHEST:
         return False
     return KERNEL.bytes_of(_call(inputs, weight, geometry, out_sizes), torch.get_num_threads()) <= SCRATCH_BOUND
 
@@ -86,7 +85,7 @@ def convolution(
 
 def supports_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_sizes: Sequence[int]) -> bool:
     """Whether the kernel computes the inputs' gradient of a convolution; see `input_gradient`."""
-    if gradient.dim() != _DIMENSIONS or any(len(pair) != 2 for pair in geometry):
+    if gradient.dim() != DIMENSIONS or any(len(pair) != 2 for pair in geometry):
         return False
     has_one_position = max(*geometry.kernel, *(p + 1 for p in geometry.padding)) == 1
     if max(geometry.stride) > 1 and not has_one_position:
@@ -124,7 +123,7 @@ def _turned(geometry: Geometry) -> Geometry:
 
 def _compute(call: _Call, inputs: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     image, _, row, column = out.stride()
-    call.out, call.is_wide = (_INT * 3)(image, row, column), True
+    call.out = (_INT * 3)(image, row, column)
     memory = scratch(KERNEL.bytes_of(call, torch.get_num_threads()))
     KERNEL("convolution", call, inputs, weight, bias, out, memory)
 
@@ -136,5 +135,4 @@ def _call(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequenc
         setattr(call, name, (_INT * 2)(*pair))
     image, _, row, column = inputs.stride()
     call.input, call.weight = (_INT * 3)(image, row, column), (_INT * 4)(*weight.stride())
-    call.input_is_wide = inputs.dtype is torch.float32
     return call

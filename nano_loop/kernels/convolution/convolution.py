@@ -35,7 +35,6 @@ _PIXELS_OF_1X1 = 1 << 14
 _PIXELS = 1 << 11
 #: Minimum odd number of images for blocks, which pair images: the last one counts twice.
 _ODD_IMAGES = 7
-_DIMENSIONS = 4  # images, channels, rows, columns
 #: Maximum number of elements of the unfolded input, with one copy per kernel position, for larger kernels: 32 MiB.
 _COLUMNS = 1 << 24
 
@@ -311,7 +310,11 @@ def _blocks_are_faster(call: Arguments) -> bool:
 
 
 def _blocks_support(call: Arguments) -> bool:
-    return call.groups == 1 and call.weight.dim() == _DIMENSIONS and weight_gradient.supports(*_for_blocks(call))
+    return (
+        call.groups == 1
+        and call.weight.dim() == weight_gradient.DIMENSIONS
+        and weight_gradient.supports(*_for_blocks(call))
+    )
 
 
 def _for_blocks(call: Arguments) -> tuple[Tensor, Tensor, weight_gradient.Geometry]:

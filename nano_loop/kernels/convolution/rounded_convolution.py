@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.convolution import blocked_convolution
-from nano_loop.kernels.convolution.weight_gradient import Geometry
+from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, Geometry
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rounding import CONVOLUTION, may_round, rounds
@@ -22,7 +22,6 @@ from nano_loop.kernels.rounding import Arguments as Product
 
 #: Layouts with the channels of a pixel side by side, by the number of dimensions.
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_DIMENSIONS = 4  # images, channels, rows, columns
 
 
 def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., Tensor]:
@@ -78,7 +77,7 @@ def may_be_rounded(inputs: Tensor, weight: Tensor, multiplications: int, groups:
 def _in_blocks(inputs: Tensor, weight: Tensor, bias: Tensor | None, geometry: Sequence[Any]) -> Tensor | None:
     """Return the convolution by AMX, or None where it cannot compute it."""
     stride, padding, dilation, transposed, *_ = geometry
-    if transposed or inputs.dim() != _DIMENSIONS:
+    if transposed or inputs.dim() != DIMENSIONS:
         return None
     blocks, sizes = Geometry(weight.shape[2:], stride, padding, dilation), _places(inputs, weight, geometry)
     if not blocked_convolution.supports(inputs, weight, blocks, sizes):

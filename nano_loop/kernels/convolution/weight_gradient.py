@@ -25,13 +25,13 @@ KERNEL = CompiledKernel("weight_gradient", {"weight_gradient": (*[_NUMBERS] * 3,
 #: covers, which lie side by side, count as one, of more channels, where those are fewer.
 FEWEST = 8
 #: Maximum number of pixels that a step of the geometry may reach: with more, bytes would overflow.
-_FARTHEST = 1 << 12
+FARTHEST = 1 << 12
 #: Maximum number of positions of a kernel whose gradient is written in NCHW: `MOST_POSITIONS` of the C file.
 _MOST_POSITIONS = 25
-_DIMENSIONS = 4  # images, channels, rows, columns
+DIMENSIONS = 4  # images, channels, rows, columns
 
 _INT = ctypes.c_int64
-_SIZES = ("images", "channels", "outputs", "rows", "columns", "out_rows", "out_columns")
+SIZES = ("images", "channels", "outputs", "rows", "columns", "out_rows", "out_columns")
 
 
 class Geometry(NamedTuple):
@@ -47,7 +47,7 @@ class _Call(ctypes.Structure):
     """`Call` of the C file."""
 
     _fields_ = (
-        *((name, _INT) for name in _SIZES),
+        *((name, _INT) for name in SIZES),
         *((name, _INT * 2) for name in Geometry._fields),
         *((name, _INT * 3) for name in ("input", "gradient")),
         ("result", _INT * 4),
@@ -57,7 +57,7 @@ class _Call(ctypes.Structure):
 
 def supports(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> bool:
     """Whether the kernel supports these arguments of `weight_gradient`."""
-    if gradient.dim() != _DIMENSIONS or any(len(pair) != 2 for pair in geometry):
+    if gradient.dim() != DIMENSIONS or any(len(pair) != 2 for pair in geometry):
         return False
     few, width = inputs.size(1) < FEWEST, geometry.kernel[1]
     if few and (inputs.stride(3) != inputs.size(1) or geometry.dilation[1] != 1 or inputs.size(1) * width < FEWEST):
@@ -66,7 +66,7 @@ def supports(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> bool:
         return False
     if gradient.size(0) != inputs.size(0) or not (gradient.numel() and inputs.numel()):
         return False
-    if max(map(abs, (*geometry.stride, *geometry.padding, *geometry.dilation))) > _FARTHEST or KERNEL.unavailable:
+    if max(map(abs, (*geometry.stride, *geometry.padding, *geometry.dilation))) > FARTHEST or KERNEL.unavailable:
         return False
     return _bytes(_call(gradient, inputs, geometry)) <= SCRATCH_BOUND
 

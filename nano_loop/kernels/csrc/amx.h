@@ -37,6 +37,43 @@ WITH_TILES static void begin_tiles(const uint8_t *lines, const uint8_t *words) {
 }
 
 WITH_TILES static void end_tiles(void) { _tile_release(); }
+
+/* Tiles 0 to 3 are sums of 32 × 32: zeros, or those of `sums`, whose other halves are `right` and `below` of the first one. */
+WITH_TILES static inline void begin_sums(int begins, const float *sums, int64_t right, int64_t below, int64_t row) {
+    MEMORY_CHANGES;
+    if (begins) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, 4 * row);
+        _tile_loadd(1, sums + right, 4 * row);
+        _tile_loadd(2, sums + below, 4 * row);
+        _tile_loadd(3, sums + below + right, 4 * row);
+    }
+}
+
+/* Adds the products of 32 rows of A and 32 columns of B: two tiles of each, whose lines are so many bytes apart. */
+WITH_TILES static inline void add_to_sums(const void *a, const void *a_below, int64_t a_line, const void *b,
+                                          const void *b_right, int64_t b_line) {
+    _tile_loadd(4, a, a_line);
+    _tile_loadd(6, b, b_line);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b_right, b_line);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a_below, a_line);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+WITH_TILES static inline void store_sums(float *sums, int64_t right, int64_t below, int64_t row) {
+    _tile_stored(0, sums, 4 * row);
+    _tile_stored(1, sums + right, 4 * row);
+    _tile_stored(2, sums + below, 4 * row);
+    _tile_stored(3, sums + below + right, 4 * row);
+    MEMORY_CHANGES;
+}
 #else
 static int find_amx(void) { return 0; }
 #endif

@@ -76,33 +76,9 @@ static void pack_columns_of_b(const Call *call, const void *b, int64_t column, i
 /* The sums of a pair of blocks, four tiles of 16 × 16 side by side, = or += what some steps add. See
    amx.h about the empty instructions. */
 WITH_TILES static void add_steps(int64_t steps, const char *a, const char *b, float *sums, int begins) {
-    MEMORY_CHANGES;
-    if (begins) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums, 64);
-        _tile_loadd(1, sums + 256, 64);
-        _tile_loadd(2, sums + 512, 64);
-        _tile_loadd(3, sums + 768, 64);
-    }
-    for (int64_t step = 0; step < steps; step++, a += OF_STEP, b += OF_STEP) {
-        _tile_loadd(4, a, 64);
-        _tile_loadd(6, b, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + 1024, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, a + 1024, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, sums, 64);
-    _tile_stored(1, sums + 256, 64);
-    _tile_stored(2, sums + 512, 64);
-    _tile_stored(3, sums + 768, 64);
-    MEMORY_CHANGES;
+    begin_sums(begins, sums, 256, 512, 16);
+    for (int64_t step = 0; step < steps; step++, a += OF_STEP, b += OF_STEP) add_to_sums(a, a + 1024, 64, b, b + 1024, 64);
+    store_sums(sums, 256, 512, 16);
 }
 
 /* Writes the sums of a pair of blocks, plus the row. */

@@ -17,7 +17,6 @@ typedef struct {
     int64_t kernel[2], stride[2], padding[2], dilation[2];
     int64_t input[3], out[3];                          /* strides of an image, a row and a column */
     int64_t weight[4];                                 /* of an output, a channel, the kernel's rows and columns */
-    int64_t input_is_wide, is_wide;                    /* fp32; the weight is */
 } Call;
 
 #ifdef HAS_AVX512_BF16
@@ -70,8 +69,8 @@ int64_t convolution_bytes(const Call *call, int threads) {
 }
 
 /* Packs some rows of some images: step, image, phase of the rows and of the columns, row, column, 32 channels. */
-INLINE void pack_inputs_of(const int wide, const Call *call, const Plan *plan, const void *from, int64_t image,
-                           int64_t images, int64_t row, char *to) {
+static void pack_inputs(const Call *call, const Plan *plan, const float *from, int64_t image, int64_t images, int64_t row,
+                        char *to) {
     int64_t of_phase = plan->phase_rows * plan->phase_columns, of_step = plan->images_of_block * plan->packed * OF_PIXEL;
     for (int64_t i = 0; i < images; i++)
         for (int64_t line = 0; line < plan->phases[0] * plan->phase_rows; line++) {
@@ -82,11 +81,11 @@ INLINE void pack_inputs_of(const int wide, const Call *call, const Plan *plan, c
                     int64_t x = phase + j * call->stride[1] - call->padding[1];
                     char *at = to + (i * plan->packed + of_line + phase * of_phase + j) * OF_PIXEL;
                     int is_there = y >= 0 && y < call->rows && x >= 0 && x < call->columns;
-                    const void *pixel = from;
-                    if (is_there) pixel = element(wide, from, (image + i) * call->input[0] + y * call->input[1] + x * call->input[2]);
+                    const float *pixel = from;
+                    if (is_there) pixel += (image + i) * call->input[0] + y * call->input[1] + x * call->input[2];
                     for (int64_t step = 0; step < plan->steps; step++) {
                         __mmask32 here = is_there ? first_of_32(call->channels - step * DEPTH) : 0;
-                        _mm512_store_si512(at + step * of_step, loaded(wide, here, element(wide, pixel, step * DEPTH)));
+                        _mm512_store_si512(at + step * of_step, loaded(1, here, element(1, pixel, step * DEPTH)));
                     }
                 }
         }
@@ -127,37 +126,21 @@ static void pack_weights(const Call *call, const Plan *plan, const float *from, 
 /* The sums of 32 pixels and 32 outputs: two tiles side by side, of the first 16 pixels and of the others. */
 WITH_TILES static void multiply(const Call *call, const Plan *plan, const char *inputs, const char *weights, float *sums) {
     int64_t of_step = plan->images_of_block * plan->packed * OF_PIXEL;
-    MEMORY_CHANGES;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    begin_sums(1, sums, 16, 16 * BLOCK, BLOCK);
     for (int64_t row = 0; row < call->kernel[0]; row++)
         for (int64_t column = 0; column < call->kernel[1]; column++) {
             int64_t y = row * call->dilation[0], x = column * call->dilation[1];
             int64_t phase = y % call->stride[0] * plan->phases[1] + x % call->stride[1];
             const char *at = inputs + ((phase * plan->phase_rows + y / call->stride[0]) * plan->phase_columns + x / call->stride[1]) * OF_PIXEL;
-            for (int64_t step = 0; step < plan->steps; step++, at += of_step, weights += OF_STEP) {
-                _tile_loadd(4, at, OF_PIXEL);
-                _tile_loadd(6, weights, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, weights + 1024, 64);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_loadd(5, at + 16 * OF_PIXEL, OF_PIXEL);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
+            for (int64_t step = 0; step < plan->steps; step++, at += of_step, weights += OF_STEP)
+                add_to_sums(at, at + 16 * OF_PIXEL, OF_PIXEL, weights, weights + 1024, 64);
         }
-    _tile_stored(0, sums, 4 * BLOCK);
-    _tile_stored(1, sums + 16, 4 * BLOCK);
-    _tile_stored(2, sums + 16 * BLOCK, 4 * BLOCK);
-    _tile_stored(3, sums + 16 * BLOCK + 16, 4 * BLOCK);
-    MEMORY_CHANGES;
+    store_sums(sums, 16, 16 * BLOCK, BLOCK);
 }
 
 /* Writes sums of the pixels from `pixel` on that are no ends of rows, plus the bias. */
 static void write_sums(const Call *call, const Plan *plan, const float *sums, const float *bias, int64_t pixel, int64_t rows,
-                  int64_t output, char *to) {
+                  int64_t output, float *to) {
     __mmask32 here = first_of_32(call->outputs - output);
     __mmask16 low_here = (__mmask16)here, high_here = (__mmask16)(here >> 16);
     __m512 low = _mm512_setzero_ps(), high = low;
@@ -165,28 +148,21 @@ static void write_sums(const Call *call, const Plan *plan, const float *sums, co
     int64_t y = pixel / plan->phase_columns, x = pixel % plan->phase_columns;
     for (int64_t i = 0; i < BLOCK && y < rows; i++) {
         if (x < call->out_columns) {
-            __m512 first_sums = _mm512_add_ps(_mm512_load_ps(sums + i * BLOCK), low);
-            __m512 last_sums = _mm512_add_ps(_mm512_load_ps(sums + i * BLOCK + 16), high);
-            int64_t at = y * call->out[1] + x * call->out[2] + output;
-            if (call->is_wide) {
-                _mm512_mask_storeu_ps(to + 4 * at, low_here, first_sums);
-                _mm512_mask_storeu_ps(to + 4 * at + 64, high_here, last_sums);
-            } else {
-                _mm512_mask_storeu_epi16(to + 2 * at, here, (__m512i)_mm512_cvtne2ps_pbh(last_sums, first_sums));
-            }
+            float *at = to + y * call->out[1] + x * call->out[2] + output;
+            _mm512_mask_storeu_ps(at, low_here, _mm512_add_ps(_mm512_load_ps(sums + i * BLOCK), low));
+            _mm512_mask_storeu_ps(at + 16, high_here, _mm512_add_ps(_mm512_load_ps(sums + i * BLOCK + 16), high));
         }
         if (++x == plan->phase_columns) x = 0, y++;
     }
 }
 
-static void compute_block(const Call *call, const Plan *plan, const void *inputs, const char *weights, const float *bias,
-                          char *out, char *packed, int64_t block) {
+static void compute_block(const Call *call, const Plan *plan, const float *inputs, const char *weights, const float *bias,
+                          float *out, char *packed, int64_t block) {
     int64_t image = block / plan->blocks_of_rows * plan->images_of_block, images = least(plan->images_of_block, call->images - image);
     int64_t row = block % plan->blocks_of_rows * plan->rows_of_block, rows = least(plan->rows_of_block, call->out_rows - row);
     int64_t first_row = row * call->stride[0] - call->padding[0];
     if (rows <= 0) return;
-    if (call->input_is_wide) pack_inputs_of(1, call, plan, inputs, image, images, first_row, packed);
-    else pack_inputs_of(0, call, plan, inputs, image, images, first_row, packed);
+    pack_inputs(call, plan, inputs, image, images, first_row, packed);
     float sums[BLOCK * BLOCK] __attribute__((aligned(64)));
     int64_t pixels = (rows - 1) * plan->phase_columns + call->out_columns;
     for (int64_t o = 0; o < plan->output_blocks; o++)
@@ -194,12 +170,12 @@ static void compute_block(const Call *call, const Plan *plan, const void *inputs
             for (int64_t pixel = 0; pixel < pixels; pixel += BLOCK) {
                 multiply(call, plan, packed + (i * plan->packed + pixel) * OF_PIXEL, weights + o * plan->positions * plan->steps * OF_STEP, sums);
                 int64_t place = (image + i) * call->out[0] + row * call->out[1];
-                write_sums(call, plan, sums, bias, pixel, rows, o * BLOCK, out + (call->is_wide ? 4 : 2) * place);
+                write_sums(call, plan, sums, bias, pixel, rows, o * BLOCK, out + place);
             }
 }
 
 /* Writes the convolution, plus the bias unless it is NULL. */
-void convolution(const Call *call, const void *inputs, const float *weight, const float *bias, char *out, char *scratch,
+void convolution(const Call *call, const float *inputs, const float *weight, const float *bias, float *out, char *scratch,
                  int threads) {
     Plan plan = plan_of(call, threads);
     const uint8_t full[8] = {16, 16, 16, 16, 16, 16, 16, 16};

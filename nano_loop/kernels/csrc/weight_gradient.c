@@ -312,36 +312,13 @@ INLINE void add_products(const int outputs, const Window *window, const uint32_t
 WITH_TILES static void add_by_tiles(int64_t pairs, int64_t steps, const uint32_t *gradients, const uint32_t *inputs,
                                     int64_t of_pair, float *sums, int begins) {
     const uint32_t *second = gradients + pairs * steps * OF_STEP;
-    MEMORY_CHANGES;
-    if (begins) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums, 4 * CHANNELS);
-        _tile_loadd(1, sums + 16, 4 * CHANNELS);
-        _tile_loadd(2, sums + 16 * CHANNELS, 4 * CHANNELS);
-        _tile_loadd(3, sums + 16 * CHANNELS + 16, 4 * CHANNELS);
-    }
+    begin_sums(begins, sums, 16, 16 * CHANNELS, CHANNELS);
     for (int64_t pair = 0; pair < pairs; pair++, inputs += of_pair) {
         const uint32_t *at = inputs;
-        for (int64_t step = 0; step < steps; step++, at += STEP * CHANNELS, gradients += OF_STEP, second += OF_STEP) {
-            _tile_loadd(4, gradients, 64);
-            _tile_loadd(6, at, 4 * CHANNELS);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, at + 16, 4 * CHANNELS);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, second, 64);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
+        for (int64_t step = 0; step < steps; step++, at += STEP * CHANNELS, gradients += OF_STEP, second += OF_STEP)
+            add_to_sums(gradients, second, 64, at, at + 16, 4 * CHANNELS);
     }
-    _tile_stored(0, sums, 4 * CHANNELS);
-    _tile_stored(1, sums + 16, 4 * CHANNELS);
-    _tile_stored(2, sums + 16 * CHANNELS, 4 * CHANNELS);
-    _tile_stored(3, sums + 16 * CHANNELS + 16, 4 * CHANNELS);
-    MEMORY_CHANGES;
+    store_sums(sums, 16, 16 * CHANNELS, CHANNELS);
 }
 #endif
 
