@@ -16,8 +16,8 @@ from nano_loop.autotune.tuned_operator import TunedOperator
 from nano_loop.autotune.tuner import Algorithm, Race
 from nano_loop.kernels import fp32, rounding
 from nano_loop.kernels.attention import attention
-from nano_loop.kernels.convolution import convolution
-from nano_loop.kernels.convolution.convolution import Plan
+from nano_loop.kernels.convolution import convolution, gradient_plans
+from nano_loop.kernels.convolution.gradient_plans import Plan
 from nano_loop.kernels.linear import linear
 from nano_loop.kernels.rnn import rnn
 from nano_loop.kernels.rnn.recurrent_layer import GATES, LSTM
@@ -70,7 +70,7 @@ def _attention_race(call: attention.Arguments, algorithms: Mapping[str, Callable
 # --- gradients of convolutions ---
 
 
-def _convolution_key(call: convolution.Arguments) -> str:
+def _convolution_key(call: gradient_plans.Arguments) -> str:
     inputs, weight = call.inputs, call.weight
     geometry = [*call.stride, *call.padding, *call.dilation, *call.output_padding, call.groups]
     name = "transposed convolution" if call.transposed else "convolution"
@@ -80,7 +80,7 @@ def _convolution_key(call: convolution.Arguments) -> str:
     return joined("gradients of", name, *sizes, "by", *geometry, *map(layout, call[:3]), mask, *rounded)
 
 
-def _convolution_race(call: convolution.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+def _convolution_race(call: gradient_plans.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
     if not 0 < most_elements(call[:3]) <= MOST_ELEMENTS:
         return None
     needs_inputs, needs_weight, needs_bias = call.output_mask

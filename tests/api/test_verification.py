@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from nano_loop import NanoConfigError, verify
 from nano_loop.kernels.attention import attention
-from nano_loop.kernels.convolution import convolution
+from nano_loop.kernels.convolution import convolution, gradient_plans
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.precision.verification.comparison import compare
 from nano_loop.precision.verification.verification import verified
@@ -275,10 +275,10 @@ def test_layer_whose_output_is_off_is_named():
 @pytest.mark.skipif(not gives_kernels(), reason="fast_convolution needs torch 2.9")
 @pytest.mark.parametrize("factor", [0.95, 1.05])
 def test_gradient_that_is_off_is_named(monkeypatch, factor):
-    monkeypatch.setattr(convolution, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(gradient_plans, "MIN_MULTIPLICATIONS", 1)
     original = convolution._weight_gradient
     monkeypatch.setattr(convolution, "_weight_gradient", lambda *args: original(*args) * factor)
-    monkeypatch.setattr(convolution, "_product_is_faster", lambda given: given.weight.size(1) == 16)
+    monkeypatch.setattr(gradient_plans, "_product_is_faster", lambda given: given.weight.size(1) == 16)
     model, batch = made(convolutional, {}, 0)
     found = verify(model, loss_of, batch, precision="bf16")
     assert found.fault == "the gradient of 3.weight"

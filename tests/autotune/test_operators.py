@@ -18,8 +18,8 @@ from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.kernels import fp32, rounding
 from nano_loop.kernels.attention import attention
-from nano_loop.kernels.convolution import convolution
-from nano_loop.kernels.convolution.convolution import Plan
+from nano_loop.kernels.convolution import convolution, gradient_plans
+from nano_loop.kernels.convolution.gradient_plans import Plan
 from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.rnn import recurrent_layer, rnn
 from nano_loop.patching.operators.operators import gives_kernels
@@ -40,7 +40,7 @@ def convolution_call(images=4, channels=8, outputs=8, groups=1, layout=NHWC):
     inputs, weight = normal(images, channels, 9, 9), normal(outputs, channels // groups, 3, 3)
     tensors = [each.contiguous(memory_format=layout) for each in (normal(images, outputs, 9, 9), inputs, weight)]
     geometry = ([outputs], [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
-    return convolution.Arguments(*tensors, *geometry, (True, True, True))
+    return gradient_plans.Arguments(*tensors, *geometry, (True, True, True))
 
 
 def product_call(rows=40, bias=False, transposed=False):

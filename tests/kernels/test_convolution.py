@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nano_loop.kernels.convolution import convolution as module
-from nano_loop.kernels.convolution import weight_gradient
+from nano_loop.kernels.convolution import gradient_plans, weight_gradient
 from nano_loop.patching.operators.operators import overridden
 
 NHWC = torch.channels_last
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason
 
 @pytest.fixture(autouse=True)
 def every_size_is_worth_it(monkeypatch):
-    monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(module, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(gradient_plans, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(gradient_plans, "MIN_ELEMENTS", 1)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ IN_FP32 = {
 
 @pytest.mark.parametrize("case", IN_FP32)
 def test_gradients_of_groups_in_fp32_are_as_exact_as_torchs(monkeypatch, case):
-    monkeypatch.setattr(module, "_ELEMENTS_OF_GROUPS", 1)
+    monkeypatch.setattr(gradient_plans, "_ELEMENTS_OF_GROUPS", 1)
     shapes, kwargs, left = IN_FP32[case]
     assert assert_as_exact_as_torch(F.conv2d, inputs(**shapes), **kwargs) == left
 
@@ -197,7 +197,7 @@ def test_gradient_of_a_transposed_convolutions_input_in_fp32_is_as_exact_as_torc
 def test_gradients_of_few_elements_are_torchs(in_force, monkeypatch):
     shapes, kwargs, left = IN_FP32["depthwise, 5x5, stride"]
     for elements in (3 * 8 * 5 * 4, 3 * 8 * 5 * 4 + 1):
-        monkeypatch.setattr(module, "MIN_ELEMENTS", elements)
+        monkeypatch.setattr(gradient_plans, "MIN_ELEMENTS", elements)
         gradients(F.conv2d, inputs(**shapes), **kwargs)
     assert in_force == [*left, (True, True, True)]
 
@@ -235,9 +235,9 @@ def test_images_that_are_not_in_nhwc_are_torchs(which, in_force):
 
 
 def test_small_convolutions_are_torchs(in_force, monkeypatch):
-    monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 3 * 63 * 6 * 8 * 9 + 1)
+    monkeypatch.setattr(gradient_plans, "MIN_MULTIPLICATIONS", 3 * 63 * 6 * 8 * 9 + 1)
     gradients(F.conv2d, inputs(), padding=1)
-    monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 3 * 63 * 6 * 8 * 9)
+    monkeypatch.setattr(gradient_plans, "MIN_MULTIPLICATIONS", 3 * 63 * 6 * 8 * 9)
     gradients(F.conv2d, inputs(), padding=1)
     assert in_force == [(True, True, True), (True, False, False)]
 
@@ -248,7 +248,7 @@ def test_small_convolutions_are_torchs(in_force, monkeypatch):
 def test_convolutions_of_many_pixels_are_torchs(in_force, monkeypatch, bound, kernel, at):
     tensors = inputs(kernel=(kernel, kernel))
     for value in (at - 1, at):
-        monkeypatch.setattr(module, bound, value)
+        monkeypatch.setattr(gradient_plans, bound, value)
         gradients(F.conv2d, tensors, padding=kernel // 2)
     assert in_force == [(True, True, True), (True, False, False)]
 
@@ -349,7 +349,7 @@ def backward_arguments(
     function = F.conv_transpose2d if transposed else F.conv2d
     out = function(inputs, weight, padding=1, groups=groups)
     geometry = ([outputs], [1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
-    return module.Arguments(some(*out.shape), inputs, weight, *geometry, mask)
+    return gradient_plans.Arguments(some(*out.shape), inputs, weight, *geometry, mask)
 
 
 def by_kernel(keys, *given):
@@ -379,8 +379,8 @@ PLANNED = {
 def test_every_plan_gives_torch_s_gradients(case):
     given = backward_arguments(**PLANNED[case])
     theirs = by_kernel(None, *given)
-    assert module.Plan() in module.plans(given)
-    for plan in {*module.plans(given), module.first_guess(given)}:
+    assert gradient_plans.Plan() in gradient_plans.plans(given)
+    for plan in {*gradient_plans.plans(given), gradient_plans.first_guess(given)}:
         for ours, torchs, asked in zip(by_plan(given, plan), theirs, given.output_mask, strict=True):
             assert (ours is None) == (not asked)
             if asked:
@@ -390,7 +390,7 @@ def test_every_plan_gives_torch_s_gradients(case):
 
 def test_products_are_for_nhwc_and_fp32_for_groups_and_few_channels():
     def weights(**case):
-        return {plan.weight for plan in module.plans(backward_arguments(**case))}
+        return {plan.weight for plan in gradient_plans.plans(backward_arguments(**case))}
 
     blocks = {"blocks"} if weight_gradient.KERNEL.unavailable is None else set()
     assert weights() == {"torch", "product"} | blocks

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nano_loop.kernels import build
-from nano_loop.kernels.convolution import convolution, weight_gradient
-from nano_loop.kernels.convolution.convolution import Arguments, Plan, faster_backward, first_guess, plans
+from nano_loop.kernels.convolution import weight_gradient
+from nano_loop.kernels.convolution.convolution import faster_backward
+from nano_loop.kernels.convolution.gradient_plans import Arguments, Plan, first_guess, for_blocks, plans
 
 NHWC = torch.channels_last
 
@@ -254,7 +255,7 @@ def test_memory_is_as_large_as_the_kernel_says(threads, behind_memory, transpose
         threads(count)
         for images, channels, outputs, size in ((5, 33, 70, (9, 13)), (9, 8, 200, (4, 4)), (2, 70, 9, (30, 30))):
             weight_gradient.weight_gradient(
-                *convolution._for_blocks(arguments(images, channels, outputs, size, transposed=transposed))
+                *for_blocks(arguments(images, channels, outputs, size, transposed=transposed))
             )
     assert len(behind_memory) == 18  # with the results
     assert all((each == 7).all() for each in behind_memory)

@@ -18,7 +18,7 @@ import nano_loop
 from nano_loop.cpu import read_machine
 from nano_loop.kernels import rounding
 from nano_loop.kernels.attention import attention
-from nano_loop.kernels.convolution import convolution
+from nano_loop.kernels.convolution import gradient_plans
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators.operators import gives_kernels
@@ -511,7 +511,7 @@ def every_size_worth_it(config):
     with pytest.MonkeyPatch.context() as patch:
         if config.within_spread:
             patch.setattr(attention, "MIN_SCORES", 1)
-            patch.setattr(convolution, "MIN_MULTIPLICATIONS", 1)
+            patch.setattr(gradient_plans, "MIN_MULTIPLICATIONS", 1)
             patch.setattr(bernoulli, "MIN_ELEMENTS", 1)
         if config.rounds_products:
             rounding_every_product(patch)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.kernels.convolution import convolution
+from nano_loop.kernels.convolution import convolution, gradient_plans
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels.fast_convolution import FastConvolution
 
@@ -17,7 +17,7 @@ gets_kernels = pytest.mark.skipif(
 def products(monkeypatch):
     """Count the gradients that are computed as products."""
     counted, of_weight = [], convolution._weight_gradient
-    monkeypatch.setattr(convolution, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(gradient_plans, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(convolution, "_weight_gradient", lambda *args: counted.append(args) or of_weight(*args))
     return counted
 

@@ -1,0 +1,180 @@
+"""The algorithms that may compute the gradients of a convolution, and the one that is taken before any is measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.convolution import weight_gradient
+
+#: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
+MIN_MULTIPLICATIONS = 1 << 25
+#: Maximum number of output pixels, over all images, for which a product was faster with 1×1 kernels.
+_PIXELS_OF_1X1 = 1 << 14
+#: The same for larger kernels.
+_PIXELS = 1 << 11
+#: Minimum odd number of images for blocks, which pair images: the last one counts twice.
+_ODD_IMAGES = 7
+#: Maximum number of elements of the unfolded input, with one copy per kernel position, for larger kernels: 32 MiB.
+_COLUMNS = 1 << 24
+
+#: Minimum number of kernel positions for which a depthwise weight's gradient was faster in fp32, in NHWC and in NCHW.
+_POSITIONS, _POSITIONS_IN_NCHW = 25, 49
+#: Minimum number of output elements for gradients in fp32. Below it, the Python overhead exceeds the gain.
+MIN_ELEMENTS = 1 << 12
+#: Maximum channels of a group, and minimum output elements, for which a weight's gradient was faster in fp32.
+_CHANNELS_OF_A_GROUP, _ELEMENTS_OF_GROUPS = 8, 1 << 20
+#: Maximum output channels for which the inputs' gradient of a transposed convolution in NCHW was faster in fp32.
+_CHANNELS_OF_AN_IMAGE = 3
+#: Maximum channels of input or output for which fp32 may be faster where there are no groups.
+_FEW_CHANNELS = 4
+
+
+class Plan(NamedTuple):
+    """How the gradients of one convolution are computed.
+
+    Attributes
+    ----------
+    inputs : {"torch", "fp32"}
+        The inputs' gradient.
+    weight : {"torch", "fp32", "product", "blocks"}
+        The weight's: by torch's kernel in bf16 or in fp32, by one product, or in blocks by the C function.
+    """
+
+    inputs: str = "torch"
+    weight: str = "torch"
+
+    @property
+    def name(self) -> str:
+        """The name of the algorithm."""
+        return "/".join(self)
+
+
+class Arguments(NamedTuple):
+    """The arguments of ``aten::convolution_backward``."""
+
+    gradient: Tensor
+    inputs: Tensor
+    weight: Tensor
+    bias_sizes: Sequence[int] | None
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+    output_mask: Sequence[bool]
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """All arguments between the tensors and the output mask."""
+        return self[3:-1]
+
+
+def first_guess(call: Arguments) -> Plan:
+    """Return the plan that was the fastest on the machines of docs/measurements.md."""
+    needs_inputs, needs_weight, _ = call.output_mask
+    in_fp32 = needs_inputs and _inputs_are_faster_in_fp32(call)
+    how = "torch"
+    if needs_weight and _blocks_are_faster(call):
+        how = "blocks"
+    elif needs_weight and not call.transposed:
+        if _product_is_faster(call):
+            how = "product"
+        elif _weight_is_faster_in_fp32(call):
+            how = "fp32"
+    return Plan("fp32" if in_fp32 else "torch", how)
+
+
+def plans(call: Arguments) -> list[Plan]:
+    """Return the plans that may be the fastest on some machine.
+
+    fp32 is among them for convolutions in groups and for those with few channels: on a CPU with AMX, others take up to
+    16 times as long, which is long even to measure.
+    """
+    needs_inputs, needs_weight, _ = call.output_mask
+    fp32 = ["fp32"] if call.groups > 1 or min(call.weight.shape[:2]) <= _FEW_CHANNELS else []
+    product = ["product"] if not call.transposed and _product_supports(call) else []
+    blocks = ["blocks"] if _blocks_support(call) else []
+    inputs = ["torch", *fp32] if needs_inputs else ["torch"]
+    weights = ["torch", *blocks, *product, *([] if call.transposed else fp32)] if needs_weight else ["torch"]
+    return [Plan(*pair) for pair in itertools.product(inputs, weights)]
+
+
+def pixels_of(call: Arguments) -> int:
+    """Return how many pixels are multiplied with the whole weight."""
+    pixels = call.inputs if call.transposed else call.gradient
+    return pixels.numel() // max(pixels.size(1), 1) if pixels.dim() > 1 else 0
+
+
+def _inputs_are_faster_in_fp32(call: Arguments) -> bool:
+    """Whether the inputs' gradient is: of depthwise convolutions with a stride or in NDHWC, and into images."""
+    gradient, weight = call.gradient, call.weight
+    if gradient.numel() < MIN_ELEMENTS:
+        return False
+    if call.transposed:
+        return call.groups == 1 and weight.size(1) <= _CHANNELS_OF_AN_IMAGE and gradient.is_contiguous()
+    depthwise = call.groups == weight.size(0) > 1 and weight.size(1) == 1
+    return depthwise and (max(call.stride) > 1 or (weight.dim() == 5 and not gradient.is_contiguous()))
+
+
+def _weight_is_faster_in_fp32(call: Arguments) -> bool:
+    """Whether the weight's gradient is: of large depthwise kernels, and of many groups over large images."""
+    gradient, weight = call.gradient, call.weight
+    if call.groups == 1 or gradient.numel() < MIN_ELEMENTS:
+        return False
+    if weight.size(1) > 1:
+        return weight.size(1) <= _CHANNELS_OF_A_GROUP and gradient.numel() >= _ELEMENTS_OF_GROUPS
+    return math.prod(weight.shape[2:]) >= (_POSITIONS_IN_NCHW if gradient.is_contiguous() else _POSITIONS)
+
+
+def _blocks_are_faster(call: Arguments) -> bool:
+    """Whether the weight's gradient is faster in blocks."""
+    images = call.inputs.size(0)
+    if pixels_of(call) * call.weight.numel() < MIN_MULTIPLICATIONS or (images % 2 and images < _ODD_IMAGES):
+        return False
+    if min(call.weight.shape[:2]) < weight_gradient.FEWEST:
+        return False
+    kernel = weight_gradient.KERNEL
+    return (kernel.is_first_guess or kernel.uses_amx) and _blocks_support(call)
+
+
+def _blocks_support(call: Arguments) -> bool:
+    return (
+        call.groups == 1
+        and call.weight.dim() == weight_gradient.DIMENSIONS
+        and weight_gradient.supports(*for_blocks(call))
+    )
+
+
+def for_blocks(call: Arguments) -> tuple[Tensor, Tensor, weight_gradient.Geometry]:
+    """Return the arguments of `weight_gradient`, for which a transposed convolution exchanges input and gradient."""
+    gradient, inputs, weight = call[:3]
+    if call.transposed:
+        gradient, inputs = inputs, gradient
+    return gradient, inputs, weight_gradient.Geometry(weight.shape[2:], call.stride, call.padding, call.dilation)
+
+
+def _product_is_faster(call: Arguments) -> bool:
+    """Whether the weight's gradient is faster as one product."""
+    if not _product_supports(call):
+        return False
+    pixels, weight = pixels_of(call), call.weight
+    if pixels * weight.numel() < MIN_MULTIPLICATIONS:
+        return False
+    return pixels <= (_PIXELS_OF_1X1 if weight.size(2) == weight.size(3) == 1 else _PIXELS)
+
+
+def _product_supports(call: Arguments) -> bool:
+    """Whether the weight's gradient can be one product. Only for NHWC images, which are rows of pixels."""
+    weight, sizes = call.weight, (call.stride, call.padding, call.dilation)
+    if call.groups > 1 or weight.dim() != 4 or any(len(size) != 2 for size in sizes):
+        return False
+    if not all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in call[:2]):
+        return False
+    return weight.size(2) == weight.size(3) == 1 or pixels_of(call) * weight[0].numel() <= _COLUMNS
