@@ -141,10 +141,11 @@ def test_interrupt_ends_the_run():
 KILLED = """
 import os, sys, time
 import ray
-from clusters.nodes import OPTIONS
+from clusters.nodes import OPTIONS, apart
 from distributed import small
 import nano_loop
 ray.init(sys.argv[1], log_to_driver=False)
+options = OPTIONS | ({"worker_init": apart} if sys.argv[2] == "2" else {})
 def loop(model, optimizer, loader):
     small.fit(model, optimizer, loader)
     processes = [nano_loop.broadcast(os.getpid(), rank) for rank in range(nano_loop.world_size())]
@@ -152,12 +153,13 @@ def loop(model, optimizer, loader):
         print(*processes, flush=True)
     while True:
         small.fit(model, optimizer, loader)
-nano_loop.nano(**OPTIONS)(loop)(*small.parts())
+nano_loop.nano(**options)(loop)(*small.parts())
 """
 
 
-def test_actors_and_folders_go_with_a_caller_that_is_killed(connected):
-    command = [sys.executable, "-c", KILLED, connected.address]
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_actors_and_folders_go_with_a_caller_that_is_killed(connected, hosts):
+    command = [sys.executable, "-c", KILLED, connected.address, str(hosts)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
         processes = [int(each) for each in caller.stdout.readline().split()]
         caller.kill()

@@ -30,7 +30,7 @@ from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import Terms, join_run
 from nano_loop.distributed.launch_ray.caller import changes_undone_by
-from nano_loop.distributed.launch_ray.worker import threads_for
+from nano_loop.distributed.launch_ray.worker import deleted_with_this_process, threads_for
 from nano_loop.errors import error_message
 
 _OLDEST = (2, 51)  # it places by the labels of nodes
@@ -55,6 +55,7 @@ class RayLauncher(Launcher):
                 from nano_loop.distributed.launch_ray import cluster, starting  # which import Ray
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
                 folder = stack.enter_context(private_folder())
+                stack.enter_context(deleted_with_this_process(folder))
                 stack.enter_context(folders_made_together(folder))
                 with interrupts.heard():
                     assignment = Assignment(task, State.of_this_process(machine.num_threads), _placed(options))
@@ -70,7 +71,7 @@ class RayLauncher(Launcher):
                 actor.run(folders[actor], address, store.port, actor.node.address, placement.share(actor.rank))
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[RankSlot]:
-                terms = Terms(check, address, secret, threads, watched=True)
+                terms = Terms(check, address, secret, threads, watched=True, parent=folder)
                 launch = Launch("ray", 0, assignment.size)
                 return join_run(store, assignment.options, machine, launch, terms)
 

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
-from nano_loop.distributed.files.folder import place_of, workers_files
+from nano_loop.distributed.files.folder import discard, place_of, workers_files
 from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.worker import work
@@ -31,8 +31,11 @@ from nano_loop.distributed.launch_ray.rank_connections import ConnectionToRank0
 from nano_loop.version import __version__
 
 # It waits for the end of the process that holds the pipe. Ray kills the children of an actor, so it is no child: the
-# first shell ends at once.
-_WAIT_AND_DELETE = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$@") >/dev/null 2>&1 &'
+# first shell ends at once. Once a folder has another name, nothing can be put into it by its path.
+_WAIT_AND_DELETE = """
+exec 3<&0
+(cat <&3; for folder; do mv -- "$folder" "$folder.gone"; rm -rf -- "$folder.gone"; done) >/dev/null 2>&1 &
+"""
 
 
 def threads_for(machine: Machine, share: tuple[int, int] | None) -> int | None:
@@ -70,13 +73,12 @@ class RankWorker:
         self._rank: int = setting["rank"]
         _take_over(setting)
         self._payload = Path(setting["payload"])
-        self._callers_folders = [self._payload]
         place, token = setting["place"], setting["token"]
-        self._connection = ConnectionToRank0(place, self._rank, token, self._forget, self._end)
+        self._connection = ConnectionToRank0(place, self._rank, token, self._forget, end=lambda: os._exit(0))
         self._open = ExitStack()
         self._folder = self._open.enter_context(private_folder())
         self._open.enter_context(workers_files(self._folder))
-        self._pipe = _deleted_with_this_process(str(self._folder), place_of(self._folder))
+        self._open.enter_context(deleted_with_this_process(self._folder, place_of(self._folder)))
 
     def place(self) -> dict[str, Any]:
         """Return with what versions this is, and whether it sees the caller's payload."""
@@ -120,7 +122,6 @@ class RankWorker:
             threads, secret = threads_for(machine, share), self._setting["secret"]
             terms = Terms(address=address, secret=secret, threads=threads, watched=True, parent=self._folder)
             with join_run(store, options, machine, Launch("ray", rank, assignment.size), terms) as slot:
-                self._callers_folders += [slot.ranks.folder] if slot.ranks.folder else []
                 yield slot
 
         verbose = self._setting["verbose"]
@@ -128,12 +129,6 @@ class RankWorker:
 
     def _forget(self) -> None:
         shutil.rmtree(self._folder / "sent", ignore_errors=True)
-
-    def _end(self) -> None:
-        """End the process, as rank 0's has ended, and what that has left on this host."""
-        for folder in self._callers_folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
 
 
 def _take_over(setting: dict[str, Any]) -> None:
@@ -147,9 +142,14 @@ def _take_over(setting: dict[str, Any]) -> None:
         os.close(nowhere)
 
 
-def _deleted_with_this_process(*folders: str) -> object:
-    """Have folders deleted when this process ends, however it ends. The caller must keep the returned object."""
-    command = ["/bin/sh", "-c", _WAIT_AND_DELETE, "sh", *folders, *(f"{folder}.gone" for folder in folders)]
+@contextmanager
+def deleted_with_this_process(*folders: str | Path) -> Iterator[None]:
+    """Have folders deleted on leaving, or when this process ends, however it ends."""
+    command = ["/bin/sh", "-c", _WAIT_AND_DELETE, "sh", *map(str, folders)]
     shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     shell.wait()
-    return shell.stdin
+    assert shell.stdin is not None  # it was asked for
+    with shell.stdin:
+        yield
+        for folder in folders:
+            discard(folder)
