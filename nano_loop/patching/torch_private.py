@@ -30,6 +30,14 @@ FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 #: groups. The public functions that call it are imported by name, so a replacement of them would not be seen.
 FLATTENED_STATES = ("torch.distributed.checkpoint.state_dict", "_unflatten_optim_state_dict")
 
+#: The functions of C++ code that read tensors without asking their classes, and where they are: scripted functions, the
+#: methods of scripted modules, and the transforms of `torch.func` that differentiate.
+READING_IN_CPP: tuple[tuple[Any, str], ...] = (
+    (torch.jit.ScriptFunction, "__call__"),
+    (torch._C.ScriptMethod, "__call__"),
+    (torch._functorch.eager_transforms, "_wrap_for_grad"),
+)
+
 #: Operators without public names: attention by blocks on the CPU, and bags of rows with a gradient.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 BAGS_KERNEL = "_embedding_bag"
@@ -124,6 +132,11 @@ def below_torch_functions() -> AbstractContextManager[None]:
     """Return a context in which no `TorchFunctionMode` of the user's or of `disable_casts` sees a call."""
     # There is no public way past a mode that somebody else has entered.
     return torch._C.DisableTorchFunction()
+
+
+def below_subclasses() -> AbstractContextManager[None]:
+    """Return a context in which no tensor's class sees a call of a function of torch, but modes do."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def below_autocast() -> AbstractContextManager[None]:

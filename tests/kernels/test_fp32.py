@@ -13,7 +13,7 @@ from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
 from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
-from nano_loop.kernels.norm import norms, rms_norm
+from nano_loop.kernels.norm import norm_arguments, rms_norm
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.steps.kernels import fast_linear, kernel_step
 
@@ -58,7 +58,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def every_size_is_large(monkeypatch):
-    monkeypatch.setattr(norms, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(cross_entropy, "MIN_LOGITS", 1)
     monkeypatch.setattr(rms_norm, "MIN_ELEMENTS", 1)

@@ -19,7 +19,7 @@ from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import OPERATOR
-from nano_loop.kernels.norm import norms
+from nano_loop.kernels.norm import norm_arguments, norms
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import tune_operators as module
@@ -111,7 +111,7 @@ def test_nothing_is_measured_for_another_number_of_threads_until_its_choices_are
 @measured
 @pytest.mark.parametrize("guess", [fp32.TORCH, fp32.COMPILED])
 def test_run_in_fp32_measures_functions_in_c_and_leaves_statistics_alone(measuring, monkeypatch, guess):
-    monkeypatch.setattr(norms, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(fp32, "_guess", lambda: guess)
 

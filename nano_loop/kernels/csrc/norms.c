@@ -7,6 +7,9 @@
    A part has its sum and the squared differences from its own mean, so equal elements have no variance however large
    they are.
 
+   The ReLU behind a batch norm, and what is added between the two, are computed in the same passes. Its derivative follows
+   from the output, or where nothing is added from the input, from which the output is computed once more.
+
    Statistics of batch and group norms belong to (s, c): a segment s, and a channel c. Tensors are in NHWC, as rows of
    channels, or in NCHW, where a row is one channel of one image. A batch norm in NHWC has all rows in one segment. In
    all others, a segment is an image. */
@@ -91,6 +94,14 @@ INLINE void store(void *base, int64_t at, int bf16, vector value) {
         memcpy((float *)base + at, &value, sizeof value);
 }
 
+/* A number as `store` would leave it. */
+INLINE vector rounded(vector value, int bf16) {
+    uint16_t raw[WIDTH];
+    if (!bf16) return value;
+    store(raw, 0, 1, value);
+    return load(raw, 0, 1);
+}
+
 INLINE vector all(float value) { return (vector){0} + value; }
 
 /* The sum of 16 lanes. */
@@ -135,10 +146,33 @@ static int64_t chunks_of(const Shape *shape) {
 /* The first row of a chunk. */
 INLINE int64_t row_of_chunk(const Shape *shape, int64_t chunk, int64_t chunks) { return shape->rows * chunk / chunks; }
 
+/* Of the gradient of a ReLU behind a norm: by channel, what gives its input; or its output, and where the gradient of
+   its input goes. */
+typedef struct {
+    const float *scales, *offsets;
+    const void *output;
+    void *of_input;
+} Relu;
+enum { NO_RELU, OF_INPUT, OF_OUTPUT }; /* what tells where the derivative of the ReLU is 0 */
+
+/* A vector, and 0 where another one is 0 or less; a NaN is not. */
+INLINE vector where_positive(vector value, vector of) { return (vector)((bits)value & ~(bits)(of <= 0)); }
+
+INLINE vector gradient_behind(int relu, const Relu *by, vector gradient, vector apart, vector scale, vector offset,
+                              int64_t at, int bf16) {
+    if (relu == OF_INPUT) return where_positive(gradient, apart * scale + offset);
+    if (relu == OF_OUTPUT) {
+        gradient = where_positive(gradient, load(by->output, at, bf16));
+        store(by->of_input, at, bf16, gradient);
+    }
+    return gradient;
+}
+
 /* What is summed of `wide` vectors of channels, for some rows in NHWC: x - shift and its square, or gradients and their
    products with x - shift. Arrays would stay in memory, so the sums have names. */
 INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_t rows, int64_t channels, int wide,
-                         int bf16, const vector *shift, vector *first, vector *second) {
+                         int bf16, int relu, const Relu *by, const vector *shift, const vector *scale,
+                         const vector *offset, vector *first, vector *second) {
     vector first0 = {0}, first1 = {0}, first2 = {0}, first3 = {0};
     vector second0 = {0}, second1 = {0}, second2 = {0}, second3 = {0};
     vector shift0 = shift[0], shift1 = shift[1], shift2 = shift[2], shift3 = shift[3];
@@ -146,6 +180,7 @@ INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_
     if (I < wide) {                                                                                                    \
         vector apart = load(x, at + I * WIDTH, bf16) - shift##I;                                                       \
         vector factor = gradient ? load(gradient, at + I * WIDTH, bf16) : apart;                                       \
+        factor = gradient_behind(relu, by, factor, apart, scale[I], offset[I], at + I * WIDTH, bf16);                  \
         first##I += factor;                                                                                            \
         second##I += factor * apart;                                                                                   \
     }
@@ -161,54 +196,62 @@ INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_
    of gradients and their products with x - centers. What is squared is x less the mean of some rows, so that little is
    lost in fp32. */
 INLINE void tile(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int64_t channel,
-                 int wide, int bf16, const float *centers, double *sums, double *products) {
-    vector shift[4] = {{0}}, first[4], second[4];
+                 int wide, int bf16, int relu, const Relu *by, const float *centers, double *sums, double *products) {
+    vector shift[4] = {{0}}, scale[4] = {{0}}, offset[4] = {{0}}, first[4], second[4];
     double plain[4 * WIDTH] = {0}, multiplied[4 * WIDTH] = {0};
-    float by[4 * WIDTH];
+    float moved[4 * WIDTH];
     int count = wide * WIDTH;
     int64_t at = start * channels + channel;
-    for (int i = 0; i < wide; i++)
+    for (int i = 0; i < wide; i++) {
         shift[i] = centers ? load(centers, channel + i * WIDTH, 0) : load(x, at + i * WIDTH, bf16);
+        if (relu == OF_INPUT) {
+            scale[i] = load(by->scales, channel + i * WIDTH, 0);
+            offset[i] = load(by->offsets, channel + i * WIDTH, 0);
+        }
+    }
     if (!centers) {
         int64_t some = least(rows, SOME_ROWS);
-        sums_of_tile(x, 0, at, some, channels, wide, bf16, shift, first, second);
+        sums_of_tile(x, 0, at, some, channels, wide, bf16, 0, 0, shift, scale, offset, first, second);
         for (int i = 0; i < wide; i++) shift[i] += first[i] / (float)some;
     }
     for (int64_t row = 0; row < rows; row += ROWS) {
-        sums_of_tile(x, gradient, at + row * channels, least(ROWS, rows - row), channels, wide, bf16, shift, first,
-                     second);
+        sums_of_tile(x, gradient, at + row * channels, least(ROWS, rows - row), channels, wide, bf16, relu, by, shift,
+                     scale, offset, first, second);
         add_to(plain, first, count);
         add_to(multiplied, second, count);
     }
-    memcpy(by, shift, sizeof by);
+    memcpy(moved, shift, sizeof moved);
     for (int i = 0; i < count; i++) {
-        sums[channel + i] = centers ? plain[i] : plain[i] + (double)rows * by[i];
+        sums[channel + i] = centers ? plain[i] : plain[i] + (double)rows * moved[i];
         products[channel + i] = centers ? multiplied[i] : multiplied[i] - plain[i] * plain[i] / (double)rows;
     }
 }
 
 /* The sums of all channels of a chunk, in tiles of four, two and one vectors. The last may be computed twice. */
-INLINE void chunk(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int bf16,
-                  const float *centers, double *sums, double *products) {
+INLINE void chunk(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int bf16, int relu,
+                  const Relu *by, const float *centers, double *sums, double *products) {
     int64_t channel = 0;
     for (; channel + 4 * WIDTH <= channels; channel += 4 * WIDTH)
-        tile(gradient, x, start, rows, channels, channel, 4, bf16, centers, sums, products);
+        tile(gradient, x, start, rows, channels, channel, 4, bf16, relu, by, centers, sums, products);
     for (; channel + 2 * WIDTH <= channels; channel += 2 * WIDTH)
-        tile(gradient, x, start, rows, channels, channel, 2, bf16, centers, sums, products);
+        tile(gradient, x, start, rows, channels, channel, 2, bf16, relu, by, centers, sums, products);
     for (; channel < channels; channel += WIDTH)
-        tile(gradient, x, start, rows, channels, least(channel, channels - WIDTH), 1, bf16, centers, sums, products);
+        tile(gradient, x, start, rows, channels, least(channel, channels - WIDTH), 1, bf16, relu, by, centers, sums,
+             products);
 }
 
 /* Sums of neighbours, as `sums_of_tile`, in one part of 16 lanes. */
-INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, float shift,
-                          int part, vector *first, vector *second) {
+INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, int relu,
+                          const Relu *by, float shift, float scale, float offset, int part, vector *first,
+                          vector *second) {
     vector first0 = {0}, first1 = {0}, first2 = {0}, first3 = {0};
     vector second0 = {0}, second1 = {0}, second2 = {0}, second3 = {0};
     int64_t place = 0;
 #define ADD(I, MASK)                                                                                                   \
     {                                                                                                                  \
-        vector apart = (load(x, at + place + I * LANES, bf16) - shift) MASK;                                           \
-        vector factor = gradient ? load(gradient, at + place + I * LANES, bf16) MASK : apart;                          \
+        vector apart = load(x, at + place + I * LANES, bf16) - shift;                                                  \
+        vector factor = gradient ? load(gradient, at + place + I * LANES, bf16) : apart;                               \
+        factor = gradient_behind(relu, by, factor, apart, all(scale), all(offset), at + place + I * LANES, bf16) MASK; \
         first##I += factor;                                                                                            \
         second##I += factor * apart;                                                                                   \
     }
@@ -227,28 +270,30 @@ INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64
 }
 
 /* Sums of neighbours, of one part of the lanes after another: more sums than registers would lie in memory. */
-INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, float shift,
-                               double *first, double *second) {
+INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, int relu,
+                               const Relu *by, float shift, float scale, float offset, double *first, double *second) {
     vector firsts[PARTS], seconds[PARTS];
     for (int part = 0; part < PARTS; part++)
-        sums_of_lanes(x, gradient, at + part * WIDTH, count, bf16, shift, part, firsts + part, seconds + part);
+        sums_of_lanes(x, gradient, at + part * WIDTH, count, bf16, relu, by, shift, scale, offset, part, firsts + part,
+                      seconds + part);
     *first = sum_of(firsts);
     *second = sum_of(seconds);
 }
 
 /* The same as `tile`, of a contiguous row of 16 elements or more. */
-INLINE void row(const void *gradient, const void *x, int64_t at, int64_t count, int bf16, const float *center,
-                double *sums, double *products) {
+INLINE void row(const void *gradient, const void *x, int64_t at, int64_t count, int bf16, int relu, const Relu *by,
+                int64_t channel, const float *center, double *sums, double *products) {
+    float scale = relu == OF_INPUT ? by->scales[channel] : 0, offset = relu == OF_INPUT ? by->offsets[channel] : 0;
     double first, second, plain = 0, multiplied = 0;
     float shift = center ? *center : load(x, at, bf16)[0];
     if (!center) {
         int64_t some = least(count, SOME_NEIGHBOURS);
-        sums_of_neighbours(x, 0, at, some, bf16, shift, &first, &second);
+        sums_of_neighbours(x, 0, at, some, bf16, 0, 0, shift, 0, 0, &first, &second);
         shift += (float)(first / (double)some);
     }
     for (int64_t start = 0; start < count; start += NEIGHBOURS) {
         int64_t block = count - start < NEIGHBOURS + LANES ? count - start : NEIGHBOURS; /* none of less than 16 */
-        sums_of_neighbours(x, gradient, at + start, block, bf16, shift, &first, &second);
+        sums_of_neighbours(x, gradient, at + start, block, bf16, relu, by, shift, scale, offset, &first, &second);
         plain += first;
         multiplied += second;
         if (block != NEIGHBOURS) break;
@@ -267,32 +312,45 @@ INLINE double inverse_of(double *squares, double count, double eps) {
     return 1 / __builtin_sqrt(*squares / count + eps);
 }
 
+/* What a norm multiplies a channel by. */
+INLINE float scale_of(const float *weight, const float *inverses, int64_t channel) {
+    return (float)((weight ? (double)weight[channel] : 1) * inverses[channel]);
+}
+
 /* The sums of each segment's chunks: [segment, chunk, c]. */
-static void sums(const Shape *shape, const void *gradient, const void *x, const float *centers, int64_t center_stride,
-                 double *first, double *second, int threads) {
+INLINE void sums_by(const Shape *shape, const void *gradient, const void *x, int bf16, int relu, const Relu *by,
+                    const float *centers, int64_t center_stride, double *first, double *second, int threads) {
     int64_t chunks = chunks_of(shape), channels = shape->channels;
-    if (!shape->nhwc) {
-        _Pragma("omp parallel for num_threads(threads) schedule(static)")
-        for (int64_t at = 0; at < shape->segments * channels; at++) {
-            const float *center = centers ? centers + at / channels * center_stride + at % channels : 0;
-            if (shape->bf16)
-                row(gradient, x, at * shape->rows, shape->rows, 1, center, first + at, second + at);
-            else
-                row(gradient, x, at * shape->rows, shape->rows, 0, center, first + at, second + at);
-        }
-        return;
-    }
+    int64_t count = shape->segments * (shape->nhwc ? chunks : channels);
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
-    for (int64_t at = 0; at < shape->segments * chunks; at++) {
-        int64_t segment = at / chunks, begin = row_of_chunk(shape, at % chunks, chunks);
-        int64_t count = row_of_chunk(shape, at % chunks + 1, chunks) - begin, start = segment * shape->rows + begin;
-        const float *center = centers ? centers + segment * center_stride : 0;
-        double *plain = first + at * channels, *products = second + at * channels;
-        if (shape->bf16)
-            chunk(gradient, x, start, count, channels, 1, center, plain, products);
-        else
-            chunk(gradient, x, start, count, channels, 0, center, plain, products);
+    for (int64_t at = 0; at < count; at++) {
+        int64_t segment = at / (shape->nhwc ? chunks : channels), channel = shape->nhwc ? 0 : at % channels;
+        const float *center = centers ? centers + segment * center_stride + channel : 0;
+        if (!shape->nhwc) {
+            row(gradient, x, at * shape->rows, shape->rows, bf16, relu, by, channel, center, first + at, second + at);
+            continue;
+        }
+        int64_t begin = row_of_chunk(shape, at % chunks, chunks), end = row_of_chunk(shape, at % chunks + 1, chunks);
+        chunk(gradient, x, segment * shape->rows + begin, end - begin, channels, bf16, relu, by, center,
+              first + at * channels, second + at * channels);
     }
+}
+
+static void sums(const Shape *shape, const void *gradient, const void *x, int relu, const Relu *by,
+                 const float *centers, int64_t center_stride, double *first, double *second, int threads) {
+#define SUMS(GRADIENT, BF16, RELU)                                                                                     \
+    sums_by(shape, GRADIENT, x, BF16, RELU, by, centers, center_stride, first, second, threads)
+#define SUMS_OF(GRADIENT, RELU) (shape->bf16 ? SUMS(GRADIENT, 1, RELU) : SUMS(GRADIENT, 0, RELU))
+    if (!gradient)
+        SUMS_OF(0, NO_RELU);
+    else if (relu == NO_RELU)
+        SUMS_OF(gradient, NO_RELU);
+    else if (relu == OF_INPUT)
+        SUMS_OF(gradient, OF_INPUT);
+    else
+        SUMS_OF(gradient, OF_OUTPUT);
+#undef SUMS
+#undef SUMS_OF
 }
 
 /* Memory for numbers in double precision, and behind these for others in fp32, or NULL. No elements need none. */
@@ -324,29 +382,46 @@ static void join_parts(const Shape *shape, int64_t parts, double *sums, double *
 }
 
 /* out = (x - centers) * scales + offsets, or with a gradient: gradient * scales + (x - centers) * slopes + offsets. All
-   coefficients are of (segment, channel), with a stride of 0 or of the channels between segments. */
+   coefficients are of (segment, channel), with a stride of 0 or of the channels between segments. To an output `added`
+   is added, unless it is NULL, and the ReLU of the sum is taken. */
 typedef struct {
     const float *centers, *scales, *slopes, *offsets;
     int64_t stride, offset_stride; /* the first is that of all but the offsets */
+    const void *added;
+    int relu;
+    const float *relu_offsets; /* as in `Relu`; NULL: there is none, or the gradient is that of its input */
 } Coefficients;
 
 INLINE void apply_to_row(const Coefficients *by, const void *gradient, const void *x, void *out, int64_t at,
-                         int64_t count, int bf16, int64_t segment, int64_t channel, int is_channel) {
+                         int64_t count, int bf16, int more, int64_t segment, int64_t channel, int is_channel) {
     const float *centers = by->centers + segment * by->stride + channel;
     const float *scales = by->scales + segment * by->stride + channel;
     const float *offsets = by->offsets + segment * by->offset_stride + channel;
     const float *slopes = gradient ? by->slopes + segment * by->stride + channel : centers;
+    const float *relu_offsets = gradient && more ? by->relu_offsets + channel : centers;
     vector center = all(*centers), scale = all(*scales), offset = all(*offsets), slope = all(*slopes);
+    vector relu_offset = all(*relu_offsets);
     int64_t place = 0;
 #define APPLY                                                                                                          \
     {                                                                                                                  \
         if (!is_channel) {                                                                                             \
             center = load(centers, place, 0), scale = load(scales, place, 0);                                          \
             offset = load(offsets, place, 0), slope = load(slopes, place, 0);                                          \
+            relu_offset = load(relu_offsets, place, 0);                                                                \
         }                                                                                                              \
-        vector apart = load(x, at + place, bf16) - center;                                                             \
-        vector found = gradient ? load(gradient, at + place, bf16) * scale + apart * slope : apart * scale;            \
-        store(out, at + place, bf16, found + offset);                                                                  \
+        vector apart = load(x, at + place, bf16) - center, found;                                                      \
+        if (gradient) {                                                                                                \
+            vector given = load(gradient, at + place, bf16);                                                           \
+            if (more) given = where_positive(given, apart * scale + relu_offset);                                      \
+            found = given * scale + apart * slope + offset;                                                            \
+        } else {                                                                                                       \
+            found = apart * scale + offset;                                                                            \
+            if (more) {                                                                                                \
+                if (by->added) found = rounded(found, bf16) + load(by->added, at + place, bf16);                       \
+                if (by->relu) found = where_positive(found, found);                                                    \
+            }                                                                                                          \
+        }                                                                                                              \
+        store(out, at + place, bf16, found);                                                                           \
     }
     for (; place + WIDTH <= count; place += WIDTH) APPLY
     if (place < count) {
@@ -356,64 +431,90 @@ INLINE void apply_to_row(const Coefficients *by, const void *gradient, const voi
 #undef APPLY
 }
 
-static void apply(const Shape *shape, const Coefficients *by, const void *gradient, const void *x, void *out,
+static void apply(const Shape *shape, const Coefficients *by, const void *gradient, const void *x, void *out, int more,
                   int threads) {
     int64_t channels = shape->channels, rows = shape->nhwc ? shape->rows : channels;
     int64_t count = shape->nhwc ? channels : shape->rows;
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t at = 0; at < shape->segments * rows; at++) {
         int64_t segment = at / rows, channel = shape->nhwc ? 0 : at % rows;
-        if (gradient) {
-            if (shape->bf16)
-                apply_to_row(by, gradient, x, out, at * count, count, 1, segment, channel, !shape->nhwc);
-            else
-                apply_to_row(by, gradient, x, out, at * count, count, 0, segment, channel, !shape->nhwc);
-        } else if (shape->bf16)
-            apply_to_row(by, 0, x, out, at * count, count, 1, segment, channel, !shape->nhwc);
+#define APPLY(GRADIENT, BF16, MORE)                                                                                    \
+    apply_to_row(by, GRADIENT, x, out, at * count, count, BF16, MORE, segment, channel, !shape->nhwc)
+#define APPLY_TO(GRADIENT, MORE) (shape->bf16 ? APPLY(GRADIENT, 1, MORE) : APPLY(GRADIENT, 0, MORE))
+        if (gradient)
+            more ? APPLY_TO(gradient, 1) : APPLY_TO(gradient, 0);
         else
-            apply_to_row(by, 0, x, out, at * count, count, 0, segment, channel, !shape->nhwc);
+            more ? APPLY_TO(0, 1) : APPLY_TO(0, 0);
+#undef APPLY
+#undef APPLY_TO
     }
 }
 
-/* Writes the output, and each channel's mean and 1 / sqrt(variance + eps), and moves the running statistics on. Returns
-   0, and writes nothing, if there are no elements, or no memory for the sums. `weight`, `bias` and `running_*` may be
-   NULL. */
+/* Writes the output of a batch norm by its statistics, with what is `added` to it, or NULL, and through a ReLU or not.
+   Returns 0 if there is no memory. */
+int batch_norm_output(const Shape *shape, const void *x, const float *weight, const float *bias, const float *means,
+                      const float *inverses, const void *added, int64_t relu, void *out, int threads) {
+    int64_t channels = shape->channels;
+    float *scales = memory_for(elements_of(shape), 0, channels * 2), *offsets = scales + channels;
+    if (!scales) return 0;
+    for (int64_t c = 0; c < channels; c++) {
+        scales[c] = scale_of(weight, inverses, c);
+        offsets[c] = bias ? bias[c] : 0;
+    }
+    Coefficients by = {.centers = means, .scales = scales, .offsets = offsets, .added = added, .relu = relu != 0};
+    apply(shape, &by, 0, x, out, added || relu, threads);
+    free(scales);
+    return 1;
+}
+
+/* Writes the output, unless `out` is NULL, and each channel's mean and 1 / sqrt(variance + eps), and moves the running
+   statistics on. Returns 0, and writes nothing, if there are no elements, or no memory for the sums. `weight`, `bias`
+   and `running_*` may be NULL. */
 int batch_norm(const Shape *shape, const void *x, const float *weight, const float *bias, float *running_mean,
                float *running_variance, double momentum, double eps, void *out, float *means, float *inverses,
                int threads) {
     int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
-    double *first = memory_for(elements_of(shape), count * 2, channels * 2);
+    double *first = memory_for(elements_of(shape), count * 2, 0);
     if (!first) return 0;
     double *second = first + count, elements = (double)(shape->segments * shape->rows);
-    float *scales = (float *)(second + count), *offsets = scales + channels;
-    sums(shape, 0, x, 0, 0, first, second, threads);
+    sums(shape, 0, x, NO_RELU, 0, 0, 0, first, second, threads);
     join_parts(shape, parts, first, second);
     for (int64_t c = 0; c < channels; c++) {
-        double mean = first[c] / elements, inverse = inverse_of(second + c, elements, eps);
+        double mean = first[c] / elements;
+        inverses[c] = (float)inverse_of(second + c, elements, eps);
         means[c] = (float)mean;
-        inverses[c] = (float)inverse;
-        scales[c] = (float)((weight ? weight[c] : 1) * inverse);
-        offsets[c] = bias ? bias[c] : 0;
+    }
+    int is_done = !out || batch_norm_output(shape, x, weight, bias, means, inverses, 0, 0, out, threads);
+    for (int64_t c = 0; c < channels && is_done; c++) {
+        double mean = first[c] / elements;
         if (running_mean) running_mean[c] = (float)(momentum * mean + (1 - momentum) * running_mean[c]);
         if (running_variance)
             running_variance[c] = (float)(momentum * second[c] / (elements - 1) + (1 - momentum) * running_variance[c]);
     }
-    Coefficients by = {.centers = means, .scales = scales, .offsets = offsets};
-    apply(shape, &by, 0, x, out, threads);
     free(first);
-    return 1;
+    return is_done;
 }
 
-/* Writes the gradients of the input, the weight and the bias, each of which may be NULL. Returns as `batch_norm`. */
-int batch_norm_backward(const Shape *shape, const void *gradient, const void *x, const float *weight,
-                        const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
-                        int threads) {
+/* Writes the gradients of the input, the weight and the bias, each of which may be NULL. Returns as `batch_norm`.
+   With `of_relu` the gradient is that of a ReLU's output: behind the sum of the norm and of something else, whose
+   gradient is written to `of_added` by the `output`, or if that is NULL, right behind the norm, which has this bias. */
+static int gradients(const Shape *shape, const void *gradient, const void *x, const float *weight, const float *means,
+                     const float *inverses, int of_relu, const float *bias, const void *output, void *of_added,
+                     void *of_input, float *of_weight, float *of_bias, int threads) {
     int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
-    double *first = memory_for(elements_of(shape), count * 2, channels * 3);
+    double *first = memory_for(elements_of(shape), count * 2, channels * 4);
     if (!first) return 0;
     double *second = first + count, elements = (double)(shape->segments * shape->rows);
     float *scales = (float *)(second + count), *slopes = scales + channels, *offsets = slopes + channels;
-    sums(shape, gradient, x, means, 0, first, second, threads);
+    float *relu_offsets = offsets + channels;
+    for (int64_t c = 0; c < channels; c++) {
+        scales[c] = scale_of(weight, inverses, c);
+        relu_offsets[c] = bias ? bias[c] : 0;
+    }
+    Relu relu = {.scales = scales, .offsets = relu_offsets, .output = output, .of_input = of_added};
+    int by_input = of_relu && !output;
+    sums(shape, gradient, x, by_input ? OF_INPUT : of_relu ? OF_OUTPUT : NO_RELU, &relu, means, 0, first, second,
+         threads);
     add_parts(first, parts, channels);
     add_parts(second, parts, channels);
     for (int64_t c = 0; c < channels; c++) {
@@ -421,14 +522,27 @@ int batch_norm_backward(const Shape *shape, const void *gradient, const void *x,
         double scale = (weight ? weight[c] : 1) * inverse;
         if (of_weight) of_weight[c] = (float)(products * inverse);
         if (of_bias) of_bias[c] = (float)plain;
-        scales[c] = (float)scale;
         slopes[c] = (float)(-scale * inverse * inverse * products / elements);
         offsets[c] = (float)(-scale * plain / elements);
     }
     Coefficients by = {.centers = means, .scales = scales, .slopes = slopes, .offsets = offsets};
-    if (of_input) apply(shape, &by, gradient, x, of_input, threads);
+    by.relu_offsets = relu_offsets;
+    if (of_input) apply(shape, &by, of_added ? of_added : gradient, x, of_input, by_input, threads);
     free(first);
     return 1;
+}
+
+int batch_norm_backward(const Shape *shape, const void *gradient, const void *x, const float *weight,
+                        const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
+                        int threads) {
+    return gradients(shape, gradient, x, weight, means, inverses, 0, 0, 0, 0, of_input, of_weight, of_bias, threads);
+}
+
+int batch_norm_relu_backward(const Shape *shape, const void *gradient, const void *x, const float *weight,
+                             const float *means, const float *inverses, const float *bias, const void *output,
+                             void *of_added, void *of_input, float *of_weight, float *of_bias, int threads) {
+    return gradients(shape, gradient, x, weight, means, inverses, 1, bias, output, of_added, of_input, of_weight,
+                     of_bias, threads);
 }
 
 /* As `batch_norm`, with the statistics of each image's groups of channels. */
@@ -440,7 +554,7 @@ int group_norm(const Shape *shape, int64_t groups, const void *x, const float *w
     if (!first) return 0;
     double *second = first + count;
     float *scales = (float *)(second + count), *centers = scales + pairs, *offsets = centers + pairs;
-    sums(shape, 0, x, 0, 0, first, second, threads);
+    sums(shape, 0, x, NO_RELU, 0, 0, 0, first, second, threads);
     for (int64_t c = 0; c < channels; c++) offsets[c] = bias ? bias[c] : 0;
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t segment = 0; segment < shape->segments; segment++)
@@ -464,7 +578,7 @@ int group_norm(const Shape *shape, int64_t groups, const void *x, const float *w
         }
     }
     Coefficients by = {.centers = centers, .scales = scales, .offsets = offsets, .stride = channels};
-    apply(shape, &by, 0, x, out, threads);
+    apply(shape, &by, 0, x, out, 0, threads);
     free(first);
     return 1;
 }
@@ -481,7 +595,7 @@ int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient
     float *scales = (float *)(second + count), *centers = scales + pairs, *slopes = centers + pairs;
     float *offsets = slopes + pairs;
     for (int64_t at = 0; at < pairs; at++) centers[at] = means[at / channels * groups + at % channels / width];
-    sums(shape, gradient, x, centers, channels, first, second, threads);
+    sums(shape, gradient, x, NO_RELU, 0, centers, channels, first, second, threads);
     /* The sums of all chunks of an image become those of its first. */
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t at = 0; at < shape->segments * groups; at++) {
@@ -513,7 +627,7 @@ int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient
     }
     Coefficients by = {.centers = centers, .scales = scales, .slopes = slopes, .offsets = offsets};
     by.stride = by.offset_stride = channels;
-    if (of_input) apply(shape, &by, gradient, x, of_input, threads);
+    if (of_input) apply(shape, &by, gradient, x, of_input, 0, threads);
     free(first);
     return 1;
 }
@@ -523,7 +637,7 @@ INLINE void statistics_of_row(const void *x, int64_t at, int64_t width, double e
                               float *inverse) {
     const float none = 0;
     double sum, squares;
-    row(0, x, at, width, bf16, mean ? 0 : &none, &sum, &squares);
+    row(0, x, at, width, bf16, NO_RELU, 0, 0, mean ? 0 : &none, &sum, &squares);
     if (mean) *mean = (float)(sum / (double)width);
     *inverse = (float)inverse_of(&squares, (double)width, eps);
 }

@@ -14,6 +14,8 @@ from torch import Tensor
 _FEW = 16
 #: Minimum number of pixels of an image in NCHW for a forward, by dtype: with fewer, torch's kernel was faster.
 _FEW_PIXELS = {torch.bfloat16: 128, torch.float32: 48}
+#: Minimum number of elements. Below it, the Python overhead exceeds the gain, with several threads and in any layout.
+MIN_ELEMENTS = 1 << 18
 #: The memory formats with channels side by side, by number of dimensions.
 NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -67,6 +69,11 @@ def shape_of(x: Tensor, layout: Layout, together: bool = False) -> _Shape:
     one = together and layout.is_nhwc
     segments, rows = (1, layout.images * layout.pixels) if one else (layout.images, layout.pixels)
     return _Shape(segments, rows, layout.channels, layout.is_nhwc, x.dtype is torch.bfloat16)
+
+
+def lying_as(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return a gradient in the memory format of a tensor that `layout_of` takes."""
+    return gradient.contiguous(memory_format=torch.contiguous_format if x.is_contiguous() else NHWC[x.dim()])
 
 
 def supports_rows(x: Tensor, shape: Sequence[int]) -> bool:

@@ -21,15 +21,18 @@ from torch import Tensor
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
 from nano_loop.kernels.memory import DENSE, FLOATS, FP32, empty
+from nano_loop.kernels.norm import norm_arguments
 from nano_loop.kernels.norm.norm_arguments import (
-    NHWC,
     are_fp32,
     has_fp32_statistics,
     layout_of,
+    lying_as,
     rows_of,
     shape_of,
     supports_rows,
 )
+from nano_loop.kernels.norm.norm_relu import FUNCTIONS, Normalized
+from nano_loop.kernels.norm.pending_output import requested
 from nano_loop.kernels.replacement import Replacement, unless_none
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
@@ -43,11 +46,9 @@ KERNEL = CompiledKernel(
         "batch_norm": (_DENSE, *_PARAMETERS, *_STATISTICS, _DENSE, *_STATISTICS),
         **dict.fromkeys(("group_norm", "layer_norm"), _FORWARD),
         **dict.fromkeys(("batch_norm_backward", "group_norm_backward", "layer_norm_backward"), _BACKWARD),
+        **FUNCTIONS,
     },
 )
-#: Minimum number of elements. Below it, the Python overhead exceeds the gain, with several threads and in any layout.
-MIN_ELEMENTS = 1 << 18
-
 _MANY_CHANNELS, _MANY_PIXELS = 512, 128
 _TRAINING = 4  # the place of `training` behind the input of a batch norm
 #: Which norms of fp32 tensors may be 1.1 times as fast as by torch's kernels, or more, by the name of a function, from
@@ -74,10 +75,12 @@ def _for_set_up_models(compute: _Compute) -> Callable[[Kernel | None], Callable[
 
     def ours(kernel: Kernel, *args: Any) -> _Results | None:
         x: Tensor = args[place]
-        if x.numel() < MIN_ELEMENTS:
+        if x.numel() < norm_arguments.MIN_ELEMENTS:
             return None
         if x.dtype is not torch.float32:
             is_ours = belongs_to_set_up_model()
+        elif requested(x) is not None:  # with the ReLU, it reads and writes less than torch's kernels in any layout
+            is_ours = rule_for(RULE) is not None
         else:
             is_ours = _FASTER_IN_FP32[name](*args) and is_compiled(
                 rule_for(RULE), Arguments(name, args), lambda: _repeatable(name, {TORCH: kernel, COMPILED: compute})
@@ -121,9 +124,13 @@ def batch_norm(
     if not has_fp32_statistics(x, *parameters):
         return None
     out, means, inverses = torch.empty_like(x), *(empty(layout.channels) for _ in range(2))
-    results, numbers = (out, means, inverses), (float(momentum), float(eps))
-    is_done = KERNEL("batch_norm", shape_of(x, layout, together=True), x, *parameters, *numbers, *results)
-    return results if is_done else None
+    shape, numbers, call = shape_of(x, layout, together=True), (float(momentum), float(eps)), requested(x)
+    written = out if call is None else None
+    if not KERNEL("batch_norm", shape, x, *parameters, *numbers, written, means, inverses):
+        return None
+    if call is not None:
+        call.note(Normalized(KERNEL, shape, x, weight, bias, means, inverses), out)
+    return out, means, inverses
 
 
 def batch_norm_backward(
@@ -243,8 +250,7 @@ def _gradients(
     """Call a backward of ``norms.c`` for the gradients of input, weight and bias that `mask` asks for."""
     if gradient.dtype is not x.dtype or gradient.layout is not torch.strided or inverses is None:
         return None
-    form = torch.contiguous_format if x.is_contiguous() else NHWC[x.dim()]
-    gradient, means, inverses = gradient.contiguous(memory_format=form), means.contiguous(), inverses.contiguous()
+    gradient, means, inverses = lying_as(gradient, x), means.contiguous(), inverses.contiguous()
     weights = weight.shape if weight is not None else _sizes_of_weights(norm, x, sizes)
     weight_gradient, bias_gradient = (empty(*weights) if is_needed else None for is_needed in mask[1:])
     gradients = torch.empty_like(x) if mask[0] else None, weight_gradient, bias_gradient

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
 from torch import nn
+from typing_extensions import override
 
 from nano_loop.kernels.norm import norms, rms_norm
+from nano_loop.kernels.norm.pending_output import NormWithRelu, all_written
+from nano_loop.patching.calls.calls import Call
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels.kernel_step import KernelStep
 from nano_loop.steps.step import SkipReason
 
@@ -13,7 +20,8 @@ class FastNorm(KernelStep):
     """Replaces the CPU kernels of norms for set-up models, in reduced precision and where products round.
 
     Gains most where images are in NHWC: torch's backward of a group norm takes ten times as long there, and its batch
-    norms reach a third of the memory's rate. Norms that are small or in another layout are torch's.
+    norms reach a third of the memory's rate. Norms that are small or in another layout are torch's. A batch norm whose
+    output goes to a ReLU is computed with it, and with what is added between the two.
     """
 
     name = "fast_norm"
@@ -31,3 +39,18 @@ class FastNorm(KernelStep):
     )
     functions = frozenset(("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm"))
     finds_all = True
+
+    @override
+    def apply(self, parts: TrainingObjects) -> str:
+        for model in parts.models:
+            self.interceptors.for_model(model).around_modules(_around, self.name)
+        return super().apply(parts)
+
+    @override
+    def contexts(self) -> Iterable[AbstractContextManager[None]]:
+        return [*super().contexts(), all_written()]
+
+
+def _around(module: nn.Module) -> Call | None:
+    """Return what is around the calls of a batch norm whose output no code sees before the module returns it."""
+    return NormWithRelu() if type(module).forward is nn.BatchNorm2d.forward else None

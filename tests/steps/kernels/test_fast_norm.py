@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import accelerated
-from nano_loop.kernels.norm import norms
+from nano_loop.kernels.norm import norm_arguments
 from nano_loop.steps.kernels import FastNorm
 from steps.kernels.cases import NORMS, assert_near, images, trained, use_for_all_sizes
 
@@ -53,7 +53,7 @@ def test_evaluation_is_torch_s_for_batch_norms_and_small_norms_are(called, monke
     model = NORMS["batch norm"].built().eval()
     with accelerated(model, precision="bf16", verbose=False):
         model(images()[0])
-        monkeypatch.setattr(norms, "MIN_ELEMENTS", 1 << 18)
+        monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1 << 18)
         model.train()(images()[0])
     assert not called
 
