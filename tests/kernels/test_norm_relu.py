@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,9 +12,16 @@ from nano_loop.errors import NanoError
 from nano_loop.kernels.memory import empty
 from nano_loop.kernels.norm import norms
 from nano_loop.kernels.norm.norm_arguments import layout_of, shape_of
-from nano_loop.kernels.norm.norm_relu import Bypassed, Normalized
+from nano_loop.kernels.norm.norm_relu import IDENTITY, Bypassed, Normalized, Relu
 
 EPS = 1e-5
+NONE = float("nan")
+#: ReLU and its like: the arguments of `Relu`, and torch's function.
+RELUS = {
+    "ReLU": ((0.0, NONE), torch.relu),
+    "ReLU6": ((0.0, 0.5), lambda x: F.hardtanh(x, 0, 0.5)),
+    "leaky": ((0.2, NONE), lambda x: F.leaky_relu(x, 0.2)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -37,25 +45,26 @@ def normalized(sizes, dtype=torch.float32, nhwc=True, has_sum=True, affine=True,
     return Normalized(norms.KERNEL, shape, x, weight, bias, means, inverses, added if has_sum else None), out, gradient
 
 
-def one_by_one(norm, out, gradient):
+def one_by_one(norm, out, gradient, relu="ReLU"):
     """Return output and gradients by a norm, a sum and a ReLU, each with its own pass."""
-    total = out if norm.added is None else out + norm.added
-    result = torch.relu(total)
-    of_sum = torch.ops.aten.threshold_backward(gradient, result, 0)
+    total = (out if norm.added is None else out + norm.added).requires_grad_()
+    result = RELUS[relu][1](total)
+    (of_sum,) = torch.autograd.grad(result, total, gradient)
     of_norm = norms.batch_norm_backward(
         of_sum, norm.x, norm.weight, None, None, norm.means, norm.inverses, True, EPS, [True] * 3
     )
-    return [result, *of_norm, *([] if norm.added is None else [of_sum])]
+    return [result.detach(), *of_norm, *([] if norm.added is None else [of_sum])]
 
 
-def together(norm, gradient):
+def together(norm, gradient, relu="ReLU"):
     """Return the same in the passes of the norm."""
     result = torch.empty_like(norm.x)
-    norm.write(result, relu=True)
+    relu = Relu(*RELUS[relu][0])
+    norm.write(result, relu)
     of_sum = None if norm.added is None else torch.empty_like(norm.x)
     of_norm = [torch.empty_like(norm.x), *(empty(norm.x.size(1)) for _ in range(2))]
     parameters = (norm.weight, norm.means, norm.inverses, norm.bias, None if of_sum is None else result)
-    assert norm.kernel("batch_norm_relu_backward", norm.shape, gradient, norm.x, *parameters, of_sum, *of_norm)
+    assert norm.kernel("batch_norm_relu_backward", norm.shape, relu, gradient, norm.x, *parameters, of_sum, *of_norm)
     return [result, *of_norm, *([] if of_sum is None else [of_sum])]
 
 
@@ -68,11 +77,13 @@ def together(norm, gradient):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     has_sum=st.booleans(),
     affine=st.booleans(),
+    relu=st.sampled_from([*RELUS]),
     seed=st.integers(0, 99),
 )
-def test_results_are_those_of_separate_passes(images, channels, height, nhwc, dtype, has_sum, affine, seed):
+def test_results_are_those_of_separate_passes(images, channels, height, nhwc, dtype, has_sum, affine, relu, seed):
     norm, out, gradient = normalized((images, channels, height, 26), dtype, nhwc, has_sum, affine, seed)
-    for mine, other in zip(together(norm, gradient), one_by_one(norm, out, gradient), strict=True):
+    results = together(norm, gradient, relu), one_by_one(norm, out, gradient, relu)
+    for mine, other in zip(*results, strict=True):
         assert (mine.dtype, mine.stride()) == (other.dtype, other.stride())
         assert torch.equal(mine, other)
 
@@ -108,10 +119,10 @@ def by_hand(norm):
 def test_what_lies_in_another_order_is_added_by_torch():
     norm, *_ = normalized((2, 32, 16, 20), nhwc=True)
     apart = norm._replace(added=norm.added.contiguous(memory_format=torch.contiguous_format))
-    for relu in (False, True):
+    for relu in (IDENTITY, *(Relu(*arguments) for arguments, _ in RELUS.values())):
         found, expected = torch.empty_like(norm.x), torch.empty_like(norm.x)
-        apart.write(found, relu=relu)
-        norm.write(expected, relu=relu)
+        apart.write(found, relu)
+        norm.write(expected, relu)
         assert torch.equal(found, expected)
 
 

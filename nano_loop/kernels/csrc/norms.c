@@ -7,8 +7,8 @@
    A part has its sum and the squared differences from its own mean, so equal elements have no variance however large
    they are.
 
-   The ReLU behind a batch norm, and what is added between the two, are computed in the same passes. Its derivative follows
-   from the output, or where nothing is added from the input, from which the output is computed once more.
+   The ReLU behind a batch norm, or one like it, and what is added between the two, are computed in the same passes. Its
+   derivative follows from its output, or where nothing is added from the norm's, which is computed once more.
 
    Statistics of batch and group norms belong to (s, c): a segment s, and a channel c. Tensors are in NHWC, as rows of
    channels, or in NCHW, where a row is one channel of one image. A batch norm in NHWC has all rows in one segment. In
@@ -146,23 +146,51 @@ static int64_t chunks_of(const Shape *shape) {
 /* The first row of a chunk. */
 INLINE int64_t row_of_chunk(const Shape *shape, int64_t chunk, int64_t chunks) { return shape->rows * chunk / chunks; }
 
-/* Of the gradient of a ReLU behind a norm: by channel, what gives its input; or its output, and where the gradient of
-   its input goes. */
+/* A ReLU, and the like: what is 0 or less times a slope that is not negative, and at most a ceiling. */
 typedef struct {
-    const float *scales, *offsets;
-    const void *output;
-    void *of_input;
+    double slope, ceiling; /* the ceiling may be NaN: there is none */
 } Relu;
-enum { NO_RELU, OF_INPUT, OF_OUTPUT }; /* what tells where the derivative of the ReLU is 0 */
 
 /* A vector, and 0 where another one is 0 or less; a NaN is not. */
 INLINE vector where_positive(vector value, vector of) { return (vector)((bits)value & ~(bits)(of <= 0)); }
 
-INLINE vector gradient_behind(int relu, const Relu *by, vector gradient, vector apart, vector scale, vector offset,
+INLINE int is_plain(const Relu *relu) { return relu->slope == 0 && relu->ceiling != relu->ceiling; }
+
+INLINE vector where(bits mask, vector value, vector other) {
+    return (vector)(((bits)value & mask) | ((bits)other & ~mask));
+}
+
+/* The output of a ReLU. Its input is one that `store` has rounded, as are both results, unless the ReLU is plain. */
+INLINE vector activated(const Relu *relu, vector value, int bf16) {
+    if (is_plain(relu)) return where_positive(value, value);
+    value = rounded(value, bf16);
+    value = where((bits)(value <= 0), relu->slope == 0 ? all(0) : value * (float)relu->slope, value);
+    return where((bits)(value > (float)relu->ceiling), all((float)relu->ceiling), value);
+}
+
+/* The gradient of a ReLU's input, from the input or from the output. */
+INLINE vector gradient_of(const Relu *relu, vector gradient, vector of, int bf16) {
+    if (is_plain(relu)) return where_positive(gradient, of);
+    of = rounded(of, bf16);
+    vector low = relu->slope == 0 ? all(0) : rounded(gradient * (float)relu->slope, bf16);
+    return where((bits)(of <= 0), low, (vector)((bits)gradient & ~(bits)(of >= (float)relu->ceiling)));
+}
+
+/* Of the gradient of a ReLU behind a norm: by channel, what gives its input; or its output, and where the gradient of
+   its input goes. */
+typedef struct {
+    const Relu *relu;
+    const float *scales, *offsets;
+    const void *output;
+    void *of_input;
+} Behind;
+enum { NO_RELU, OF_INPUT, OF_OUTPUT }; /* from what its derivative follows */
+
+INLINE vector gradient_behind(int relu, const Behind *by, vector gradient, vector apart, vector scale, vector offset,
                               int64_t at, int bf16) {
-    if (relu == OF_INPUT) return where_positive(gradient, apart * scale + offset);
+    if (relu == OF_INPUT) return gradient_of(by->relu, gradient, apart * scale + offset, bf16);
     if (relu == OF_OUTPUT) {
-        gradient = where_positive(gradient, load(by->output, at, bf16));
+        gradient = gradient_of(by->relu, gradient, load(by->output, at, bf16), bf16);
         store(by->of_input, at, bf16, gradient);
     }
     return gradient;
@@ -171,7 +199,7 @@ INLINE vector gradient_behind(int relu, const Relu *by, vector gradient, vector 
 /* What is summed of `wide` vectors of channels, for some rows in NHWC: x - shift and its square, or gradients and their
    products with x - shift. Arrays would stay in memory, so the sums have names. */
 INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_t rows, int64_t channels, int wide,
-                         int bf16, int relu, const Relu *by, const vector *shift, const vector *scale,
+                         int bf16, int relu, const Behind *by, const vector *shift, const vector *scale,
                          const vector *offset, vector *first, vector *second) {
     vector first0 = {0}, first1 = {0}, first2 = {0}, first3 = {0};
     vector second0 = {0}, second1 = {0}, second2 = {0}, second3 = {0};
@@ -196,7 +224,7 @@ INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_
    of gradients and their products with x - centers. What is squared is x less the mean of some rows, so that little is
    lost in fp32. */
 INLINE void tile(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int64_t channel,
-                 int wide, int bf16, int relu, const Relu *by, const float *centers, double *sums, double *products) {
+                 int wide, int bf16, int relu, const Behind *by, const float *centers, double *sums, double *products) {
     vector shift[4] = {{0}}, scale[4] = {{0}}, offset[4] = {{0}}, first[4], second[4];
     double plain[4 * WIDTH] = {0}, multiplied[4 * WIDTH] = {0};
     float moved[4 * WIDTH];
@@ -229,7 +257,7 @@ INLINE void tile(const void *gradient, const void *x, int64_t start, int64_t row
 
 /* The sums of all channels of a chunk, in tiles of four, two and one vectors. The last may be computed twice. */
 INLINE void chunk(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int bf16, int relu,
-                  const Relu *by, const float *centers, double *sums, double *products) {
+                  const Behind *by, const float *centers, double *sums, double *products) {
     int64_t channel = 0;
     for (; channel + 4 * WIDTH <= channels; channel += 4 * WIDTH)
         tile(gradient, x, start, rows, channels, channel, 4, bf16, relu, by, centers, sums, products);
@@ -242,7 +270,7 @@ INLINE void chunk(const void *gradient, const void *x, int64_t start, int64_t ro
 
 /* Sums of neighbours, as `sums_of_tile`, in one part of 16 lanes. */
 INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, int relu,
-                          const Relu *by, float shift, float scale, float offset, int part, vector *first,
+                          const Behind *by, float shift, float scale, float offset, int part, vector *first,
                           vector *second) {
     vector first0 = {0}, first1 = {0}, first2 = {0}, first3 = {0};
     vector second0 = {0}, second1 = {0}, second2 = {0}, second3 = {0};
@@ -271,7 +299,7 @@ INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64
 
 /* Sums of neighbours, of one part of the lanes after another: more sums than registers would lie in memory. */
 INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, int relu,
-                               const Relu *by, float shift, float scale, float offset, double *first, double *second) {
+                               const Behind *by, float shift, float scale, float offset, double *first, double *second) {
     vector firsts[PARTS], seconds[PARTS];
     for (int part = 0; part < PARTS; part++)
         sums_of_lanes(x, gradient, at + part * WIDTH, count, bf16, relu, by, shift, scale, offset, part, firsts + part,
@@ -281,7 +309,7 @@ INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, 
 }
 
 /* The same as `tile`, of a contiguous row of 16 elements or more. */
-INLINE void row(const void *gradient, const void *x, int64_t at, int64_t count, int bf16, int relu, const Relu *by,
+INLINE void row(const void *gradient, const void *x, int64_t at, int64_t count, int bf16, int relu, const Behind *by,
                 int64_t channel, const float *center, double *sums, double *products) {
     float scale = relu == OF_INPUT ? by->scales[channel] : 0, offset = relu == OF_INPUT ? by->offsets[channel] : 0;
     double first, second, plain = 0, multiplied = 0;
@@ -318,7 +346,7 @@ INLINE float scale_of(const float *weight, const float *inverses, int64_t channe
 }
 
 /* The sums of each segment's chunks: [segment, chunk, c]. */
-INLINE void sums_by(const Shape *shape, const void *gradient, const void *x, int bf16, int relu, const Relu *by,
+INLINE void sums_by(const Shape *shape, const void *gradient, const void *x, int bf16, int relu, const Behind *by,
                     const float *centers, int64_t center_stride, double *first, double *second, int threads) {
     int64_t chunks = chunks_of(shape), channels = shape->channels;
     int64_t count = shape->segments * (shape->nhwc ? chunks : channels);
@@ -336,7 +364,7 @@ INLINE void sums_by(const Shape *shape, const void *gradient, const void *x, int
     }
 }
 
-static void sums(const Shape *shape, const void *gradient, const void *x, int relu, const Relu *by,
+static void sums(const Shape *shape, const void *gradient, const void *x, int relu, const Behind *by,
                  const float *centers, int64_t center_stride, double *first, double *second, int threads) {
 #define SUMS(GRADIENT, BF16, RELU)                                                                                     \
     sums_by(shape, GRADIENT, x, BF16, RELU, by, centers, center_stride, first, second, threads)
@@ -383,13 +411,13 @@ static void join_parts(const Shape *shape, int64_t parts, double *sums, double *
 
 /* out = (x - centers) * scales + offsets, or with a gradient: gradient * scales + (x - centers) * slopes + offsets. All
    coefficients are of (segment, channel), with a stride of 0 or of the channels between segments. To an output `added`
-   is added, unless it is NULL, and the ReLU of the sum is taken. */
+   is added, and its ReLU is taken, unless these are NULL. */
 typedef struct {
     const float *centers, *scales, *slopes, *offsets;
     int64_t stride, offset_stride; /* the first is that of all but the offsets */
     const void *added;
-    int relu;
-    const float *relu_offsets; /* as in `Relu`; NULL: there is none, or the gradient is that of its input */
+    const Relu *relu;
+    const float *relu_offsets; /* as in `Behind`; NULL: there is none, or the gradient is that of its input */
 } Coefficients;
 
 INLINE void apply_to_row(const Coefficients *by, const void *gradient, const void *x, void *out, int64_t at,
@@ -412,13 +440,13 @@ INLINE void apply_to_row(const Coefficients *by, const void *gradient, const voi
         vector apart = load(x, at + place, bf16) - center, found;                                                      \
         if (gradient) {                                                                                                \
             vector given = load(gradient, at + place, bf16);                                                           \
-            if (more) given = where_positive(given, apart * scale + relu_offset);                                      \
+            if (more) given = gradient_of(by->relu, given, apart * scale + relu_offset, bf16);                         \
             found = given * scale + apart * slope + offset;                                                            \
         } else {                                                                                                       \
             found = apart * scale + offset;                                                                            \
             if (more) {                                                                                                \
                 if (by->added) found = rounded(found, bf16) + load(by->added, at + place, bf16);                       \
-                if (by->relu) found = where_positive(found, found);                                                    \
+                if (by->relu) found = activated(by->relu, found, bf16);                                                \
             }                                                                                                          \
         }                                                                                                              \
         store(out, at + place, bf16, found);                                                                           \
@@ -450,10 +478,10 @@ static void apply(const Shape *shape, const Coefficients *by, const void *gradie
     }
 }
 
-/* Writes the output of a batch norm by its statistics, with what is `added` to it, or NULL, and through a ReLU or not.
-   Returns 0 if there is no memory. */
-int batch_norm_output(const Shape *shape, const void *x, const float *weight, const float *bias, const float *means,
-                      const float *inverses, const void *added, int64_t relu, void *out, int threads) {
+/* Writes the output of a batch norm by its statistics, with what is `added` to it, or NULL, and through a ReLU, unless
+   that is NULL. Returns 0 if there is no memory. */
+int batch_norm_output(const Shape *shape, const Relu *relu, const void *x, const float *weight, const float *bias,
+                      const float *means, const float *inverses, const void *added, void *out, int threads) {
     int64_t channels = shape->channels;
     float *scales = memory_for(elements_of(shape), 0, channels * 2), *offsets = scales + channels;
     if (!scales) return 0;
@@ -461,7 +489,7 @@ int batch_norm_output(const Shape *shape, const void *x, const float *weight, co
         scales[c] = scale_of(weight, inverses, c);
         offsets[c] = bias ? bias[c] : 0;
     }
-    Coefficients by = {.centers = means, .scales = scales, .offsets = offsets, .added = added, .relu = relu != 0};
+    Coefficients by = {.centers = means, .scales = scales, .offsets = offsets, .added = added, .relu = relu};
     apply(shape, &by, 0, x, out, added || relu, threads);
     free(scales);
     return 1;
@@ -484,7 +512,7 @@ int batch_norm(const Shape *shape, const void *x, const float *weight, const flo
         inverses[c] = (float)inverse_of(second + c, elements, eps);
         means[c] = (float)mean;
     }
-    int is_done = !out || batch_norm_output(shape, x, weight, bias, means, inverses, 0, 0, out, threads);
+    int is_done = !out || batch_norm_output(shape, 0, x, weight, bias, means, inverses, 0, out, threads);
     for (int64_t c = 0; c < channels && is_done; c++) {
         double mean = first[c] / elements;
         if (running_mean) running_mean[c] = (float)(momentum * mean + (1 - momentum) * running_mean[c]);
@@ -496,10 +524,10 @@ int batch_norm(const Shape *shape, const void *x, const float *weight, const flo
 }
 
 /* Writes the gradients of the input, the weight and the bias, each of which may be NULL. Returns as `batch_norm`.
-   With `of_relu` the gradient is that of a ReLU's output: behind the sum of the norm and of something else, whose
+   With a ReLU the gradient is that of a ReLU's output: behind the sum of the norm and of something else, whose
    gradient is written to `of_added` by the `output`, or if that is NULL, right behind the norm, which has this bias. */
-static int gradients(const Shape *shape, const void *gradient, const void *x, const float *weight, const float *means,
-                     const float *inverses, int of_relu, const float *bias, const void *output, void *of_added,
+static int gradients(const Shape *shape, const Relu *relu, const void *gradient, const void *x, const float *weight,
+                     const float *means, const float *inverses, const float *bias, const void *output, void *of_added,
                      void *of_input, float *of_weight, float *of_bias, int threads) {
     int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
     double *first = memory_for(elements_of(shape), count * 2, channels * 4);
@@ -511,9 +539,9 @@ static int gradients(const Shape *shape, const void *gradient, const void *x, co
         scales[c] = scale_of(weight, inverses, c);
         relu_offsets[c] = bias ? bias[c] : 0;
     }
-    Relu relu = {.scales = scales, .offsets = relu_offsets, .output = output, .of_input = of_added};
-    int by_input = of_relu && !output;
-    sums(shape, gradient, x, by_input ? OF_INPUT : of_relu ? OF_OUTPUT : NO_RELU, &relu, means, 0, first, second,
+    Behind behind = {.relu = relu, .scales = scales, .offsets = relu_offsets, .output = output, .of_input = of_added};
+    int by_input = relu && !output;
+    sums(shape, gradient, x, by_input ? OF_INPUT : relu ? OF_OUTPUT : NO_RELU, &behind, means, 0, first, second,
          threads);
     add_parts(first, parts, channels);
     add_parts(second, parts, channels);
@@ -526,7 +554,7 @@ static int gradients(const Shape *shape, const void *gradient, const void *x, co
         offsets[c] = (float)(-scale * plain / elements);
     }
     Coefficients by = {.centers = means, .scales = scales, .slopes = slopes, .offsets = offsets};
-    by.relu_offsets = relu_offsets;
+    by.relu = relu, by.relu_offsets = relu_offsets;
     if (of_input) apply(shape, &by, of_added ? of_added : gradient, x, of_input, by_input, threads);
     free(first);
     return 1;
@@ -535,13 +563,14 @@ static int gradients(const Shape *shape, const void *gradient, const void *x, co
 int batch_norm_backward(const Shape *shape, const void *gradient, const void *x, const float *weight,
                         const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
                         int threads) {
-    return gradients(shape, gradient, x, weight, means, inverses, 0, 0, 0, 0, of_input, of_weight, of_bias, threads);
+    return gradients(shape, 0, gradient, x, weight, means, inverses, 0, 0, 0, of_input, of_weight, of_bias, threads);
 }
 
-int batch_norm_relu_backward(const Shape *shape, const void *gradient, const void *x, const float *weight,
-                             const float *means, const float *inverses, const float *bias, const void *output,
-                             void *of_added, void *of_input, float *of_weight, float *of_bias, int threads) {
-    return gradients(shape, gradient, x, weight, means, inverses, 1, bias, output, of_added, of_input, of_weight,
+int batch_norm_relu_backward(const Shape *shape, const Relu *relu, const void *gradient, const void *x,
+                             const float *weight, const float *means, const float *inverses, const float *bias,
+                             const void *output, void *of_added, void *of_input, float *of_weight, float *of_bias,
+                             int threads) {
+    return gradients(shape, relu, gradient, x, weight, means, inverses, bias, output, of_added, of_input, of_weight,
                      of_bias, threads);
 }
 

@@ -1,4 +1,4 @@
-"""Batch norms with the ReLU behind them, and with what is added between the two, in the passes of the norm.
+"""Batch norms with the ReLU behind them, or one like it, and with what is added between, in the passes of the norm.
 
 The graph has torch's node of the norm, one for the sum, and one for the ReLU. The backward of the last gives the norm's
 inputs their gradients, and nothing to the nodes between. So gradients of other uses of a norm's output add up as
@@ -9,10 +9,12 @@ derivatives of derivatives are recorded, each node computes its own, as torch's 
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nano_loop.errors import NanoError, error_message
@@ -28,6 +30,40 @@ FUNCTIONS = {
     "batch_norm_relu_backward": (_DENSE, _DENSE, *(FP32,) * 4, *(_DENSE,) * 3, FP32, FP32),
 }
 _Gradients = tuple[Tensor | None, ...]
+
+
+class Relu(ctypes.Structure):
+    """What is 0 or less, times a slope that is not negative; the rest is at most a ceiling, or NaN: there is none."""
+
+    _fields_ = [("slope", ctypes.c_double), ("ceiling", ctypes.c_double)]
+
+    slope: float
+    ceiling: float
+
+    def has_ceiling(self) -> bool:
+        """Whether there is a ceiling."""
+        return not math.isnan(self.ceiling)
+
+    def apply_to(self, out: Tensor) -> None:
+        """Apply it in place."""
+        if self.slope not in (0, 1):
+            F.leaky_relu(out, self.slope, inplace=True)
+        elif self.slope == 0:
+            out.clamp_(0, self.ceiling if self.has_ceiling() else None)
+
+    def gradient(self, gradient: Tensor, result: Tensor) -> Tensor:
+        """Return the gradient of what it was applied to. It can be differentiated."""
+        if self.slope:
+            of_input: Tensor = torch.ops.aten.leaky_relu_backward(gradient, result, self.slope, True)
+        elif self.has_ceiling():
+            of_input = torch.ops.aten.hardtanh_backward(gradient, result, 0.0, self.ceiling)
+        else:
+            of_input = torch.ops.aten.threshold_backward(gradient, result, 0)
+        return of_input
+
+
+#: Leaves what it is applied to as it is.
+IDENTITY = Relu(1.0, math.nan)
 
 
 class Normalized(NamedTuple):
@@ -58,17 +94,16 @@ class Normalized(NamedTuple):
     inverses: Tensor
     added: Tensor | None = None
 
-    def write(self, out: Tensor, *, relu: bool = False) -> None:
-        """Write the output, with what is added to it, through a ReLU or not."""
-        arguments = (self.shape, self.x, self.weight, self.bias, self.means, self.inverses)
+    def write(self, out: Tensor, relu: Relu = IDENTITY) -> None:
+        """Write the output, with what is added to it, through a ReLU."""
+        arguments = (self.x, self.weight, self.bias, self.means, self.inverses)
         with torch.no_grad():
-            if attempt(self.kernel, "batch_norm_output", *arguments, self.added, int(relu), out):
+            if attempt(self.kernel, "batch_norm_output", self.shape, relu, *arguments, self.added, out):
                 return
-            self.kernel("batch_norm_output", *arguments, None, 0, out)
+            self.kernel("batch_norm_output", self.shape, IDENTITY, *arguments, None, out)
             if self.added is not None:
                 torch.add(out, self.added, out=out)
-            if relu:
-                torch.clamp_min(out, 0, out=out)
+            relu.apply_to(out)
 
     def versions(self) -> list[int]:
         """Return the version counters of what the output is computed from."""
@@ -121,20 +156,28 @@ class Sum(torch.autograd.Function):
 class NormRelu(torch.autograd.Function):
     """The ReLU of a batch norm's output, or of the sum of that and another tensor.
 
-    Takes the output, which is not read, whether that becomes the result, a `Normalized` in parts, and a `Bypassed`.
+    Takes a `Relu`, a `Bypassed`, whether the output, which is not read, becomes the result, that output, and the parts
+    of a `Normalized`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, bypassed: Bypassed, in_place: bool, pending: Tensor, kernel: Any, shape: Any, *tensors: Any
+        ctx: Any,
+        relu: Relu,
+        bypassed: Bypassed,
+        in_place: bool,
+        pending: Tensor,
+        kernel: Any,
+        shape: Any,
+        *tensors: Any,
     ) -> Tensor:
         """See `torch.autograd.Function`."""
         result = pending if in_place else torch.empty_like(pending)
         normalized = Normalized(kernel, shape, *tensors)
-        normalized.write(result, relu=True)
+        normalized.write(result, relu)
         if in_place:
             ctx.mark_dirty(result)
-        ctx.bypassed, ctx.kernel, ctx.shape = bypassed, kernel, shape
+        ctx.relu, ctx.bypassed, ctx.kernel, ctx.shape = relu, bypassed, kernel, shape
         *saved, added = tensors
         ctx.save_for_backward(*saved, result)
         ctx.has_sum = added is not None
@@ -144,14 +187,14 @@ class NormRelu(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """See `torch.autograd.Function`."""
         *saved, result = ctx.saved_tensors
-        of_x, of_weight, of_bias, _, _, of_added = ctx.needs_input_grad[5:]
+        of_x, of_weight, of_bias, _, _, of_added = ctx.needs_input_grad[6:]
         gradients = None
         if not (ctx.bypassed.have_gradients() or torch.is_grad_enabled() or is_batched(gradient)):
             gradients = attempt(_gradients, ctx, gradient, saved, result, (of_x, of_weight, of_bias))
         if gradients is None:  # by the nodes between
-            return None, None, torch.ops.aten.threshold_backward(gradient, result, 0), *[None] * 8
+            return *[None] * 3, ctx.relu.gradient(gradient, result), *[None] * 8
         *of_norm, of_sum = gradients
-        return *[None] * 5, *of_norm, None, None, of_sum if of_added else None
+        return *[None] * 6, *of_norm, None, None, of_sum if of_added else None
 
 
 def _gradients(
@@ -164,7 +207,7 @@ def _gradients(
     of_sum = torch.empty_like(x) if ctx.has_sum else None
     of_x = torch.empty_like(x) if wanted[0] else None
     of_weight, of_bias = (empty(x.size(1)) if is_wanted else None for is_wanted in wanted[1:])
-    arguments = (ctx.shape, lying_as(gradient, x), x, weight, means, inverses, bias, result if ctx.has_sum else None)
-    if not ctx.kernel("batch_norm_relu_backward", *arguments, of_sum, of_x, of_weight, of_bias):
+    tensors = (lying_as(gradient, x), x, weight, means, inverses, bias, result if ctx.has_sum else None)
+    if not ctx.kernel("batch_norm_relu_backward", ctx.shape, ctx.relu, *tensors, of_sum, of_x, of_weight, of_bias):
         return None
     return of_x, of_weight, of_bias, of_sum

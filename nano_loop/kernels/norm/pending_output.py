@@ -1,4 +1,4 @@
-"""Outputs of batch norms that are written by what reads them: by a ReLU with its own result, in one pass.
+"""Outputs of batch norms that are written by what reads them: by a ReLU, or one like it, with its result in one pass.
 
 The first calls of a module show whether its output goes to a ReLU, or to a sum and then to a ReLU. From then on the
 module returns a `PendingOutput` whose elements are not written. torch calls `PendingOutput.__torch_function__` for
@@ -13,6 +13,7 @@ once there is any, no output is pending.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from nano_loop.kernels.norm import norm_arguments
-from nano_loop.kernels.norm.norm_relu import Bypassed, Normalized, NormRelu, Sum
+from nano_loop.kernels.norm.norm_relu import Bypassed, Normalized, NormRelu, Relu, Sum
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.torch_private import (
@@ -39,14 +40,14 @@ from nano_loop.patching.torch_private import (
 from nano_loop.patching.torch_private_autograd import function_of, has_saved_tensor_hooks, in_forward_mode
 from nano_loop.patching.torch_private_compiler import has_compiled_code
 
-#: The functions that may read a pending output, and whether they change it.
+#: The ReLUs that may read a pending output, and whether they change it.
 _RELUS: Mapping[Any, bool] = {
-    F.relu: False,
-    torch.relu: False,
-    Tensor.relu: False,
-    torch.relu_: True,
-    Tensor.relu_: True,
+    **dict.fromkeys((F.relu, F.relu6, F.hardtanh, F.leaky_relu), False),
+    **dict.fromkeys((torch.relu, Tensor.relu), False),
+    **dict.fromkeys((torch.relu_, Tensor.relu_), True),
 }
+_OF_RELUS = frozenset(("inplace", "negative_slope", "min_val", "max_val"))
+#: The sums, likewise.
 _SUMS: Mapping[Any, bool] = {torch.add: False, Tensor.add: False, Tensor.add_: True}
 
 
@@ -133,14 +134,14 @@ class NormCall:
             self._unchanged().write(out)
         return output
 
-    def relu_of(self, pending: PendingOutput, in_place: bool) -> Tensor | None:
+    def relu_of(self, pending: PendingOutput, relu: Relu, in_place: bool) -> Tensor | None:
         """Return the ReLU of a pending output. None: it is written."""
         if not self.is_deferred:
             self.norm.learn(has_sum=self._has_sum)
             pending.as_plain()
             return None
         normalized = self._unchanged()
-        return _apply(NormRelu, self._bypassed, in_place, self._read(pending, in_place), *normalized)
+        return _apply(NormRelu, relu, self._bypassed, in_place, self._read(pending, in_place), *normalized)
 
     def sum_of(self, pending: PendingOutput, other: Tensor, in_place: bool) -> Tensor | None:
         """Return the sum of a pending output and another tensor, which is pending, too. None: it is not deferred."""
@@ -273,8 +274,8 @@ class PendingOutput(Tensor):
         """Call a function of torch: that computes the norm's output, or takes it as a plain tensor."""
         kwargs = kwargs or {}
         with below_subclasses():
-            if func in _RELUS and len(args) == 1 and kwargs.keys() <= {"inplace"}:
-                result: Tensor | None = args[0]._call.relu_of(args[0], _RELUS[func] or kwargs.get("inplace", False))
+            if func in _RELUS and len(args) == 1 and kwargs.keys() <= _OF_RELUS:
+                result = _relu(func, args[0], **kwargs)
             elif func in _SUMS and len(args) == 2 and not kwargs:
                 result = _sum(func, *args)
             else:
@@ -284,6 +285,21 @@ class PendingOutput(Tensor):
             for pending in _pending_in((args, kwargs)):
                 pending.settle()
         return func(*args, **kwargs)
+
+
+def _relu(
+    func: Any,
+    pending: PendingOutput,
+    inplace: bool = False,
+    negative_slope: float = 0.0,
+    min_val: float = 0.0,
+    max_val: float = math.nan,
+) -> Tensor | None:
+    """Return the ReLU of a pending output, or None if that is to be written before. torch names all arguments."""
+    if min_val != 0 or negative_slope < 0 or max_val <= 0:
+        return None
+    ceiling = torch.tensor(6.0 if func is F.relu6 else max_val, dtype=pending.dtype, device="cpu")
+    return pending._call.relu_of(pending, Relu(negative_slope, ceiling.item()), _RELUS[func] or inplace)
 
 
 def _sum(func: Any, first: Any, second: Any) -> Tensor | None:

@@ -113,6 +113,12 @@ READERS = {
     "of torch": held,
     "method": lambda block, y, x: y.relu(),
     "method in place": lambda block, y, x: y.relu_(),
+    "ReLU6": lambda block, y, x: F.relu6(y),
+    "module of ReLU6": lambda block, y, x: nn.ReLU6(inplace=True)(y),
+    "leaky": lambda block, y, x: F.leaky_relu(y, 0.2),
+    "leaky in place": lambda block, y, x: nn.LeakyReLU(0.2, inplace=True)(y),
+    "leaky, of a sum": lambda block, y, x: F.leaky_relu(y + x, 0.2),
+    "bounded": lambda block, y, x: F.hardtanh(y, 0.0, 0.3, inplace=True),
     "sum in place": into_y,
     "sum": of_sum,
     "sum, then in place": into_sum,
@@ -196,8 +202,8 @@ with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
     scripted, scripted_module = torch.jit.script(scripted_relu), torch.jit.script(nn.ReLU())
 
 
-def hooked(block, y, x):
-    result = F.relu(y)
+def hooked(block, y, x, relu=F.relu):
+    result = relu(y)
     y.register_hook(lambda gradient: block.kept.append(gradient.clone()) or gradient * 2)
     return result
 
@@ -243,8 +249,8 @@ def changed(block, y, x):
     return first + y
 
 
-def penalized(block, y, x):
-    result = F.relu(y)
+def penalized(block, y, x, relu=F.relu):
+    result = relu(y)
     (gradient,) = torch.autograd.grad(result.float().square().sum(), x, create_graph=True)
     return result + gradient.float().square().mean()
 
@@ -255,6 +261,11 @@ OTHERS = {
     "twice in a list": lambda block, y, x: torch.cat([y, y], 1)[:, :16],
     "twice by ReLU": lambda block, y, x: F.relu(y) * torch.relu(y),
     "doubled": lambda block, y, x: F.relu(y + y),
+    "tanh of straight lines": lambda block, y, x: F.hardtanh(y),
+    "negative slope": lambda block, y, x: F.leaky_relu(y, -0.5),
+    "leaky, hooked": lambda block, y, x: hooked(block, y, x, lambda each: F.leaky_relu(each, 0.2)),
+    "bounded, hooked": lambda block, y, x: hooked(block, y, x, F.relu6),
+    "derivative of a derivative, leaky": lambda block, y, x: penalized(block, y, x, F.leaky_relu),
     "sum with a number": lambda block, y, x: F.relu(y + 1),
     "sum by broadcast": lambda block, y, x: F.relu(y + x.mean((2, 3), keepdim=True)),
     "sum times a number": lambda block, y, x: F.relu(torch.add(y, x, alpha=2)),
