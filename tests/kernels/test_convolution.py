@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nano_loop.kernels.convolution import convolution as module
-from nano_loop.kernels.convolution import gradient_plans, weight_gradient
+from nano_loop.kernels.convolution import depthwise, gradient_plans, weight_gradient
 from nano_loop.patching.operators.operators import overridden
 
 NHWC = torch.channels_last
@@ -125,6 +125,24 @@ def test_any_shape_is_as_exact_as_torch(images, channels, outputs, size, kernel,
     tensors = inputs(images, channels, outputs, size, kernel, seed=seed)
     left = assert_as_exact_as_torch(F.conv2d, tensors, stride=stride, padding=padding, dilation=dilation)
     assert left == [(True, False, False)]
+
+
+@pytest.mark.parametrize(("stride", "left"), [(2, []), (1, [(True, False, False)])])
+def test_gradients_of_depthwise_convolutions_are_as_exact_as_torchs(monkeypatch, stride, left):
+    monkeypatch.setattr(depthwise, "MIN_ELEMENTS", 1)
+    tensors, geometry = inputs(channels=24, outputs=24, groups=24), {"groups": 24, "stride": stride, "padding": 1}
+    assert assert_as_exact_as_torch(F.conv2d, tensors, **geometry) == left
+
+
+def test_weights_gradients_of_depthwise_convolutions_in_fp32_are_as_exact_as_torchs(monkeypatch):
+    monkeypatch.setattr(depthwise, "MIN_ELEMENTS", 1)
+    tensors, geometry = inputs(channels=24, outputs=24, groups=24), {"groups": 24, "padding": 1}
+    exact = gradients(F.conv2d, tensors, torch.float64, **geometry)
+    with standing_in() as left:
+        ours = gradients(F.conv2d, tensors, torch.float32, **geometry)
+    assert left == [(True, False, False)]
+    for mine, reference in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
 
 
 def test_greater_sums_are_as_exact_as_torchs():

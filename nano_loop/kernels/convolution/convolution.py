@@ -3,8 +3,9 @@
 oneDNN computes a weight's gradient image by image. The C function of `nano_loop.kernels.convolution.weight_gradient` is
 faster on CPUs with AVX-512's bf16 instructions. On others, for images with few pixels, and for 1×1 kernels, a single
 product over the pixels of all images is. For the bias of a transposed convolution, oneDNN's sum takes several times as
-long as the rest of the backward. Depthwise convolutions with a stride or a large kernel, and convolutions in many
-groups, are up to ten times as fast in fp32, casts included. docs/measurements.md has the times.
+long as the rest of the backward. Those of depthwise convolutions in NHWC have C functions of their own; others with a
+stride or a large kernel, and convolutions in many groups, are up to ten times as fast in fp32, casts included.
+docs/measurements.md has the times.
 """
 
 from __future__ import annotations
@@ -17,8 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nano_loop.kernels.convolution import blocked_convolution, weight_gradient
-from nano_loop.kernels.convolution.gradient_plans import Arguments, Plan, first_guess, for_blocks, pixels_of, plans
+from nano_loop.kernels.convolution import blocked_convolution, depthwise, weight_gradient
+from nano_loop.kernels.convolution.gradient_plans import (
+    Arguments,
+    Plan,
+    first_guess,
+    for_blocks,
+    is_depthwise,
+    pixels_of,
+    plans,
+)
 from nano_loop.kernels.convolution.rounded_convolution import may_be_rounded
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Choose, Replacement
@@ -95,7 +104,8 @@ def faster_backward(
 
     def backward(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
         call = Arguments(*args)
-        if not _is_plain(torch.float32 if rounds_inputs else torch.bfloat16, *call[:3]):
+        in_fp32 = not rounds_inputs and call.weight.dtype is torch.float32 and is_depthwise(call)
+        if not _is_plain(torch.float32 if rounds_inputs or in_fp32 else torch.bfloat16, *call[:3]):
             return kernel(keys, *args)
 
         def by_plan(plan: Plan, *arguments: Any) -> _Gradients:
@@ -104,8 +114,8 @@ def faster_backward(
         def algorithms() -> dict[str, Callable[..., _Gradients]]:
             return {plan.name: functools.partial(by_plan, plan) for plan in {*plans(call), first_guess(call)}}
 
-        plan = first_guess(call)
-        if choose is not None:
+        plan = Plan("torch", "depthwise") if in_fp32 and call.output_mask[1] else first_guess(call)
+        if choose is not None and not in_fp32:
             plan = Plan(*choose(call, algorithms, plan.name).split("/"))
         computed = attempt(by_plan, plan, *call)
         return kernel(keys, *args) if computed is None else computed
@@ -119,6 +129,11 @@ def _by_plan(
     needs_inputs, _, needs_bias = call.output_mask
     dtype, exact = call.weight.dtype, call.gradient
     ours: list[Tensor | None] = [None, None, None]
+    geometry = weight_gradient.Geometry(call.weight.shape[2:], *call[4:7])
+    if plan.inputs == "depthwise":
+        ours[0] = depthwise.input_gradient(*call[:3], geometry)
+    if plan.weight == "depthwise":
+        ours[1] = depthwise.weight_gradient(*call[:2], geometry)
     fp32 = plan.inputs == "fp32", plan.weight == "fp32"
     if rounds_inputs and needs_inputs and not fp32[0]:
         ours[0] = _input_gradient_in_blocks(call)

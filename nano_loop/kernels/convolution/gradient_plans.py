@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_loop.kernels.convolution import weight_gradient
+from nano_loop.kernels.convolution import depthwise, weight_gradient
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 25
@@ -40,10 +40,11 @@ class Plan(NamedTuple):
 
     Attributes
     ----------
-    inputs : {"torch", "fp32"}
+    inputs : {"torch", "fp32", "depthwise"}
         The inputs' gradient.
-    weight : {"torch", "fp32", "product", "blocks"}
-        The weight's: by torch's kernel in bf16 or in fp32, by one product, or in blocks by the C function.
+    weight : {"torch", "fp32", "product", "blocks", "depthwise"}
+        The weight's: by torch's kernel in bf16 or in fp32, by one product, or by C functions: in blocks, and for a
+        depthwise convolution.
     """
 
     inputs: str = "torch"
@@ -79,6 +80,9 @@ class Arguments(NamedTuple):
 def first_guess(call: Arguments) -> Plan:
     """Return the plan that was the fastest on the machines of docs/measurements.md."""
     needs_inputs, needs_weight, _ = call.output_mask
+    if is_depthwise(call):
+        has_stride = needs_inputs and max(call.stride) > 1
+        return Plan("depthwise" if has_stride else "torch", "depthwise" if needs_weight else "torch")
     in_fp32 = needs_inputs and _inputs_are_faster_in_fp32(call)
     how = "torch"
     if needs_weight and _blocks_are_faster(call):
@@ -98,12 +102,21 @@ def plans(call: Arguments) -> list[Plan]:
     16 times as long, which is long even to measure.
     """
     needs_inputs, needs_weight, _ = call.output_mask
+    if is_depthwise(call):
+        kinds = [["torch", "depthwise"] if is_needed else ["torch"] for is_needed in (needs_inputs, needs_weight)]
+        return [Plan(*pair) for pair in itertools.product(*kinds)]
     fp32 = ["fp32"] if call.groups > 1 or min(call.weight.shape[:2]) <= _FEW_CHANNELS else []
     product = ["product"] if not call.transposed and _product_supports(call) else []
     blocks = ["blocks"] if _blocks_support(call) else []
     inputs = ["torch", *fp32] if needs_inputs else ["torch"]
     weights = ["torch", *blocks, *product, *([] if call.transposed else fp32)] if needs_weight else ["torch"]
     return [Plan(*pair) for pair in itertools.product(inputs, weights)]
+
+
+def is_depthwise(call: Arguments) -> bool:
+    """Whether the C functions for depthwise convolutions compute the gradients."""
+    geometry = weight_gradient.Geometry(call.weight.shape[2:], call.stride, call.padding, call.dilation)
+    return not call.transposed and depthwise.supports(*call[:3], geometry, call.groups)
 
 
 def pixels_of(call: Arguments) -> int:

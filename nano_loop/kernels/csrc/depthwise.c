@@ -1,0 +1,190 @@
+/* Gradients of depthwise convolutions of images in NHWC, in fp32 or bf16: each channel has a kernel of its own.
+
+   Channels lie side by side, so vectors are of neighbours in memory, and the functions are bound by it. Sums are in fp32
+   over at most `PIXELS` pixels and a row, and go on in double precision. How an image is divided depends on its shape
+   alone, so a result does not depend on the number of threads. */
+#include <stdlib.h>
+
+#include "elements.h"
+#include "threads.h"
+
+#define POSITIONS 64 /* of a kernel, at most */
+#define PIXELS 128   /* of whose rows fp32 sums are taken, about */
+#define PARTS 16     /* into as many, images are divided, where they are fewer */
+
+typedef struct {
+    int64_t images, channels, rows, columns, out_rows, out_columns;
+    int64_t kernel[2], stride[2], padding[2], dilation[2]; /* of rows, and of columns */
+    int64_t bf16;
+} Call;
+
+/* The place of an input's row or column below a position of the kernel, which may lie outside. */
+INLINE int64_t below(const Call *call, int axis, int64_t out, int64_t position) {
+    return out * call->stride[axis] - call->padding[axis] + position * call->dilation[axis];
+}
+
+/* Which rows or columns of the output a row or column of the input reaches, by which positions of the kernel. */
+typedef struct {
+    int64_t count, out[POSITIONS], position[POSITIONS];
+} Reached;
+
+static void reach(const Call *call, int axis, int64_t place, int64_t outs, Reached *reached) {
+    reached->count = 0;
+    for (int64_t k = 0; k < call->kernel[axis]; k++) {
+        int64_t moved = place + call->padding[axis] - k * call->dilation[axis];
+        if (moved < 0 || moved % call->stride[axis] || moved / call->stride[axis] >= outs) continue;
+        reached->out[reached->count] = moved / call->stride[axis];
+        reached->position[reached->count++] = k;
+    }
+}
+
+/* The gradients of an input's pixel, of `wide` vectors of channels: gradients times weights. */
+INLINE void pixel(const void *gradient, const float *weight, void *out, int64_t at, const int64_t *from,
+                  const int64_t *by, int64_t count, int64_t channel, int wide, int bf16) {
+    vector sum0 = {0}, sum1 = {0}, sum2 = {0}, sum3 = {0};
+    for (int64_t i = 0; i < count; i++) {
+#define ADD(I)                                                                                                         \
+    if (I < wide)                                                                                                      \
+        sum##I += load(gradient, from[i] + channel + I * WIDTH, bf16) * load(weight, by[i] + channel + I * WIDTH, 0);
+        ADD(0) ADD(1) ADD(2) ADD(3)
+#undef ADD
+    }
+#define STORE(I)                                                                                                       \
+    if (I < wide) store(out, at + channel + I * WIDTH, bf16, sum##I);
+    STORE(0) STORE(1) STORE(2) STORE(3)
+#undef STORE
+}
+
+INLINE void row_of_input(const Call *call, const void *gradient, const float *weight, void *out, int64_t image,
+                         int64_t row, const Reached *columns, int bf16) {
+    int64_t channels = call->channels, from[POSITIONS], by[POSITIONS];
+    Reached rows;
+    reach(call, 0, row, call->out_rows, &rows);
+    for (int64_t column = 0; column < call->columns; column++) {
+        const Reached *of = columns + column;
+        int64_t count = 0, channel = 0;
+        for (int64_t i = 0; i < rows.count; i++) {
+            int64_t start = (image * call->out_rows + rows.out[i]) * call->out_columns;
+            for (int64_t j = 0; j < of->count; j++, count++) {
+                from[count] = (start + of->out[j]) * channels;
+                by[count] = (rows.position[i] * call->kernel[1] + of->position[j]) * channels;
+            }
+        }
+        int64_t at = ((image * call->rows + row) * call->columns + column) * channels;
+        for (; channel + 4 * WIDTH <= channels; channel += 4 * WIDTH)
+            pixel(gradient, weight, out, at, from, by, count, channel, 4, bf16);
+        for (; channel + 2 * WIDTH <= channels; channel += 2 * WIDTH)
+            pixel(gradient, weight, out, at, from, by, count, channel, 2, bf16);
+        for (; channel < channels; channel += WIDTH) /* the last may be computed twice */
+            pixel(gradient, weight, out, at, from, by, count, least(channel, channels - WIDTH), 1, bf16);
+    }
+}
+
+/* Writes the gradient of the input, from that of the output, and a weight in fp32: [position, channel]. Returns 0 if
+   there is no memory. */
+int input_gradient(const Call *call, const void *gradient, const float *weight, void *out, int threads) {
+    Reached *columns = malloc((size_t)call->columns * sizeof *columns);
+    if (!columns) return 0;
+    for (int64_t column = 0; column < call->columns; column++)
+        reach(call, 1, column, call->out_columns, columns + column);
+    _Pragma("omp parallel for num_threads(threads) schedule(static)")
+    for (int64_t at = 0; at < call->images * call->rows; at++) {
+        if (call->bf16)
+            row_of_input(call, gradient, weight, out, at / call->rows, at % call->rows, columns, 1);
+        else
+            row_of_input(call, gradient, weight, out, at / call->rows, at % call->rows, columns, 0);
+    }
+    free(columns);
+    return 1;
+}
+
+/* Adds to the sums of a row of the kernel, of one or two vectors of channels but some first ones, what rows of the
+   output give. Arrays would stay in memory, so the sums have names. */
+INLINE void rows_of_output(const Call *call, const void *gradient, const void *x, double *sums, int64_t image,
+                           int64_t begin, int64_t end, int64_t down, int64_t channel, int64_t skipped, int width,
+                           int wide, int bf16) {
+    int64_t channels = call->channels;
+#define EACH(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
+#define NAME(K) vector a##K = {0}, b##K = {0};
+    EACH(NAME)
+    for (int64_t row = begin; row < end; row++) {
+        int64_t from = below(call, 0, row, down);
+        if (from < 0 || from >= call->rows) continue;
+        int64_t at = (image * call->out_rows + row) * call->out_columns * channels + channel;
+        int64_t start = (image * call->rows + from) * call->columns * channels + channel;
+        for (int64_t column = 0; column < call->out_columns; column++, at += channels) {
+            vector first = load(gradient, at, bf16), second = wide > 1 ? load(gradient, at + WIDTH, bf16) : first;
+            int64_t left = below(call, 1, column, 0), right = left + (width - 1) * call->dilation[1];
+            int is_inside = left >= 0 && right < call->columns;
+#define ADD(K)                                                                                                         \
+    if (K < width) {                                                                                                   \
+        int64_t place = left + K * call->dilation[1];                                                                  \
+        if (is_inside || (place >= 0 && place < call->columns)) {                                                      \
+            a##K += first * load(x, start + place * channels, bf16);                                                   \
+            if (wide > 1) b##K += second * load(x, start + place * channels + WIDTH, bf16);                            \
+        }                                                                                                              \
+    }
+            EACH(ADD)
+        }
+    }
+#define KEEP(K)                                                                                                        \
+    if (K < width) {                                                                                                   \
+        double *of = sums + (down * width + K) * channels + channel;                                                   \
+        float numbers[2 * WIDTH];                                                                                      \
+        store(numbers, 0, 0, a##K), store(numbers, WIDTH, 0, b##K);                                                    \
+        for (int64_t i = skipped; i < wide * WIDTH; i++) of[i] += numbers[i];                                          \
+    }
+    EACH(KEEP)
+#undef EACH
+#undef NAME
+#undef ADD
+#undef KEEP
+}
+
+/* Adds the sums of a part of an image. */
+INLINE void part_of_image(const Call *call, const void *gradient, const void *x, double *sums, int64_t image,
+                          int64_t begin, int64_t end, int width, int bf16) {
+    int64_t channels = call->channels, some = PIXELS / call->out_columns + 1;
+    for (int64_t row = begin; row < end; row += some)
+        for (int64_t down = 0; down < call->kernel[0]; down++) {
+            int64_t channel = 0, last = least(row + some, end);
+            for (; channel + 2 * WIDTH <= channels; channel += 2 * WIDTH)
+                rows_of_output(call, gradient, x, sums, image, row, last, down, channel, 0, width, 2, bf16);
+            for (; channel < channels; channel += WIDTH) {
+                int64_t from = least(channel, channels - WIDTH);
+                rows_of_output(call, gradient, x, sums, image, row, last, down, from, channel - from, width, 1, bf16);
+            }
+        }
+}
+
+/* Writes the gradient of the weight, in fp32: [position, channel]. The width of the kernel is 3, 5 or 7, and there
+   are 16 channels or more. Returns 0 if there is no memory. */
+int weight_gradient(const Call *call, const void *gradient, const void *x, float *out, int threads) {
+    int64_t parts = least(call->images < PARTS ? (PARTS + call->images - 1) / call->images : 1, call->out_rows);
+    int64_t count = call->kernel[0] * call->kernel[1] * call->channels;
+    double *sums = calloc((size_t)(call->images * parts * count), sizeof *sums);
+    if (!sums) return 0;
+    _Pragma("omp parallel for num_threads(threads) schedule(static)")
+    for (int64_t at = 0; at < call->images * parts; at++) {
+        int64_t part = at % parts, begin = call->out_rows * part / parts, end = call->out_rows * (part + 1) / parts;
+#define PART(WIDTH_OF_KERNEL, BF16)                                                                                    \
+    part_of_image(call, gradient, x, sums + at * count, at / parts, begin, end, WIDTH_OF_KERNEL, BF16)
+#define PARTS_OF(WIDTH_OF_KERNEL) (call->bf16 ? PART(WIDTH_OF_KERNEL, 1) : PART(WIDTH_OF_KERNEL, 0))
+        if (call->kernel[1] == 3)
+            PARTS_OF(3);
+        else if (call->kernel[1] == 5)
+            PARTS_OF(5);
+        else
+            PARTS_OF(7);
+#undef PART
+#undef PARTS_OF
+    }
+    _Pragma("omp parallel for num_threads(threads) schedule(static)")
+    for (int64_t i = 0; i < count; i++) {
+        double sum = 0;
+        for (int64_t at = 0; at < call->images * parts; at++) sum += sums[at * count + i];
+        out[i] = (float)sum;
+    }
+    free(sums);
+    return 1;
+}
