@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from torch import nn
+from torch.nn.modules import batchnorm
 from typing_extensions import override
 
 from nano_loop.kernels.norm import norms, rms_norm
@@ -53,4 +54,6 @@ class FastNorm(KernelStep):
 
 def _around(module: nn.Module) -> Call | None:
     """Return what is around the calls of a batch norm whose output no code sees before the module returns it."""
-    return NormWithRelu() if type(module).forward is nn.BatchNorm2d.forward else None
+    code = getattr(type(module).forward, "__code__", None)
+    is_torchs = code is not None and code.co_filename == batchnorm.__file__  # and not what somebody has put there
+    return NormWithRelu() if is_torchs and not isinstance(module, nn.SyncBatchNorm) else None

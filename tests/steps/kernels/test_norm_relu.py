@@ -1,5 +1,6 @@
 """Batch norms with the ReLU behind them, in runs: to the bit as each by itself, whatever reads their outputs."""
 
+import functools
 import warnings
 import weakref
 from contextlib import ExitStack
@@ -379,6 +380,20 @@ def test_module_is_computed_as_alone(called, monkeypatch, change, fused):
     assert called.count(FUSED) == fused
     apart(monkeypatch)
     assert_equal(found, trained(relu, make=make))
+
+
+def test_forward_that_was_put_in_the_place_of_torchs_sees_the_output(called, monkeypatch):
+    plain = nn.BatchNorm2d.forward
+
+    @functools.wraps(plain)
+    def forward(self, x):
+        return plain(self, x) * 2
+
+    monkeypatch.setattr(nn.modules.batchnorm._BatchNorm, "forward", forward)
+    found = trained(relu)
+    assert FUSED not in called
+    apart(monkeypatch)
+    assert_equal(found, trained(relu))
 
 
 class Seen(torch.overrides.TorchFunctionMode):
