@@ -22,12 +22,6 @@ def has_tensor_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def function_of(node: Any) -> type[torch.autograd.Function]:
-    """Return the custom function of its node. torch has no public name for it."""
-    function: type[torch.autograd.Function] = type(node)._forward_cls
-    return function
-
-
 def has_saved_tensor_hooks() -> bool:
     """Whether hooks see the tensors that this thread's autograd nodes save. torch has no public check."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -93,12 +93,3 @@ def test_hooks_of_saved_tensors_are_seen():
     with torch.autograd.graph.save_on_cpu():
         assert private.has_saved_tensor_hooks()
     assert not private.has_saved_tensor_hooks()
-
-
-def test_node_of_a_custom_function_tells_which_one():
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-    assert private.function_of(Doubled.apply(torch.ones(1, requires_grad=True)).grad_fn) is Doubled

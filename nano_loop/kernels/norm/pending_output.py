@@ -5,25 +5,23 @@ module returns a `PendingOutput` whose elements are not written. torch calls `Pe
 whatever reads one or asks for its attributes. Unless it is that ReLU, the elements are written then, the tensor becomes
 a plain one, and the module's next outputs are written at once.
 
-torch does not call it where C++ code takes a tensor for a custom autograd function, for scripted code, or for a
-transform of `torch.func`: `all_written` has them written before. And compiled code would have to be traced through it:
-once there is any, no output is pending.
+torch does not call it where C++ code takes a tensor for scripted code, or for a transform of `torch.func`:
+`all_written` has them written before. Custom autograd functions save the tensor itself. And compiled code would have to
+be traced through it: once there is any, no output is pending.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from nano_loop.kernels.norm import norm_arguments
 from nano_loop.kernels.norm.norm_relu import Bypassed, Normalized, NormRelu, Relu, Sum
@@ -37,7 +35,7 @@ from nano_loop.patching.torch_private import (
     in_functorch,
     in_mode,
 )
-from nano_loop.patching.torch_private_autograd import function_of, has_saved_tensor_hooks, in_forward_mode
+from nano_loop.patching.torch_private_autograd import has_saved_tensor_hooks, in_forward_mode
 from nano_loop.patching.torch_private_compiler import has_compiled_code
 
 #: The ReLUs that may read a pending output, and whether they change it.
@@ -49,9 +47,6 @@ _RELUS: Mapping[Any, bool] = {
 _OF_RELUS = frozenset(("inplace", "negative_slope", "min_val", "max_val"))
 #: The sums, likewise.
 _SUMS: Mapping[Any, bool] = {torch.add: False, Tensor.add: False, Tensor.add_: True}
-
-
-_OURS = f"{__name__.partition('.')[0]}."
 
 
 class NormWithRelu:
@@ -208,15 +203,6 @@ def requested(x: Tensor) -> NormCall | None:
 def all_written() -> Iterator[None]:
     """Let what C++ code reads find no tensor whose elements are not written, in the body."""
 
-    def making(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:  # C++ makes the node before it calls the forward
-            original(self, *args, **kwargs)
-            if _state.unwritten and not function_of(self).__module__.startswith(_OURS):
-                _settle_all()
-
-        return init
-
     def calling(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if _state.unwritten:
@@ -226,7 +212,6 @@ def all_written() -> Iterator[None]:
         return call
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(cast(Any, BackwardCFunction), "__init__", making))
         for owner, name in READING_IN_CPP:
             stack.enter_context(replaced(owner, name, calling))
         yield
