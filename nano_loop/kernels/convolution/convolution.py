@@ -3,7 +3,7 @@
 oneDNN computes a weight's gradient image by image. The C function of `nano_loop.kernels.convolution.weight_gradient` is
 faster on CPUs with AVX-512's bf16 instructions. On others, for images with few pixels, and for 1×1 kernels, a single
 product over the pixels of all images is. For the bias of a transposed convolution, oneDNN's sum takes several times as
-long as the rest of the backward. Those of depthwise convolutions in NHWC have C functions of their own; others with a
+long as the rest of the backward. C functions compute those of depthwise convolutions in NHWC. Others with a
 stride or a large kernel, and convolutions in many groups, are up to ten times as fast in fp32, casts included.
 docs/measurements.md has the times.
 """

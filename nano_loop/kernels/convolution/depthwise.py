@@ -1,6 +1,6 @@
 """The gradients of depthwise convolutions of images in NHWC by C functions (``depthwise.c``), in bf16 or fp32.
 
-Each channel has a kernel of its own, so there is little to multiply, and the functions are bound by the memory.
+Each channel has its own kernel, so there is little to multiply, and the functions are bound by the memory.
 oneDNN's take up to 13 times as long in bf16.
 """
 

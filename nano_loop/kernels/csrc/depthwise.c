@@ -1,4 +1,4 @@
-/* Gradients of depthwise convolutions of images in NHWC, in fp32 or bf16: each channel has a kernel of its own.
+/* Gradients of depthwise convolutions of images in NHWC, in fp32 or bf16: each channel has its own kernel.
 
    Channels lie side by side, so vectors are of neighbours in memory, and the functions are bound by it. Sums are in fp32
    over at most `PIXELS` pixels and a row, and go on in double precision. How an image is divided depends on its shape

@@ -7,7 +7,7 @@
    A part has its sum and the squared differences from its own mean, so equal elements have no variance however large
    they are.
 
-   The ReLU behind a batch norm, or one like it, and what is added between the two, are computed in the same passes. Its
+   The ReLU, ReLU6 or leaky ReLU after a batch norm, and a sum between the two, are computed in the same passes. Its
    derivative follows from its output, or where nothing is added from the norm's, which is computed once more.
 
    Statistics of batch and group norms belong to (s, c): a segment s, and a channel c. Tensors are in NHWC, as rows of

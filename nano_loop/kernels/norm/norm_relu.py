@@ -1,4 +1,4 @@
-"""Batch norms with the ReLU behind them, or one like it, and with what is added between, in the passes of the norm.
+"""Batch norms with a following ReLU, ReLU6 or leaky ReLU, and with a sum between them, in the passes of the norm.
 
 The graph has torch's node of the norm, one for the sum, and one for the ReLU. The backward of the last gives the norm's
 inputs their gradients, and nothing to the nodes between. So gradients of other uses of a norm's output add up as

@@ -1,4 +1,4 @@
-"""Outputs of batch norms that are written by what reads them: by a ReLU, or one like it, with its result in one pass.
+"""Outputs of batch norms that their readers write: a ReLU, ReLU6 or leaky ReLU writes its result in one pass.
 
 The first calls of a module show whether its output goes to a ReLU, or to a sum and then to a ReLU. From then on the
 module returns a `PendingOutput` whose elements are not written. torch calls `PendingOutput.__torch_function__` for

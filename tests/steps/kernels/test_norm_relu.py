@@ -382,7 +382,7 @@ def test_module_is_computed_as_alone(called, monkeypatch, change, fused):
     assert_equal(found, trained(relu, make=make))
 
 
-def test_forward_that_was_put_in_the_place_of_torchs_sees_the_output(called, monkeypatch):
+def test_replaced_forward_sees_the_output(called, monkeypatch):
     plain = nn.BatchNorm2d.forward
 
     @functools.wraps(plain)
