@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from nano_loop.errors import error_message
+from nano_loop.kernels import denormals
 from nano_loop.kernels.embedding.row_gradient import row_gradients
 from nano_loop.optimizers import own_kernels, row_steps
 from nano_loop.optimizers.row_steps import RowStep, Rule
@@ -38,6 +39,8 @@ _Group = dict[str, Any]
 #: Calls a kernel with what was gathered for a group.
 _Kernel = Callable[[], None]
 
+#: The least eps beside which the root of a denormal moment changes no bit of a divisor.
+_EPS = 1e-11
 #: The ids of the optimizers whose steps are direct.
 _direct: set[int] = process_wide("optimizers that step directly", set())
 
@@ -137,14 +140,20 @@ def _called_directly(optimizer: Optimizer) -> bool:
         return False
     gather = _GATHER[type(optimizer)]
     kernels: list[_Kernel] = []
+    flushes = True
     for group in optimizer.param_groups:
         kernel = gather(optimizer, group)
         if kernel is None:
             return False
         kernels.append(kernel)
+        flushes = flushes and group.get("eps", 1.0) >= _EPS
     with torch.no_grad():
-        for kernel in kernels:
-            kernel()
+        threads = denormals.flush() if flushes else 0
+        try:
+            for kernel in kernels:
+                kernel()
+        finally:
+            denormals.restore(threads)
     return True
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -99,6 +99,32 @@ def test_steps_are_torchs_bit_for_bit_while_the_loop_changes_the_settings(kind, 
     assert_equal(direct, plain)
     with by_torch():
         step(direct, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "name", "becomes_0"),
+    [
+        (Adam, {"fused": True}, "exp_avg", True),
+        (Adam, {"fused": True, "eps": 1e-20}, "exp_avg", False),  # it may matter beside this
+        (Adagrad, {"fused": True}, "sum", True),
+        (SGD, {"fused": True, "momentum": 0.9}, "momentum_buffer", True),
+        (RMSprop, {}, "square_avg", True),
+        (RMSprop, {"eps": 1e-20}, "square_avg", False),
+    ],
+)
+def test_moments_that_are_denormal_become_0(kind, settings, name, becomes_0):
+    parameters = [torch.randn(size, requires_grad=True) for size in (3, 1 << 18)]
+    optimizer = kind(parameters, lr=1e-3, **settings)
+    with stepped_directly(optimizer):
+        step(optimizer, seed=0)
+        for parameter in parameters:
+            parameter.grad.zero_()
+            optimizer.state[parameter][name].fill_(1e-39)
+        optimizer.step()
+    for parameter in parameters:
+        moments = optimizer.state[parameter][name]
+        assert moments.count_nonzero() == (0 if becomes_0 else moments.numel())
+    assert torch.full((1 << 18,), 1e-39).mul(0.5).all()  # as before
 
 
 @OF_EACH_KIND

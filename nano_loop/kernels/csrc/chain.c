@@ -5,6 +5,7 @@
    element is summed in an order that does not depend on the number of threads. */
 #include <stddef.h>
 
+#include "denormals.h"
 #include "fp32_functions.h"
 #include "fp32_product.h"
 #include "threads.h"
@@ -372,8 +373,10 @@ void chain_backward(Call *call, const float *in, float *memory, float *out, floa
 #pragma omp parallel num_threads(parts_of(&chain, threads))
     {
         Part part = part_of_thread(&chain);
+        unsigned state = flush_denormals(1);
         backward_part(&chain, &part);
 #pragma omp barrier
         backward_weights(&chain, &part);
+        restore(state);
     }
 }

@@ -41,7 +41,7 @@ static void reach(const Call *call, int axis, int64_t place, int64_t outs, Reach
 /* The gradients of an input's pixel, of `wide` vectors of channels: gradients times weights. */
 INLINE void pixel(const void *gradient, const float *weight, void *out, int64_t at, const int64_t *from,
                   const int64_t *by, int64_t count, int64_t channel, int wide, int bf16) {
-    vector sum0 = {0}, sum1 = {0}, sum2 = {0}, sum3 = {0};
+    Vector sum0 = {0}, sum1 = {0}, sum2 = {0}, sum3 = {0};
     for (int64_t i = 0; i < count; i++) {
 #define ADD(I)                                                                                                         \
     if (I < wide)                                                                                                      \
@@ -105,7 +105,7 @@ INLINE void rows_of_output(const Call *call, const void *gradient, const void *x
                            int wide, int bf16) {
     int64_t channels = call->channels;
 #define EACH(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
-#define NAME(K) vector a##K = {0}, b##K = {0};
+#define NAME(K) Vector a##K = {0}, b##K = {0};
     EACH(NAME)
     for (int64_t row = begin; row < end; row++) {
         int64_t from = below(call, 0, row, down);
@@ -113,7 +113,7 @@ INLINE void rows_of_output(const Call *call, const void *gradient, const void *x
         int64_t at = (image * call->out_rows + row) * call->out_columns * channels + channel;
         int64_t start = (image * call->rows + from) * call->columns * channels + channel;
         for (int64_t column = 0; column < call->out_columns; column++, at += channels) {
-            vector first = load(gradient, at, bf16), second = wide > 1 ? load(gradient, at + WIDTH, bf16) : first;
+            Vector first = load(gradient, at, bf16), second = wide > 1 ? load(gradient, at + WIDTH, bf16) : first;
             int64_t left = below(call, 1, column, 0), right = left + (width - 1) * call->dilation[1];
             int is_inside = left >= 0 && right < call->columns;
 #define ADD(K)                                                                                                         \

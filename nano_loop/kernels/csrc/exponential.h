@@ -1,13 +1,6 @@
-/* A choice between vectors of fp32 numbers, and the exponential in parts, for any CPU. */
+/* The exponential in parts, for any CPU. */
 #pragma once
-#include "fp32_tiles.h"
-
-/* The bits of `yes` where those of a comparison are set, and else of `no`. */
-#define CHOOSE(CONDITION, YES, NO)                                                                                     \
-    ({                                                                                                                 \
-        Words mask = (Words)(CONDITION);                                                                               \
-        (Vector)((mask & (Words)(YES)) | (~mask & (Words)(NO)));                                                       \
-    })
+#include "lanes.h"
 
 /* Returns p, and 2^n in `power`: exp of a number from -87 to 87 is 2^n (1 + p), by the scheme of Cephes' expf. */
 INLINE Vector exponential_parts(Vector x, Vector *power) {

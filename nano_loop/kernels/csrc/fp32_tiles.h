@@ -1,35 +1,17 @@
-/* Vectors of fp32 numbers, and sums of products of a few rows with the columns of a tile, for any CPU.
-
-   Vectors are GCC's and clang's own. Intrinsics only load and store parts of them. */
+/* Sums of products of a few rows with the columns of a tile, for any CPU. Intrinsics only load and store parts of
+   vectors. */
 #pragma once
-#include <stdint.h>
-#include <string.h>
+#include "lanes.h"
 
-#if defined(__AVX512F__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
-#if defined(__AVX512F__)
-#define WIDTH 16 /* numbers of a vector */
-#define ROWS 6   /* whose sums are computed at a time: with a tile's vectors, as many as there are registers for */
-#elif defined(__AVX2__)
-#define WIDTH 8
-#define ROWS 3
-#else
-#define WIDTH 4
-#define ROWS 6
-#endif
+/* Rows whose sums are computed at a time: with a tile's vectors, as many as there are registers for. */
+#define ROWS (WIDTH == 8 ? 3 : 6)
 #define VECTORS 4 /* of a tile, at most */
 #define TILE (VECTORS * WIDTH)
 #define CHUNK 20 /* products that are summed one after another, at most: sums of sums have smaller errors */
 #define MULTIPLICATIONS (1 << 19) /* for which one more thread is started */
 
-typedef float Vector __attribute__((vector_size(4 * WIDTH)));
-typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef float Unaligned __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t divided(int64_t number, int64_t by) { return (number + by - 1) / by; }
 INLINE int64_t up_to(int64_t number, int64_t multiple) { return divided(number, multiple) * multiple; }

@@ -1,4 +1,5 @@
 /* The OpenMP runtime that the functions of this folder call. They run on torch's threads if it is torch's, too. */
+#include "denormals.h"
 #include "threads.h"
 
 extern void omp_set_num_threads(int);
@@ -14,4 +15,17 @@ int threads_of_region(int threads) {
 #pragma omp single
     count = omp_get_num_threads();
     return count;
+}
+
+static _Thread_local unsigned state_before;
+
+/* Lets results of these threads that are denormal be 0, in whatever they compute until `restore_threads`. */
+void flush_threads(int threads) {
+#pragma omp parallel num_threads(threads)
+    state_before = flush_denormals(1);
+}
+
+void restore_threads(int threads) {
+#pragma omp parallel num_threads(threads)
+    restore(state_before);
 }

@@ -13,6 +13,7 @@
 
    All but products is in fp32. What they multiply by weights is rounded to bf16 if that is asked for, and the CPU has the bf16
    instructions of AVX-512. */
+#include "denormals.h"
 #include "exponential.h"
 #include "fp32_product.h"
 #include "threads.h"
@@ -637,6 +638,7 @@ static void compute(Layer *work, int backward, char *scratch, int threads) {
 #pragma omp parallel num_threads((int)parts)
     {
         int64_t number = omp_get_thread_num(), count = omp_get_num_threads();
+        unsigned state = flush_denormals(backward);
         (backward ? pack_backward : pack_forward)(work, number, count);
 #pragma omp barrier
         Part part = {0, tiles, 0, call->batch, 0};
@@ -652,6 +654,7 @@ static void compute(Layer *work, int backward, char *scratch, int threads) {
             sum_columns(work, vectors * number / count * WIDTH, least(width, vectors * (number + 1) / count * WIDTH));
             multiply_gradients(work, number, count);
         }
+        restore(state);
     }
 }
 

@@ -22,6 +22,7 @@ from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
 from nano_loop.kernels.memory import DENSE, FLOATS, FP32, empty
 from nano_loop.kernels.norm import norm_arguments
+from nano_loop.kernels.norm.norm_activation import FUNCTIONS, Normalized, NormKind
 from nano_loop.kernels.norm.norm_arguments import (
     are_fp32,
     has_fp32_statistics,
@@ -31,7 +32,6 @@ from nano_loop.kernels.norm.norm_arguments import (
     shape_of,
     supports_rows,
 )
-from nano_loop.kernels.norm.norm_relu import FUNCTIONS, Normalized
 from nano_loop.kernels.norm.pending_output import requested
 from nano_loop.kernels.replacement import Replacement, unless_none
 from nano_loop.patching.operators.operators import Kernel
@@ -79,7 +79,7 @@ def _for_set_up_models(compute: _Compute) -> Callable[[Kernel | None], Callable[
             return None
         if x.dtype is not torch.float32:
             is_ours = belongs_to_set_up_model()
-        elif requested(x) is not None:  # with the ReLU, it reads and writes less than torch's kernels in any layout
+        elif requested(x) is not None:  # with the activation, less is read and written than by torch in any layout
             is_ours = rule_for(RULE) is not None
         else:
             is_ours = _FASTER_IN_FP32[name](*args) and is_compiled(
@@ -129,7 +129,7 @@ def batch_norm(
     if not KERNEL("batch_norm", shape, x, *parameters, *numbers, written, means, inverses):
         return None
     if call is not None:
-        call.note(Normalized(KERNEL, shape, x, weight, bias, means, inverses), out)
+        call.note(Normalized(NormKind(KERNEL, shape, 0, float(eps)), x, weight, bias, means, inverses), out)
     return out, means, inverses
 
 
@@ -168,9 +168,14 @@ def group_norm(
         return None
     if not has_fp32_statistics(x, weight, bias) or not layout.has_groups(images, channels, pixels, groups):
         return None
-    results = (torch.empty_like(x), empty(images, groups), empty(images, groups))
-    is_done = KERNEL("group_norm", shape_of(x, layout), groups, x, weight, bias, float(eps), *results)
-    return results if is_done else None
+    out, means, inverses = torch.empty_like(x), empty(images, groups), empty(images, groups)
+    kind, call = NormKind(KERNEL, shape_of(x, layout), groups, float(eps)), requested(x)
+    written = out if call is None else None
+    if not KERNEL("group_norm", kind.shape, groups, x, weight, bias, kind.eps, written, means, inverses):
+        return None
+    if call is not None:
+        call.note(Normalized(kind, x, weight, bias, means, inverses), out)
+    return out, means, inverses
 
 
 def group_norm_backward(

@@ -1,9 +1,9 @@
-"""Outputs of batch norms that their readers write: a ReLU, ReLU6 or leaky ReLU writes its result in one pass.
+"""Outputs of batch and group norms that their readers write: an activation writes its result in one pass.
 
-The first calls of a module show whether its output goes to a ReLU, or to a sum and then to a ReLU. From then on the
-module returns a `PendingOutput` whose elements are not written. torch calls `PendingOutput.__torch_function__` for
-whatever reads one or asks for its attributes. Unless it is that ReLU, the elements are written then, the tensor becomes
-a plain one, and the module's next outputs are written at once.
+The first calls of a module show whether its output goes to an activation, or to a sum and then to a ReLU. From then on
+the module returns a `PendingOutput` whose elements are not written. torch calls `PendingOutput.__torch_function__` for
+whatever reads one or asks for its attributes. Unless it is such an activation, the elements are written then, the
+tensor becomes a plain one, and the module's next outputs are written at once.
 
 torch does not call it where C++ code takes a tensor for scripted code, or for a transform of `torch.func`:
 `all_written` has them written before. Custom autograd functions save the tensor itself. And compiled code would have to
@@ -24,7 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nano_loop.kernels.norm import norm_arguments
-from nano_loop.kernels.norm.norm_relu import Bypassed, Normalized, NormRelu, Relu, Sum
+from nano_loop.kernels.norm.norm_activation import (
+    HARDSWISH,
+    SILU,
+    Activation,
+    Bypassed,
+    NormActivation,
+    Normalized,
+    Sum,
+)
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.torch_private import (
@@ -38,24 +46,25 @@ from nano_loop.patching.torch_private import (
 from nano_loop.patching.torch_private_autograd import has_saved_tensor_hooks, in_forward_mode
 from nano_loop.patching.torch_private_compiler import has_compiled_code
 
-#: The ReLUs that may read a pending output, and whether they change it.
-_RELUS: Mapping[Any, bool] = {
-    **dict.fromkeys((F.relu, F.relu6, F.hardtanh, F.leaky_relu), False),
+#: The activations that may read a pending output, and whether they change it.
+_ACTIVATIONS: Mapping[Any, bool] = {
+    **dict.fromkeys((F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.silu, F.hardswish), False),
     **dict.fromkeys((torch.relu, Tensor.relu), False),
     **dict.fromkeys((torch.relu_, Tensor.relu_), True),
 }
-_OF_RELUS = frozenset(("inplace", "negative_slope", "min_val", "max_val"))
+_SMOOTH = {F.silu: SILU, F.hardswish: HARDSWISH}
+_OPTIONS = frozenset(("inplace", "negative_slope", "min_val", "max_val"))
 #: The sums, likewise.
 _SUMS: Mapping[Any, bool] = {torch.add: False, Tensor.add: False, Tensor.add_: True}
 
 
-class NormWithRelu:
-    """What is around the calls of one batch norm's module.
+class NormWithActivation:
+    """What is around the calls of one norm's module.
 
     Attributes
     ----------
     expects_sum : bool
-        Whether its outputs have gone to a sum before the ReLU.
+        Whether its outputs have gone to a sum before a ReLU.
     """
 
     def __init__(self) -> None:
@@ -75,7 +84,7 @@ class NormWithRelu:
         return call.hand_over(output)
 
     def learn(self, *, has_sum: bool) -> None:
-        """Note that a ReLU has read an output, or the sum of one and another tensor."""
+        """Note that an activation has read an output, or the sum of one and another tensor."""
         self.expects_sum, self._is_known = has_sum, True
 
     def give_up(self) -> None:
@@ -84,13 +93,13 @@ class NormWithRelu:
 
 
 class NormCall:
-    """A call of a batch norm, and what has become of its output.
+    """A call of a norm, and what has become of its output.
 
     Parameters
     ----------
     x : torch.Tensor
         The input.
-    norm : NormWithRelu
+    norm : NormWithActivation
         What is around its module.
     is_deferred : bool
         Whether the elements of the output are left to what reads it. If not, its first reader is noted.
@@ -103,13 +112,13 @@ class NormCall:
     def __init__(
         self,
         x: Tensor,
-        norm: NormWithRelu,
+        norm: NormWithActivation,
         *,
         is_deferred: bool,
         has_sum: bool = False,
         bypassed: Bypassed | None = None,
     ) -> None:
-        self.x, self.norm, self.is_deferred, self._has_sum = x, norm, is_deferred, has_sum
+        self.x, self.norm, self.is_deferred, self.has_sum = x, norm, is_deferred, has_sum
         self._bypassed = Bypassed() if bypassed is None else bypassed
         self._normalized: Normalized | None = None
         self._out: Tensor | None = None
@@ -129,18 +138,19 @@ class NormCall:
             self._unchanged().write(out)
         return output
 
-    def relu_of(self, pending: PendingOutput, relu: Relu, in_place: bool) -> Tensor | None:
-        """Return the ReLU of a pending output. None: it is written."""
+    def activated(self, pending: PendingOutput, activation: Activation, in_place: bool) -> Tensor | None:
+        """Return the activation of a pending output. None: it is written."""
         if not self.is_deferred:
-            self.norm.learn(has_sum=self._has_sum)
+            self.norm.learn(has_sum=self.has_sum)
             pending.as_plain()
             return None
         normalized = self._unchanged()
-        return _apply(NormRelu, relu, self._bypassed, in_place, self._read(pending, in_place), *normalized)
+        output = self._read(pending, in_place)
+        return _apply(NormActivation, activation, self._bypassed, in_place, output, *normalized)
 
     def sum_of(self, pending: PendingOutput, other: Tensor, in_place: bool) -> Tensor | None:
         """Return the sum of a pending output and another tensor, which is pending, too. None: it is not deferred."""
-        if not self.is_deferred or not self.norm.expects_sum or self._has_sum:
+        if not self.is_deferred or not self.norm.expects_sum or self.has_sum:
             return None
         normalized = self._unchanged()._replace(added=other)
         total: Tensor = self._continued(_apply(Sum, self._read(pending, in_place), other, in_place), normalized)
@@ -148,7 +158,7 @@ class NormCall:
 
     def watched(self, total: Any) -> Any:
         """Return a sum of the output as one whose first reader is noted, too."""
-        return total if self.is_deferred or self._has_sum else self._continued(total)
+        return total if self.is_deferred or self.has_sum else self._continued(total)
 
     def settle(self, out: Tensor) -> None:
         """Write the output, as something else reads it."""
@@ -175,7 +185,7 @@ class NormCall:
 
 
 class _State(threading.local):
-    """What this thread's batch norms are doing.
+    """What this thread's norms are doing.
 
     Attributes
     ----------
@@ -194,7 +204,7 @@ _state = _State()
 
 
 def requested(x: Tensor) -> NormCall | None:
-    """Return the call with this input to which a batch norm leaves the writing of its output, or None."""
+    """Return the call with this input to which a norm leaves the writing of its output, or None."""
     call = _state.call
     return call if call is not None and call.is_deferred and call.x is x else None
 
@@ -226,7 +236,7 @@ def _settle_all() -> None:
 
 
 class PendingOutput(Tensor):
-    """The output of a batch norm, or a sum of one, that nothing has read yet."""
+    """The output of a norm, or a sum of one, that nothing has read yet."""
 
     _call: NormCall
 
@@ -259,8 +269,8 @@ class PendingOutput(Tensor):
         """Call a function of torch: that computes the norm's output, or takes it as a plain tensor."""
         kwargs = kwargs or {}
         with below_subclasses():
-            if func in _RELUS and len(args) == 1 and kwargs.keys() <= _OF_RELUS:
-                result = _relu(func, args[0], **kwargs)
+            if func in _ACTIVATIONS and len(args) == 1 and kwargs.keys() <= _OPTIONS:
+                result = _activated(func, args[0], **kwargs)
             elif func in _SUMS and len(args) == 2 and not kwargs:
                 result = _sum(func, *args)
             else:
@@ -272,7 +282,7 @@ class PendingOutput(Tensor):
         return func(*args, **kwargs)
 
 
-def _relu(
+def _activated(
     func: Any,
     pending: PendingOutput,
     inplace: bool = False,
@@ -280,11 +290,17 @@ def _relu(
     min_val: float = 0.0,
     max_val: float = math.nan,
 ) -> Tensor | None:
-    """Return the ReLU of a pending output, or None if that is to be written before. torch names all arguments."""
+    """Return the activation of a pending output, or None if that is to be written before. torch names all arguments."""
     if min_val != 0 or negative_slope < 0 or max_val <= 0:
         return None
-    ceiling = torch.tensor(6.0 if func is F.relu6 else max_val, dtype=pending.dtype, device="cpu")
-    return pending._call.relu_of(pending, Relu(negative_slope, ceiling.item()), _RELUS[func] or inplace)
+    if func not in _SMOOTH:
+        ceiling = torch.tensor(6.0 if func is F.relu6 else max_val, dtype=pending.dtype, device="cpu")
+        activation = Activation.relu(negative_slope, ceiling.item())
+    elif pending._call.has_sum:
+        return None
+    else:
+        activation = _SMOOTH[func]
+    return pending._call.activated(pending, activation, _ACTIVATIONS[func] or inplace)
 
 
 def _sum(func: Any, first: Any, second: Any) -> Tensor | None:

@@ -165,9 +165,9 @@ ACTIVATIONS = {
 
 CHANNELS, SIDE = 16, 12
 BATCH = ("batch_norm", "batch_norm_backward")
-#: Those of the steps in which it is known that a ReLU reads the norm's output.
-BATCH_WITH_RELU = ("batch_norm", "batch_norm_output", "batch_norm_relu_backward")
 GROUP, LAYER = ("group_norm", "group_norm_backward"), ("layer_norm", "layer_norm_backward")
+#: Those of the steps in which it is known that a ReLU reads the norm's output.
+WITH_RELU = {f"{kind} norm": (f"{kind}_norm", "norm_output", "norm_activation_backward") for kind in ("batch", "group")}
 
 
 class Images(nn.Module):
@@ -205,8 +205,8 @@ def with_norm(make, *functions, later=None, **named):
 
 
 NORMS = {
-    "batch norm": with_norm(lambda: Images(nn.BatchNorm2d(CHANNELS)), *BATCH, later=BATCH_WITH_RELU),
-    "group norm": with_norm(lambda: Images(nn.GroupNorm(4, CHANNELS)), *GROUP),
+    "batch norm": with_norm(lambda: Images(nn.BatchNorm2d(CHANNELS)), *BATCH, later=WITH_RELU["batch norm"]),
+    "group norm": with_norm(lambda: Images(nn.GroupNorm(4, CHANNELS)), *GROUP, later=WITH_RELU["group norm"]),
     # torch sums the gradients of a layer norm's weights in bf16, where ours are fp32's.
     "layer norm": with_norm(lambda: Rows(nn.LayerNorm(CHANNELS)), *LAYER, reference={"fp32_ops": ["layer_norm"]}),
     "layer norm without weights": with_norm(lambda: Rows(nn.LayerNorm(CHANNELS, elementwise_affine=False)), *LAYER),

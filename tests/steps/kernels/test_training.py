@@ -16,12 +16,12 @@ from nano_loop.steps.kernels.kernel_step import LOOKS_FROM
 from steps.kernels.cases import (
     ACTIVATIONS,
     BATCH,
-    BATCH_WITH_RELU,
     IN_FP32,
     LINEARS,
     LOSSES,
     LSTMS,
     NORMS,
+    WITH_RELU,
     assert_near,
     loop,
     trained,
@@ -88,7 +88,7 @@ def test_fp32_is_computed_where_torch_is_slower(called, monkeypatch, name, layou
     options = {"precision": precision, "channels_last": layout == "NHWC"}
     found, report = trained(case, **options)
     assert case.kind.name in report.applied
-    later = BATCH_WITH_RELU if name == "batch norm" else functions
+    later = WITH_RELU.get(name, functions)
     assert called == [*functions, *[*later] * (case.steps - 1)]
     called.clear()
     expected, report = trained(case, **options, **{case.kind.name: False})

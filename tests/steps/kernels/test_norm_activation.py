@@ -1,4 +1,4 @@
-"""Batch norms with the ReLU behind them, in runs: to the bit as each by itself, whatever reads their outputs."""
+"""Norms with the activation behind them, in runs: as each by itself, whatever reads their outputs."""
 
 import functools
 import warnings
@@ -17,7 +17,7 @@ from nano_loop.patching.torch_private_compiler import has_compiled_code
 from nano_loop.steps.kernels import FastNorm, fast_norm
 from steps.kernels.cases import use_for_all_sizes
 
-FUSED = "batch_norm_relu_backward"
+FUSED = "norm_activation_backward"
 STEPS = 4
 # What torch's forward mode gives, and the construction of these scripts.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -34,7 +34,8 @@ class Block(nn.Module):
 
     def __init__(self, read):
         super().__init__()
-        self.conv, self.norm, self.relu = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+        self.norm, self.relu = nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+        self.conv = nn.Conv2d(16, 16, 1, bias=False)  # its bias would have gradients of rounding errors alone
         self.other = nn.BatchNorm2d(16)
         self.kept, self.read = [], read
 
@@ -65,6 +66,15 @@ def trained(read, later=None, *, precision="bf16", make=Block, **options):
             model.zero_grad()
             stem.zero_grad()
     return found
+
+
+def assert_close(found, expected):
+    """Compare results of which some have been rounded to bf16 once or twice more."""
+    for mine, others in zip(found, expected, strict=True):
+        for one, other in zip(mine, others, strict=True):
+            assert type(one) is type(other) is torch.Tensor
+            assert one.dtype is other.dtype
+            assert (one.double() - other.double()).norm() <= 2**-7 * other.double().norm()
 
 
 def apart(monkeypatch):
@@ -127,14 +137,42 @@ READERS = {
 }
 
 
+class Groups(Block):
+    """The same with a norm of groups of channels."""
+
+    def __init__(self, read):
+        super().__init__(read)
+        self.norm, self.other = nn.GroupNorm(4, 16), nn.GroupNorm(2, 16)
+
+
+@pytest.mark.parametrize("make", [Block, Groups])
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_relu_is_computed_in_the_norms_passes_and_to_the_bit_as_alone(called, monkeypatch, read):
-    found = trained(read)
+def test_relu_is_computed_in_the_norms_passes_and_to_the_bit_as_alone(called, monkeypatch, read, make):
+    found = trained(read, make=make)
     assert called.count(FUSED) == STEPS - 1  # the first shows what reads the output
     apart(monkeypatch)
     called.clear()
-    assert_equal(found, trained(read))
+    assert_equal(found, trained(read, make=make))
     assert FUSED not in called
+
+
+SMOOTH = {"SiLU": F.silu, "hardswish": F.hardswish}
+SMOOTH_READERS = {
+    "function": lambda smooth, block, y, x: smooth(y),
+    "in place": lambda smooth, block, y, x: smooth(y, inplace=True),
+    "module": lambda smooth, block, y, x: {F.silu: nn.SiLU, F.hardswish: nn.Hardswish}[smooth](inplace=True)(y),
+}
+
+
+@pytest.mark.parametrize("smooth", SMOOTH.values(), ids=SMOOTH)
+@pytest.mark.parametrize("read", SMOOTH_READERS.values(), ids=SMOOTH_READERS)
+@pytest.mark.parametrize("make", [Block, Groups])
+def test_smooth_activation_is_computed_in_the_norms_passes(called, monkeypatch, make, read, smooth):
+    read = functools.partial(read, smooth)
+    found = trained(read, make=make)
+    assert called.count(FUSED) == STEPS - 1
+    apart(monkeypatch)
+    assert_close(found, trained(read, make=make))
 
 
 @pytest.mark.parametrize("precision", ["bf16-products", "32"])
@@ -314,6 +352,47 @@ def test_other_reader_from_the_first_step_on(monkeypatch, read):
     found = trained(read)
     apart(monkeypatch)
     assert_equal(found, trained(read))
+
+
+def of_a_sum(smooth, block, y, x):
+    return smooth(y + x)
+
+
+def hooked_and_smooth(smooth, block, y, x):
+    return hooked(block, y, x, smooth)
+
+
+def kept_and_smooth(smooth, block, y, x):
+    result = smooth(y)
+    y.retain_grad()
+    result.sum().backward(retain_graph=True)
+    block.kept.append(y.grad.clone())
+    return result
+
+
+def read_twice(smooth, block, y, x):
+    return smooth(y) + torch.sigmoid(y)
+
+
+def penalized_and_smooth(smooth, block, y, x):
+    return penalized(block, y, x, smooth)
+
+
+def computed_again(smooth, block, y, x):
+    return checkpoint(smooth, y, use_reentrant=False)
+
+
+@pytest.mark.parametrize("smooth", SMOOTH.values(), ids=SMOOTH)
+@pytest.mark.parametrize("make", [Block, Groups])
+@pytest.mark.parametrize(
+    "read", [of_a_sum, hooked_and_smooth, kept_and_smooth, read_twice, penalized_and_smooth, computed_again]
+)
+def test_other_reader_beside_a_smooth_activation_gets_what_the_norm_alone_gives_it(monkeypatch, read, make, smooth):
+    before, read = (functools.partial(each, smooth) for each in (SMOOTH_READERS["function"], read))
+    found = trained(before, read, make=make), trained(read, make=make)
+    apart(monkeypatch)
+    for mine, others in zip(found, (trained(before, read, make=make), trained(read, make=make)), strict=True):
+        assert_close(mine, others)
 
 
 def test_input_that_was_changed_before_the_output_is_used_is_an_error_with_advice():

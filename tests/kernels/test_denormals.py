@@ -1,0 +1,92 @@
+"""Backwards and steps of optimizers take denormal numbers for 0; all else computes with them, before and after."""
+
+import pytest
+import torch
+from torch import nn
+
+from kernels import test_norm_activation as activated
+from nano_loop import accelerated
+from nano_loop.kernels import fp32
+from nano_loop.kernels.denormals import flush, restore
+from nano_loop.kernels.linear import chain
+
+TINY = torch.finfo(torch.float32).tiny
+DENORMAL = 1e-39
+MANY = 1 << 20  # elements, which torch divides among its threads
+
+
+def keeps_denormals():
+    """Return whether all of torch's threads compute with denormal numbers."""
+    return torch.full((MANY,), DENORMAL).mul(0.5).count_nonzero() == MANY
+
+
+def denormals(tensor):
+    return int(((tensor != 0) & (tensor.abs() < TINY)).sum())
+
+
+def test_results_of_all_threads_are_0_until_they_are_restored(for_each_number):
+    def compute():
+        threads = flush()
+        product = torch.full((MANY,), DENORMAL) * 0.5
+        restore(threads)
+        assert keeps_denormals()
+        return threads, int(product.count_nonzero())
+
+    assert for_each_number(compute, 1, 2, 3) == [(1, 0), (2, 0), (3, 0)]
+
+
+def test_thread_that_took_denormal_numbers_for_0_before_still_does():
+    assert torch.set_flush_denormal(True)
+    restore(flush())
+    product = torch.tensor([DENORMAL]) * 0.5
+    torch.set_flush_denormal(False)
+    assert product == 0
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_gradients_that_vanish_over_a_sequence_become_0(called, kind):
+    torch.manual_seed(0)
+    rnn, x = kind(8, 16, batch_first=True), torch.randn(8, 400, 8, requires_grad=True)
+
+    def gradients():
+        rnn.zero_grad()
+        x.grad = None
+        rnn(x)[0][:, -1].square().sum().backward()
+        return [x.grad, *(parameter.grad for parameter in rnn.parameters())]
+
+    expected = gradients()
+    assert denormals(expected[0])
+    with accelerated(rnn, precision="32", verbose=False):
+        found = gradients()
+    assert "recurrence_backward" in called
+    assert not any(map(denormals, found))
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    assert keeps_denormals()
+
+
+@pytest.mark.parametrize("name", ["ReLU", "SiLU"])
+@pytest.mark.parametrize(("nhwc", "groups"), [(True, 0), (False, 0), (True, 4)])
+def test_norms_have_no_denormal_gradients_but_outputs(name, nhwc, groups):
+    norm, _, gradient = activated.normalized((4, 32, 16, 20), nhwc=nhwc, has_sum=False, groups=groups)
+    _, of_x, *_ = activated.together(norm, gradient * DENORMAL, name)
+    assert not denormals(of_x)
+    out = torch.empty_like(norm.x)
+    norm._replace(weight=torch.zeros(32), bias=torch.full((32,), DENORMAL)).write(out)
+    assert denormals(out) == out.numel()
+    assert keeps_denormals()
+
+
+def test_chains_have_no_denormal_gradients(called, monkeypatch):
+    monkeypatch.setattr(chain, "LEAST", 0)
+    monkeypatch.setattr(fp32, "_guess", lambda: fp32.COMPILED)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    x = torch.randn(64, 16)
+    with accelerated(model, precision="32", verbose=False):
+        for _ in range(3):
+            model.zero_grad()
+            (model(x) * DENORMAL).sum().backward()
+    assert "chain_backward" in called
+    assert not any(denormals(parameter.grad) for parameter in model[:4].parameters())
+    assert keeps_denormals()
