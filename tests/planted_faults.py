@@ -188,6 +188,12 @@ FAULTS = (
         "tests/kernels/test_chain.py",
     ),
     Fault(
+        "kernels/csrc/norms.c",
+        "return gradient * (CHOOSE(of < 0, smaller, larger) + of * larger * smaller);",
+        "return gradient * (CHOOSE(of < 0, smaller, larger) + larger * smaller);",
+        "tests/kernels/test_norm_activation.py",
+    ),
+    Fault(
         "kernels/csrc/cross_entropy.c",
         "if (smoothing) losses[i] +=",
         "if (smoothing) losses[i] -=",
@@ -212,6 +218,12 @@ FAULTS = (
         "tests/loops/test_embeddings.py",
     ),
     Fault(
+        "kernels/norm/norm_activation.py",
+        "return self.is_used or any(output() is not None for output in self._outputs)",
+        "return self.is_used",
+        "tests/steps/kernels/test_norm_activation.py",
+    ),
+    Fault(
         "kernels/memory.py",
         "(self.layout == CONTIGUOUS and not tensor.is_contiguous())",
         "False",
@@ -228,6 +240,12 @@ FAULTS = (
         "            rows.know_change()\n",
         "            pass\n",
         "tests/optimizers/test_clipping.py",
+    ),
+    Fault(
+        "optimizers/direct_steps.py",
+        "            denormals.restore(threads)\n",
+        "            pass\n",
+        "tests/patching/test_direct_steps.py",
     ),
     Fault(
         "optimizers/direct_steps.py",

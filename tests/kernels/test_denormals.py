@@ -43,10 +43,12 @@ def test_thread_that_took_denormal_numbers_for_0_before_still_does():
     assert product == 0
 
 
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
-def test_gradients_that_vanish_over_a_sequence_become_0(called, kind):
+@pytest.mark.parametrize(
+    ("kind", "units", "in_c"), [(nn.RNN, 16, True), (nn.GRU, 16, True), (nn.LSTM, 16, True), (nn.LSTM, 300, False)]
+)
+def test_gradients_that_vanish_over_a_sequence_become_0(called, kind, units, in_c):
     torch.manual_seed(0)
-    rnn, x = kind(8, 16, batch_first=True), torch.randn(8, 400, 8, requires_grad=True)
+    rnn, x = kind(8, units, batch_first=True), torch.randn(8, 400, 8, requires_grad=True)
 
     def gradients():
         rnn.zero_grad()
@@ -56,9 +58,9 @@ def test_gradients_that_vanish_over_a_sequence_become_0(called, kind):
 
     expected = gradients()
     assert denormals(expected[0])
-    with accelerated(rnn, precision="32", verbose=False):
+    with accelerated(rnn, precision="32", tune_operators=False, verbose=False):
         found = gradients()
-    assert "recurrence_backward" in called
+    assert ("recurrence_backward" in called) == in_c  # or else in oneDNN
     assert not any(map(denormals, found))
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)

@@ -83,7 +83,9 @@ typedef struct {
     double slope, ceiling; /* the ceiling may be NaN: there is none */
     int64_t kind;
 } Activation;
-enum { NONE, RELU, SILU, HARDSWISH }; /* kinds */
+/* Kinds. Of outputs, too: a ReLU or nothing behind a sum. Of gradients: a ReLU whose derivative follows from its
+   output. */
+enum { ADDED = -2, OF_OUTPUT, NONE, RELU, SILU, HARDSWISH };
 
 /* A vector, and 0 where another one is 0 or less; a NaN is not. */
 INLINE Vector where_positive(Vector value, Vector of) { return (Vector)((Words)value & ~(Words)(of <= 0)); }
@@ -132,7 +134,6 @@ typedef struct {
     const void *output;
     void *of_input;
 } Behind;
-#define OF_OUTPUT (-RELU) /* a ReLU whose derivative follows from its output */
 
 INLINE Vector gradient_behind(int kind, const Behind *by, Vector gradient, Vector apart, Vector scale, Vector offset,
                               int64_t at, int bf16) {
@@ -381,7 +382,6 @@ typedef struct {
     const Activation *activation;
     const float *input_offsets; /* of the activation's input, as in `Behind` */
 } Coefficients;
-#define ADDED (-RELU) /* the kind where something is added, before a ReLU or nothing */
 
 INLINE void apply_to_row(const Coefficients *by, const void *gradient, const void *x, void *out, int64_t at,
                          int64_t count, int bf16, int kind, int64_t segment, int64_t channel, int is_channel) {

@@ -13,14 +13,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_loop.kernels import rounding
+from nano_loop.kernels import denormals, rounding
 from nano_loop.kernels.fp32 import COMPILED, TORCH, rule_of
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.replacement import Choose, Replacement, unless_none
 from nano_loop.kernels.rnn import recurrence, recurrent_layer
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Recurrence
-from nano_loop.patching.ownership import rule_for
+from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_mode, in_functorch
 
 #: The name of the rule of a model whose recurrent layers are computed in C. It chooses the algorithm of oneDNN's LSTMs.
@@ -155,14 +156,31 @@ def _computed(
 
 
 #: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
-REPLACEMENTS = tuple(
-    Replacement(
-        f"{name}.{overload}",
-        unless_none(functools.partial(_computed, mode, overload == "data")),
-        "AutogradCPU",
-    )
-    for name, mode in (("rnn_relu", RELU), ("rnn_tanh", TANH), ("gru", GRU), ("lstm", LSTM))
-    for overload in ("input", "data")
+def _without_denormals(original: Kernel | None) -> Callable[..., Any]:
+    """Return oneDNN's backward of an LSTM, in which gradients that vanish become 0, as in that in C."""
+    assert original is not None
+
+    def backward(*args: Any) -> Any:
+        threads = denormals.flush() if belongs_to_set_up_model() else 0
+        try:
+            return original(*args)
+        finally:
+            denormals.restore(threads)
+
+    return backward
+
+
+REPLACEMENTS = (
+    *(
+        Replacement(
+            f"{name}.{overload}",
+            unless_none(functools.partial(_computed, mode, overload == "data")),
+            "AutogradCPU",
+        )
+        for name, mode in (("rnn_relu", RELU), ("rnn_tanh", TANH), ("gru", GRU), ("lstm", LSTM))
+        for overload in ("input", "data")
+    ),
+    Replacement("mkldnn_rnn_layer_backward", _without_denormals),
 )
 
 
