@@ -221,7 +221,7 @@ FAULTS = (
         "kernels/norm/norm_activation.py",
         "return self.is_used or any(output() is not None for output in self._outputs)",
         "return self.is_used",
-        "tests/steps/kernels/test_norm_activation.py",
+        "tests/kernels/test_norm_activation.py",
     ),
     Fault(
         "kernels/memory.py",
