@@ -1,4 +1,4 @@
-"""Denormal results of torch's threads, which become 0 while optimizers step.
+"""Denormal results of torch's threads, which become 0 while optimizers step, and in oneDNN's backward of LSTMs.
 
 A moment whose gradients have become 0, as those of dead units and rare words do, decays until it is denormal: a mean
 by 0.9 after 800 steps. It stays the smallest number then, since 0.9 of that is rounded up, and each later step takes
@@ -14,22 +14,18 @@ from nano_loop.kernels.build import compiled, why_none
 from nano_loop.kernels.compiler import OPENMP
 
 
-def flush() -> int:
-    """Let denormal results of torch's threads be 0, until `restore` is called with the number that this returns.
+def count_of_threads() -> int:
+    """Return how many threads `flush` and `restore` are to be told of: 0 where the functions in C run on others."""
+    return torch.get_num_threads() if why_none() is None else 0
 
-    Returns
-    -------
-    int
-        How many threads they are: 0 where the functions in C run on others.
-    """
-    if why_none() is not None:
-        return 0
-    threads = torch.get_num_threads()
-    compiled(OPENMP).flush_threads(threads)
-    return threads
+
+def flush(threads: int) -> None:
+    """Let denormal results of so many threads be 0 until `restore`, in a ``try`` whose ``finally`` calls that."""
+    if threads:
+        compiled(OPENMP).flush_threads(threads)
 
 
 def restore(threads: int) -> None:
-    """Let so many threads compute with denormal numbers as before."""
+    """Let so many threads compute with denormal numbers as before. Without a call of `flush` it changes nothing."""
     if threads:
         compiled(OPENMP).restore_threads(threads)

@@ -148,8 +148,9 @@ def _called_directly(optimizer: Optimizer) -> bool:
         kernels.append(kernel)
         flushes = flushes and group.get("eps", 1.0) >= _EPS
     with torch.no_grad():
-        threads = denormals.flush() if flushes else 0
+        threads = denormals.count_of_threads() if flushes else 0
         try:
+            denormals.flush(threads)
             for kernel in kernels:
                 kernel()
         finally:

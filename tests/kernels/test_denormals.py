@@ -7,7 +7,7 @@ from torch import nn
 from kernels import test_norm_activation as activated
 from nano_loop import accelerated
 from nano_loop.kernels import fp32
-from nano_loop.kernels.denormals import flush, restore
+from nano_loop.kernels.denormals import count_of_threads, flush, restore
 from nano_loop.kernels.linear import chain
 from nano_loop.patching.operators.operators import gives_kernels
 
@@ -27,7 +27,8 @@ def denormals(tensor):
 
 def test_results_of_all_threads_are_0_until_they_are_restored(for_each_number):
     def compute():
-        threads = flush()
+        threads = count_of_threads()
+        flush(threads)
         product = torch.full((MANY,), DENORMAL) * 0.5
         restore(threads)
         assert keeps_denormals()
@@ -38,10 +39,19 @@ def test_results_of_all_threads_are_0_until_they_are_restored(for_each_number):
 
 def test_thread_that_took_denormal_numbers_for_0_before_still_does():
     assert torch.set_flush_denormal(True)
-    restore(flush())
+    flush(1)
+    restore(1)
     product = torch.tensor([DENORMAL]) * 0.5
     torch.set_flush_denormal(False)
     assert product == 0
+
+
+@pytest.mark.parametrize("calls", [(restore,), (flush, flush, restore), (flush, restore, restore)])
+def test_calls_that_an_interrupt_leaves_out_or_repeats_end_as_before(calls):
+    for call in calls:
+        call(2)
+    assert keeps_denormals()
+    assert torch.ones(1).div(0).isinf()  # an exception of the CPU would end the process
 
 
 @pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")

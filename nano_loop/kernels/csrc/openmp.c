@@ -17,15 +17,19 @@ int threads_of_region(int threads) {
     return count;
 }
 
-static _Thread_local unsigned state_before;
+static _Thread_local unsigned state_before; /* 0: as it was */
 
-/* Lets results of these threads that are denormal be 0, in whatever they compute until `restore_threads`. */
+/* Lets results of these threads that are denormal be 0, in whatever they compute until `restore_threads`. A Ctrl-C may
+   come between any two calls, so either may be repeated, or be missing. */
 void flush_threads(int threads) {
 #pragma omp parallel num_threads(threads)
-    state_before = flush_denormals(1);
+    if (!state_before) state_before = flush_denormals(1);
 }
 
 void restore_threads(int threads) {
 #pragma omp parallel num_threads(threads)
-    restore(state_before);
+    if (state_before) {
+        restore(state_before);
+        state_before = 0;
+    }
 }

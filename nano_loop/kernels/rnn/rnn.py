@@ -161,8 +161,9 @@ def _without_denormals(original: Kernel | None) -> Callable[..., Any]:
     assert original is not None
 
     def backward(*args: Any) -> Any:
-        threads = denormals.flush() if belongs_to_set_up_model() else 0
+        threads = denormals.count_of_threads() if belongs_to_set_up_model() else 0
         try:
+            denormals.flush(threads)
             return original(*args)
         finally:
             denormals.restore(threads)
