@@ -185,7 +185,7 @@ LEVERS: dict[str, dict[str, bool]] = {
             *("channels_last", "fused_optimizer", "allocator"),
             *("fast_dropout", "fast_attention", "fast_activation", "fast_convolution"),
             *("fast_linear", "fast_rnn", "fast_cross_entropy", "fast_norm", "fast_embedding"),
-            *("fast_chains", "tune_operators", "fast_fetch"),
+            *("tune_operators", "fast_fetch"),
         )
     },
 }

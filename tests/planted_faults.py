@@ -182,12 +182,6 @@ FAULTS = (
         "tests/kernels/test_activations.py",
     ),
     Fault(
-        "kernels/csrc/chain.c",
-        "squares / (number - 1.0f) * momentum",
-        "squares / number * momentum",
-        "tests/kernels/test_chain.py",
-    ),
-    Fault(
         "kernels/csrc/norms.c",
         "return gradient * (CHOOSE(of < 0, smaller, larger) + of * larger * smaller);",
         "return gradient * (CHOOSE(of < 0, smaller, larger) + larger * smaller);",
@@ -323,12 +317,6 @@ FAULTS = (
         "tests/runtime/test_run_life.py tests/api/test_verification.py tests/steps/test_verify.py",
     ),
     Fault("steps/allocator.py", "        _set(_LEFT)\n", "        _set(SETTINGS)\n", "tests/steps/test_allocator.py"),
-    Fault(
-        "steps/fast_chains.py",
-        "            if called is None or not calls_only_forward(called):",
-        "            if called is None:",
-        "tests/steps/test_fast_chains.py",
-    ),
     Fault(
         "steps/fused_optimizer.py",
         '    if group["dampening"]:\n        return False\n',

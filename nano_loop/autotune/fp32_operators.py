@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_loop.autotune.algorithms import gradient_of_shape, leaf_of, with_gradients, without_gradients
-from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket, joined, layout, most_elements, rough
+from nano_loop.autotune.algorithms import leaf_of, with_gradients, without_gradients
+from nano_loop.autotune.sizes import MOST_ELEMENTS, joined, layout, most_elements, rough
 from nano_loop.autotune.tuned_operator import TunedOperator
 from nano_loop.autotune.tuner import Algorithm, Race
 from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
 from nano_loop.kernels.attention import fp32_attention
-from nano_loop.kernels.linear import chain, fp32_product
+from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import UnsupportedTensorError
 from nano_loop.kernels.norm import norms
@@ -27,8 +27,6 @@ _MIN_ROWS = 64
 #: Seconds that Python takes to ask for the algorithm of a call in fp32, which torch's kernel alone would not take. In a
 #: step it takes twice as long as in a loop of nothing else, since caches are cold.
 _OVERHEAD = 20e-6
-#: Seconds that it takes to see that a chain is plain, less those that torch's modules would take.
-_OVERHEAD_OF_CHAIN = 12e-6
 
 
 def _fp32_key(call: fp32.Arguments) -> str:
@@ -82,45 +80,10 @@ def some_rows(a: Tensor, b: Tensor) -> Tensor:
     return a[: max(MOST_ELEMENTS // b.size(-1), _MIN_ROWS)]
 
 
-# --- chains of linear layers ---
-
-
-def _chain_key(call: fp32.Arguments) -> str:
-    layers, x, *_ = call.arguments
-    return joined("fp32 chain", layers, bucket(x.numel() // x.size(-1)), "trained" * call.is_differentiated)
-
-
-def _chain_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
-    """Return the race without dropouts, which draw from the generator."""
-    layers, x = call.arguments
-    if x.numel() // layers.inputs * max(layers.inputs, layers.outputs) > MOST_ELEMENTS:
-        return None
-    gradient = gradient_of_shape(*x.shape[:-1], layers.outputs)
-
-    def of(name: str) -> Algorithm:
-        def algorithm() -> Sequence[Tensor]:
-            leaves: list[Tensor] = []
-
-            def leaf(tensor: Tensor) -> Tensor:
-                leaves.append(leaf_of(tensor, torch.float32))
-                return leaves[-1]
-
-            if call.is_differentiated:
-                return with_gradients(lambda: algorithms[name](leaf), leaves, gradient)
-            with torch.no_grad():
-                return [algorithms[name](leaf)]
-
-        return algorithm
-
-    race = {name: of(name) for name in algorithms}
-    return Race(race, fp32.TORCH, None, bound=IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD_OF_CHAIN)
-
-
 FP32_OPERATORS = (
     *(
         TunedOperator(fp32.rule_of(kernel), _fp32_key, _fp32_race, has_gradients=True)
         for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL, fp32_attention.KERNEL)
     ),
     TunedOperator(fp32_product.RULE, _fp32_key, _product_race, has_gradients=True),
-    TunedOperator(chain.RULE, _chain_key, _chain_race),
 )

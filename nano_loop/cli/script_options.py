@@ -14,6 +14,7 @@ import click
 from nano_loop.config import option_checks as checks
 from nano_loop.config.declarations import CHECKS, DECLARED
 from nano_loop.config.environment import read_options, variable_of
+from nano_loop.config.leftovers import REMOVED
 from nano_loop.config.options import Options
 from nano_loop.cpu import partition, read_machine
 from nano_loop.distributed.launch_external.environment import found_launch
@@ -31,6 +32,16 @@ class NanoOption(click.Option):
 
 class ScriptCommand(click.Command):
     """A command that runs a script: its help shows nano_loop's options under a heading, behind those of the command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments, and say of an option that was removed what to do."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            removed = REMOVED.get(error.option_name.lstrip("-").removeprefix("no-").replace("-", "_"))
+            if removed is None:
+                raise
+            raise NanoConfigError(error_message(error.option_name, *removed)) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in two lists."""

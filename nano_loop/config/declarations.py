@@ -154,11 +154,6 @@ class Declarations:
         "later.",
         changes_bits=True,
     )
-    fast_chains: bool | Literal["auto"] = step(
-        "Linear layers with norms, activations and dropouts between them by one function in C, each way, in fp32 "
-        "where that is faster.",
-        changes_bits=True,
-    )
     tune_operators: bool | Literal["auto"] = step(
         "Timing of the algorithms of products, attention, LSTMs and convolutions, in reduced precision, and in fp32 of "
         "what `fast_*` replaces, from the third step on. The fastest ones are kept for later runs too.",

@@ -27,8 +27,8 @@ def variable_of(option: str) -> str:
 
 
 def option_of(variable: str) -> str:
-    """Return the name of the option that an environment variable sets."""
-    return variable.removeprefix(_PREFIX).lower()
+    """Return the name of the option that an environment variable sets, in any letters."""
+    return variable.lower().removeprefix(_PREFIX.lower())
 
 
 def kernels_choice(environ: Mapping[str, str]) -> str | None:

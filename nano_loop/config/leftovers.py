@@ -1,4 +1,4 @@
-"""Arguments of BigDL-Nano and LightningLite without effect, and what other trainers name the options."""
+"""Names that are no options: arguments of BigDL-Nano and LightningLite, removed options, and those of other trainers."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ LEFTOVERS = {
     "num_nodes": Leftover((None, 1), "several hosts take Ray, torchrun, srun or mpirun", "Leave it out"),
     "plugins": Leftover((None, [], ()), "nano_loop has no plugins", "Leave it out"),
 }
+
+#: Options that earlier commits had: the last two parts of the message.
+REMOVED = {"fast_chains": ("it was removed, and layers are computed one by one", "Leave it out")}
 
 #: What other trainers name what an option here is for: the option, by the name. Misspelled options are found without.
 NAMES_ELSEWHERE = {

@@ -59,16 +59,6 @@ def has_global_module_hooks() -> bool:
     return bool(has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
-def registered_children(module: nn.Module) -> tuple[nn.Module | None, ...]:
-    """Return what a module has registered as its children, also twice. The public methods are generators."""
-    return tuple(module._modules.values())
-
-
-def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters that a module has itself, by their names. An attribute takes ten times as long."""
-    return module._parameters
-
-
 #: Whether `torch.jit.trace` records this thread's operators. The public function costs two more frames, in each call.
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 

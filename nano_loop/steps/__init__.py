@@ -8,7 +8,6 @@ from nano_loop.steps.bf16_products import Bf16Products
 from nano_loop.steps.broadcast import Broadcast
 from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.compile import Compile
-from nano_loop.steps.fast_chains import FastChains
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.fast_images import FastImages
 from nano_loop.steps.fused_optimizer import FusedOptimizer
@@ -50,7 +49,6 @@ STEPS: tuple[type[Step], ...] = (
     GradientAveraging,  # in any place: it hooks gradients, not models
     LearningRate,  # after FusedOptimizer: it restores the learning rate before that step's hooks run
     *KERNEL_STEPS,  # before TuneOperators, which chooses their algorithms
-    FastChains,  # before TuneOperators, which chooses its algorithm
     TuneOperators,  # after the kernels, whose choices by rules it replaces
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only

@@ -9,7 +9,7 @@ import pytest
 LOOP = """
 import torch, nano_loop
 
-@nano_loop.nano(verbose=False, fast_chains=False)  # torch knows the arithmetic of its own products alone
+@nano_loop.nano(verbose=False)
 def train(model, optimizer, loader):
     for x in loader:
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ from nano_loop.cli.script_options import flag_of
 from nano_loop.config import option_checks as checks
 from nano_loop.config.declarations import CHECKS, OPTIONS
 from nano_loop.config.exports import EXPORTS
+from nano_loop.config.leftovers import REMOVED
 from nano_loop.config.options import Options
 from nano_loop.cpu.glibc import is_glibc
 
@@ -174,6 +175,19 @@ def test_bad_input_is_refused_in_one_line(arguments, words, capsys, monkeypatch)
     assert err.count("\n") == 1
     for each in words:
         assert each in err
+
+
+@pytest.mark.parametrize("command", ["run", "tune", "profile"])
+@pytest.mark.parametrize("name", REMOVED)
+def test_removed_option_says_so_and_its_advice_works(command, name, capsys):
+    flag = flag_of(name)
+    for given in (flag, f"{flag}=1", f"--no-{flag[2:]}"):
+        assert main([command, given, __file__]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith(f"nano-loop: {given.removesuffix('=1')}: it was removed")
+        assert err.endswith(". Leave it out.\n")
+    assert main(["run", "--json", __file__]) == 0
 
 
 def test_each_bad_value_has_a_line(capsys):

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from option_values import ALLOWED, REFUSED, SPELLINGS, TEXTS, Colour
 
-from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, nano
+import nano_loop
+from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, accelerated, nano
 from nano_loop.config.declarations import CHECKS, EXACT, OPTIONS
-from nano_loop.config.environment import kernels_choice
+from nano_loop.config.environment import kernels_choice, variable_of
+from nano_loop.config.leftovers import REMOVED
 from nano_loop.config.options import Options
 
 HUGE = 10**5000  # Python refuses to print it
@@ -234,6 +236,34 @@ def test_devices_are_processes_here():
     )
 
 
+def in_a_block(**options):
+    with accelerated(torch.nn.Linear(1, 1), verbose=False, **options):
+        pass
+
+
+def installed(**options):
+    nano_loop.install(verbose=False, **options)
+    nano_loop.uninstall()
+
+
+@pytest.mark.parametrize("call", [TorchNano, nano, in_a_block, installed])
+@pytest.mark.parametrize("name", REMOVED)
+def test_removed_option_says_so_and_its_advice_works(call, name, monkeypatch):
+    variables = [variable_of(name), variable_of(name).lower()]
+    for value in (True, False, "auto"):
+        assert_tells_of_removal(refusal(call, **{name: value}), f"{name}={value!r}")
+    for variable in variables:
+        monkeypatch.setenv(variable, "0")
+        assert_tells_of_removal(refusal(call), f"{variable}=0")
+        monkeypatch.delenv(variable)
+    call()
+
+
+def assert_tells_of_removal(message, got):
+    assert message.startswith(f"{got}: it was removed")
+    assert message.endswith(". Leave it out.")
+
+
 # --- any argument at all ---
 
 
@@ -363,7 +393,7 @@ def exception_of(call, arguments):
     return None
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *LEFTOVERS, "no_such_option"])
+@pytest.mark.parametrize("name", [*OPTIONS, *LEFTOVERS, *REMOVED, "no_such_option"])
 @pytest.mark.parametrize("call", [TorchNano, nano])
 def test_odd_value_meets_no_other_exception(call, name):
     met = {f"{place}, a {type(value)}": exception_of(call, {name: value}) for place, value in enumerate(ODD)}

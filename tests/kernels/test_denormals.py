@@ -6,9 +6,7 @@ from torch import nn
 
 from kernels import test_norm_activation as activated
 from nano_loop import accelerated
-from nano_loop.kernels import fp32
 from nano_loop.kernels.denormals import count_of_threads, flush, restore
-from nano_loop.kernels.linear import chain
 from nano_loop.patching.operators.operators import gives_kernels
 
 TINY = torch.finfo(torch.float32).tiny
@@ -88,19 +86,4 @@ def test_norms_have_no_denormal_gradients_but_outputs(name, nhwc, groups):
     out = torch.empty_like(norm.x)
     norm._replace(weight=torch.zeros(32), bias=torch.full((32,), DENORMAL)).write(out)
     assert denormals(out) == out.numel()
-    assert keeps_denormals()
-
-
-def test_chains_have_no_denormal_gradients(called, monkeypatch):
-    monkeypatch.setattr(chain, "LEAST", 0)
-    monkeypatch.setattr(fp32, "_guess", lambda: fp32.COMPILED)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
-    x = torch.randn(64, 16)
-    with accelerated(model, precision="32", verbose=False):
-        for _ in range(3):
-            model.zero_grad()
-            (model(x) * DENORMAL).sum().backward()
-    assert "chain_backward" in called
-    assert not any(denormals(parameter.grad) for parameter in model[:4].parameters())
     assert keeps_denormals()

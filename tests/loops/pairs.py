@@ -88,7 +88,7 @@ NHWC_BF16 = Config("channels_last-bf16", {**BF16.options, "channels_last": True}
 
 # With IPEX the loop by hand runs its kernels too, for the accelerated loop is run first, and they stay registered. So
 # it is also held against the loop by hand in a process without them, as near as sums in another order come.
-IPEX = Config("ipex", {"use_ipex": True, "fused_optimizer": False, "fast_chains": False}, raises=True)
+IPEX = Config("ipex", {"use_ipex": True, "fused_optimizer": False}, raises=True)
 IPEX_BF16 = Config("ipex-bf16", {**BF16.options, "use_ipex": True}, subclass=True)
 IPEX_NHWC_BF16 = replace(NHWC_BF16, name="ipex-channels_last-bf16", options={**NHWC_BF16.options, "use_ipex": True})
 

@@ -125,7 +125,7 @@ def step(model, x):
 
 
 def accelerated(model, x, function=step, **options):
-    defaults = {"precision": "bf16-products", "verbose": False, "tune_operators": False, "fast_chains": False}
+    defaults = {"precision": "bf16-products", "verbose": False, "tune_operators": False}
     train = nano(**{**defaults, **options})(function)
     return train(model, x), train.report
 
@@ -207,7 +207,7 @@ def test_step_that_requires_a_closure_computes_in_fp32_and_what_follows_rounds(e
 @pytest.mark.parametrize("kinds", [[torch.optim.LBFGS], [torch.optim.SGD, torch.optim.LBFGS]])
 def test_line_searches_of_a_program_without_a_line_are_in_fp32(every_product, rounded, kinds):
     model, x = built("perceptron")
-    with nano_loop.accelerated(precision="auto", verbose=False, tune_operators=False, fast_chains=False) as run:
+    with nano_loop.accelerated(precision="auto", verbose=False, tune_operators=False) as run:
         for kind in kinds:
             by_closure(kind, model, x)
             assert rounded.pop("product", 0) == (5 if kind is torch.optim.SGD else 0)  # that can do without a closure
@@ -409,7 +409,7 @@ def counted(loop, rows, **options):
             optimizer.step()
             used.append(in_force())
 
-    options = {"tune_operators": False, "fast_linear": False, "fast_chains": False, **options}
+    options = {"tune_operators": False, "fast_linear": False, **options}
     run = nano(precision="auto", verbose=False, **options)(train)
     run(model, torch.optim.SGD(model.parameters(), 1e-3))
     return used
@@ -479,7 +479,7 @@ def trained_by(clock, seconds, models=1):
                     optimizer.step()
             return used
 
-    run = Waiting(precision="auto", fast_linear=False, fast_chains=False, verbose=False)
+    run = Waiting(precision="auto", fast_linear=False, verbose=False)
     return run.train(), run.report
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, ClassVar
 
 from torch import nn
 
-from nano_loop.config.declarations import CHECKS
+from nano_loop.config.declarations import CHECKS, OPTIONS
 from nano_loop.config.environment import read_options
-from nano_loop.config.options import Options
+from nano_loop.config.leftovers import REMOVED
 from nano_loop.distributed.launch_external.environment import found_launch, local_size
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message, shown
 from nano_loop.integrations.lightning.compiled import refuse_compiled_twice
@@ -21,7 +20,8 @@ from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.option_attributes import OptionAttributes
 from nano_loop.runtime.settings import Settings
 
-_OPTIONS = {field.name for field in fields(Options) if field.init} - {"num_processes", "precision"}
+#: What the strategy takes, or refuses.
+_OPTIONS = {*OPTIONS, *REMOVED} - {"num_processes", "precision"}
 _PRECISIONS = {"32": "32-true", "32-true": "32-true", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed"}
 #: Arguments that it refuses, with the reason and what to do.
 _REFUSED = {

@@ -25,23 +25,3 @@ INLINE Vector sigmoid(Vector x) {
     Vector e = exponential(-magnitude(x)), larger = reciprocal(1.0f + e);
     return CHOOSE(x < 0.0f, e * larger, larger);
 }
-
-/* Up to 1 a polynomial that was fitted to a relative error of 7e-9, beyond it 1 - 2e / (1 + e) with e = exp(-2|x|). */
-INLINE Vector hyperbolic_tangent(Vector x) {
-    Vector size = magnitude(x), square = x * x, e = exponential(-2.0f * size);
-    Vector p = square * -0.0003584508958738297f + 0.0023013607133179903f;
-    p = p * square - 0.007946101017296314f;
-    p = p * square + 0.02148665301501751f;
-    p = p * square - 0.05387980118393898f;
-    p = p * square + 0.13332344591617584f;
-    p = p * square - 0.33333295583724976f;
-    Vector beyond = 1.0f - 2.0f * e / (1.0f + e);
-    Vector with_sign = (Vector)((Words)beyond | ((Words)x & 0x80000000u));
-    return CHOOSE(size < 1.0f, x + x * (square * p), with_sign);
-}
-
-/* exp(x) - 1 of numbers that are not larger than 0: 2t / (1 - t) with t = tanh(x / 2), in which nothing cancels. */
-INLINE Vector exponential_less_1(Vector x) {
-    Vector t = hyperbolic_tangent(x * 0.5f);
-    return 2.0f * t / (1.0f - t);
-}

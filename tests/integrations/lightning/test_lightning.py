@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pl = imported("lightning.pytorch")
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, NanoWorkerError  # noqa: E402
+from nano_loop.config.leftovers import REMOVED  # noqa: E402
 from nano_loop.kernels import rounding  # noqa: E402
 from nano_loop.kernels.linear import product  # noqa: E402
 from nano_loop.patching.operators.operators import gives_kernels  # noqa: E402
@@ -324,6 +325,7 @@ def test_lightning_module_compiles_to_itself_and_wrong_arguments_are_named():
         ({"accelerator": "gpu"}, "trains on CPUs"),
         ({"num_processes": 2, "devices": 3}, "both are the number of processes"),
         ({"channels_last": 3}, "channels_last=3"),
+        *(({name: True}, f"{name}=True: it was removed.*Leave it out") for name in REMOVED),
         ({"num_processes": 0}, "num_processes=0"),
     ],
 )
