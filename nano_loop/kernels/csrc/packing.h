@@ -48,10 +48,6 @@ INLINE void interleave_of(const int wide, const void *low, const void *high, __m
     _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, lasts, b));
 }
 
-INLINE void interleave(const uint16_t *low, const uint16_t *high, __mmask32 here, uint32_t *to) {
-    interleave_of(0, low, high, here, to);
-}
-
 /* 16 words of as many numbers, with those of `high` in the upper halves. */
 INLINE __m512i paired(__m256i low, __m256i high) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));

@@ -25,23 +25,3 @@ INLINE __m512 exponential(__m512 x) {
     __mmask16 is_zero = _mm512_cmp_ps_mask(x, lowest, _CMP_LT_OQ);
     return _mm512_mask_mov_ps(exponential_within(_mm512_max_ps(lowest, x)), is_zero, _mm512_setzero_ps());
 }
-
-/* 1 / (1 + exp(x)). What lies beyond 80 is taken for it: the result is 0 or 1 to within 2e-35. */
-INLINE __m512 falling(__m512 x) {
-    x = _mm512_min_ps(_mm512_set1_ps(80.0f), _mm512_max_ps(_mm512_set1_ps(-80.0f), x));
-    __m512 divisor = _mm512_add_ps(exponential_within(x), _mm512_set1_ps(1.0f));
-    __m512 near = _mm512_rcp14_ps(divisor); /* and one step of Newton, which is faster than a division */
-    return _mm512_mul_ps(near, _mm512_fnmadd_ps(divisor, near, _mm512_set1_ps(2.0f)));
-}
-
-INLINE __m512 sigmoid(__m512 x) { return falling(_mm512_sub_ps(_mm512_setzero_ps(), x)); }
-
-/* 1 - 2 / (1 + exp(2x)), and the series of small numbers, where that cancels. */
-INLINE __m512 hyperbolic_tangent(__m512 x) {
-    __m512 found = _mm512_fnmadd_ps(_mm512_set1_ps(2.0f), falling(_mm512_add_ps(x, x)), _mm512_set1_ps(1.0f));
-    __m512 square = _mm512_mul_ps(x, x);
-    __m512 p = _mm512_fmadd_ps(square, _mm512_set1_ps(-0.053968254f), _mm512_set1_ps(0.133333333f));
-    p = _mm512_fmadd_ps(square, p, _mm512_set1_ps(-0.333333333f));
-    __m512 series = _mm512_fmadd_ps(_mm512_mul_ps(x, square), p, x);
-    return _mm512_mask_mov_ps(found, _mm512_cmp_ps_mask(square, _mm512_set1_ps(0.01f), _CMP_LT_OQ), series);
-}
