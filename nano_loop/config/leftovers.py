@@ -1,4 +1,4 @@
-"""Names that are no options: arguments of BigDL-Nano and LightningLite, removed options, and those of other trainers."""
+"""Names that are no options: arguments of BigDL-Nano and LightningLite, removed options, names of other trainers."""
 
 from __future__ import annotations
 
