@@ -1,4 +1,4 @@
-"""The patches of torch for programs that were written for a GPU."""
+"""Lets programs that were written for a GPU run on the CPU: `torch.cuda`, and all that takes a device, name the CPU."""
 
 from __future__ import annotations
 
@@ -6,32 +6,54 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import FunctionType
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nano_loop.integrations.cuda_calls.cuda_module import FUNCTIONS, NVTX, REFUSED, TENSOR_TYPES, refused
-from nano_loop.integrations.cuda_calls.devices import on_cpu, with_device_first, with_devices
+from nano_loop.cpu import peak_memory, read_machine
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import process_wide
 
 _FILLED = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 #: Functions of torch that take a device.
 _FACTORIES = (
-    *("tensor", "as_tensor", "asarray", "scalar_tensor", "from_file", "randperm", "normal", "eye"),
-    *("arange", "range", "linspace", "logspace", "empty_strided", "empty_permuted", "tril_indices", "triu_indices"),
+    *("tensor", "as_tensor", "scalar_tensor", "randperm", "normal", "eye", "arange", "linspace", "logspace"),
     *_FILLED,
     *(f"{name}_like" for name in _FILLED),
-    *(f"sparse_{layout}_tensor" for layout in ("coo", "csr", "csc", "bsr", "bsc", "compressed")),
-    *(f"{name}_window" for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")),
-    *("set_default_device", "set_default_tensor_type"),
-    *("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"),
+    *("set_default_device", "is_autocast_enabled", "get_autocast_dtype"),
 )
 #: Methods of tensors that do.
-_METHODS = ["type", "new_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"]
+_METHODS = ("type", "new_tensor", "new_zeros", "new_ones", "new_empty", "new_full")
+_CPU = torch.device("cpu")
+
+
+def _memory(*_: Any) -> int:
+    """Return the bytes of memory that this process uses."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+#: What a program asks `torch.cuda` for: the answers for one device, the CPU. All else raises torch's own error.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda *_, **__: True),
+    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _nothing),
+    **dict.fromkeys(("memory_allocated", "memory_reserved"), _memory),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: peak_memory()),
+    # Not torch.manual_seed, which calls this function.
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda seed: torch.default_generator.manual_seed(seed)),
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_name": lambda *_: f"{read_machine().name or 'unknown'} (CPU)",
+    "get_device_capability": lambda *_: (0, 0),
+    "get_rng_state": lambda *_: torch.get_rng_state(),  # which torch.compile asks for, too
+    "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+}
 
 _patches: list[ExitStack] = process_wide("patches of CUDA", [])  # one at the most
 _lock = threading.Lock()
@@ -40,13 +62,12 @@ _lock = threading.Lock()
 def patch_cuda() -> None:
     """Let programs that were written for a GPU run on the CPU, until `unpatch_cuda`.
 
-    ``.cuda()``, ``.to("cuda")`` and ``device="cuda"`` name the CPU. `torch.cuda.is_available` returns True, and the
-    functions of `torch.cuda` answer for one device, the CPU. Autocast for CUDA becomes bf16 autocast of the CPU, also
-    where fp16 was asked for, and gradients are not scaled. Streams are in order, events measure time, memory is not
-    pinned. ``init_process_group("nccl")`` uses gloo. Tensors stay what they are: ``x.device`` is the CPU and
-    ``x.is_cuda`` is False.
+    ``.cuda()``, ``.to("cuda")``, ``device="cuda"`` and ``map_location="cuda"`` name the CPU. `torch.cuda.is_available`
+    returns True, and what training scripts ask of `torch.cuda` is answered for one device, the CPU; all else raises
+    torch's own error. Autocast for CUDA becomes bf16 autocast of the CPU, also where fp16 was asked for, and gradients
+    are not scaled. Memory is not pinned. ``init_process_group("nccl")`` uses gloo. Tensors stay what they are:
+    ``x.device`` is the CPU and ``x.is_cuda`` is False.
 
-    What has no meaning on a CPU, such as `torch.cuda.CUDAGraph`, raises a `nano_loop.NanoError` when it is called.
     Names that were imported from torch before, as by ``from torch import zeros``, are not replaced. A second call has
     no effect.
     """
@@ -54,7 +75,7 @@ def patch_cuda() -> None:
         if _patches:
             return
         # torch.compile looks up torch's functions when it is imported, which each optimizer does: the original ones.
-        torch.compiler.disable(on_cpu)  # type: ignore[no-untyped-call]
+        torch.compiler.disable(_on_cpu)  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             for owner, name, make in _replacements():
                 if hasattr(owner, name):
@@ -77,21 +98,18 @@ def is_cuda_patched() -> bool:
 def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield a module or a class, a name in it, and what returns the replacement of an attribute."""
     for name in _FACTORIES:
-        yield torch, name, with_devices
+        yield torch, name, _with_devices
     for name in _METHODS:
-        yield torch.Tensor, name, with_devices
+        yield torch.Tensor, name, _with_devices
+    for owner in (torch.Tensor, nn.Module):
+        yield owner, "to", _with_device_first
+        yield owner, "cuda", _returning_itself
+    yield torch.Tensor, "pin_memory", _returning_itself
+    yield torch.UntypedStorage, "cuda", _returning_itself
+    yield torch.TypedStorage, "cuda", _returning_itself
+    yield nn.Module, "to_empty", _with_devices
     yield torch, "Generator", _with_generators
     yield torch, "load", _with_map_location
-    yield torch.Tensor, "cuda", _returning_itself
-    yield torch.Tensor, "pin_memory", _returning_itself
-    yield torch.Tensor, "record_stream", functools.partial(_instead, FUNCTIONS["synchronize"])
-    for storage in (torch.UntypedStorage, torch.TypedStorage):
-        yield storage, "cuda", _returning_itself
-        yield storage, "pin_memory", _returning_itself
-    yield nn.Module, "to", with_device_first
-    yield torch.Tensor, "to", with_device_first
-    yield nn.Module, "to_empty", with_devices
-    yield nn.Module, "cuda", _returning_itself
     yield torch.autocast, "__init__", _with_cpu_autocast
     yield torch.amp.GradScaler, "__init__", _without_scaling
     yield DataLoader, "__init__", _without_pinning
@@ -99,30 +117,65 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield nn.parallel.DistributedDataParallel, "__init__", _without_device_ids
     yield torch.distributed, "init_process_group", _with_gloo
     yield torch.distributed, "new_group", _with_gloo
-    yield from _of_cuda()
-
-
-def _of_cuda() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    for name, function in FUNCTIONS.items():
+    for name, function in _FUNCTIONS.items():
         yield torch.cuda, name, functools.partial(_instead, function)
-    for name, function in NVTX.items():
-        yield torch.cuda.nvtx, name, functools.partial(_instead, function)
-    for name in REFUSED:
-        yield torch.cuda, name, functools.partial(_instead, refused(f"torch.cuda.{name}"))
-    for name in TENSOR_TYPES:
-        yield torch.cuda, f"{name}Tensor", functools.partial(_instead, getattr(torch, f"{name}Tensor"))
-    yield torch, "get_autocast_gpu_dtype", functools.partial(_instead, lambda: torch.get_autocast_dtype("cpu"))
 
 
-def _instead(replacement: Any, original: Any) -> Any:
-    if not isinstance(replacement, FunctionType):
-        return replacement
-
+def _instead(replacement: Callable[..., Any], original: Any) -> Any:
     @functools.wraps(replacement)
     def call(*args: Any, **kwargs: Any) -> Any:  # torch.compile wants another function for each name
         return replacement(*args, **kwargs)
 
     return call
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return the CPU for a GPU, also in dicts, and what has the type of a GPU's tensor with that of the CPU's.
+
+    Parameters
+    ----------
+    value : object
+        An argument of a call, such as ``"cuda:0"`` or ``torch.device("cuda")``. All others are returned as they are.
+    """
+    if isinstance(value, torch.device):
+        return _CPU if value.type == "cuda" else value
+    if isinstance(value, str):
+        if value == "cuda" or (value.startswith("cuda:") and value[5:].isdigit()):
+            return "cpu"
+        return value.replace("torch.cuda.", "torch.") if value.startswith("torch.cuda.") else value
+    if type(value) is dict:
+        return {_on_cpu(key): _on_cpu(item) for key, item in value.items()}
+    return value
+
+
+def _with_devices(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes on the CPU, whatever device its arguments name. Memory is not pinned."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _of_device_argument(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return original(*map(_on_cpu, args), **kwargs)
+
+    return call
+
+
+def _with_device_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same for a method ``to``, whose first argument may be the number of a GPU."""
+    plain = _with_devices(original)
+
+    @functools.wraps(original)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, *map(_of_device_argument, args[:1]), *args[1:], **kwargs)
+
+    return to
+
+
+def _of_device_argument(value: Any) -> Any:
+    """Return the device of ``device=``, where a number is that of a GPU."""
+    return _CPU if isinstance(value, int) and not isinstance(value, bool) else _on_cpu(value)
 
 
 def _wrapping(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -151,7 +204,7 @@ def _with_generators(original: Any) -> Any:
             return isinstance(instance, original)
 
         def __call__(cls, device: Any = None) -> Any:
-            return original(on_cpu(device) if device is not None else "cpu")
+            return original(_on_cpu(device) if device is not None else "cpu")
 
     return Meta("Generator", (), {})
 
@@ -166,7 +219,7 @@ def _location(map_location: Any) -> Any:
     if map_location is None:
         return "cpu"
     if not callable(map_location):
-        return _cpu_of_all(map_location) if isinstance(map_location, dict) else on_cpu(map_location)
+        return _cpu_of_all(map_location) if isinstance(map_location, dict) else _on_cpu(map_location)
 
     def place(storage: Any, location: str) -> Any:
         placed = map_location(storage, location)
@@ -179,7 +232,7 @@ def _cpu_of_all(mapping: dict[Any, Any]) -> Callable[[Any, str], Any]:
     """Return a function for a dict of locations, in which all that is not named goes to the CPU too."""
 
     def place(storage: Any, location: str) -> Any:
-        wanted = on_cpu(mapping.get(location, "cpu"))
+        wanted = _on_cpu(mapping.get(location, "cpu"))
         return storage if wanted == "cpu" else None
 
     return place
