@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from nano_loop.api.decorator import nano
     from nano_loop.api.image_cache import patch_torch, unpatch_torch
     from nano_loop.api.torch_nano import TorchNano
-    from nano_loop.api.tuning_call import Tuning, tune
     from nano_loop.api.verification import Verification, verify
     from nano_loop.integrations.cuda_calls.patching import patch_cuda, unpatch_cuda
     from nano_loop.precision.autocast.autocast import disable_casts
@@ -44,7 +43,6 @@ __all__ = [
     "SetupReport",
     "StepResult",
     "TorchNano",
-    "Tuning",
     "Verification",
     "__version__",
     "accelerated",
@@ -63,7 +61,6 @@ __all__ = [
     "patch_cuda",
     "patch_torch",
     "report",
-    "tune",
     "uninstall",
     "unpatch_cuda",
     "unpatch_torch",
@@ -82,13 +79,14 @@ _NAMES = {
     "api.decorator": ("nano",),
     "api.image_cache": ("patch_torch", "unpatch_torch"),
     "api.torch_nano": ("TorchNano",),
-    "api.tuning_call": ("Tuning", "tune"),
     "api.verification": ("Verification", "verify"),
     "integrations.cuda_calls.patching": ("patch_cuda", "unpatch_cuda"),
     "precision.autocast.autocast": ("disable_casts",),
     "precision.autocast.default_ops": ("DefaultOps", "default_ops"),
     "runtime.objects.report": ("SetupReport", "StepResult"),
 }
+#: What stood here once, and what to write now.
+_REMOVED = dict.fromkeys(("tune", "Tuning"), "It was removed: run `nano-loop tune script.py`, which prints the line")
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
@@ -97,7 +95,8 @@ def __getattr__(name: str) -> Any:
     if name == "optim":
         return _imported("optim")
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        advice = f". {_REMOVED[name]}" if name in _REMOVED else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     value = getattr(_imported(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -23,7 +23,6 @@ from nano_loop.runtime.objects.report import LastPrinted, SetupReport
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
-from nano_loop.search.requested import measure, requested
 
 _METHODS = (staticmethod, classmethod)
 _P = ParamSpec("_P")
@@ -140,10 +139,6 @@ class _Call(RunTask):
     @override
     def do(self, run: Run) -> Any:
         run.apply(self._parts)
-        return self.repeat(run)
-
-    @override
-    def repeat(self, run: Run) -> Any:
         return self._function(*self._args, **self._kwargs)
 
 
@@ -159,8 +154,6 @@ def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> An
     def accelerated(*args: Any, **kwargs: Any) -> Any:
         accelerated.report = None  # type: ignore[attr-defined]
         task = _Call(Settings.read(options), function, args, kwargs)
-        names = [name for name, value in options.items() if value is not None]
-        task.settings = measure(requested(task.settings.options), task, names)
         run = Run(task.settings, task, printed=printed)
         try:
             return run.complete()
@@ -191,9 +184,7 @@ def _parts_and_names(
 
 
 def _starts_workers(options: Options) -> bool:
-    command = requested(options)
-    is_search = command is not None and command.name == "tune"
-    return is_search or ((options.num_processes or 1) > 1 and found_launch(os.environ) is None)
+    return (options.num_processes or 1) > 1 and found_launch(os.environ) is None
 
 
 def _without_model(got: str, function: Callable[..., Any]) -> str:

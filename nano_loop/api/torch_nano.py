@@ -28,7 +28,6 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.option_attributes import OptionAttributes
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
-from nano_loop.search.requested import measure, requested
 
 
 @documented
@@ -92,9 +91,7 @@ class TorchNano(OptionAttributes, RanksFabric):
 
     @method_takes(Declarations)
     def __init__(self, *args: Any, **others: Any) -> None:
-        arguments = named("TorchNano", args, others)
-        self._nano_settings = Settings.read(arguments)
-        self._nano_fixed = [name for name, value in arguments.items() if value is not None]
+        self._nano_settings = Settings.read(named("TorchNano", args, others))
         self._nano_run: Run | None = None
         self._nano_report: SetupReport | None = None
         self._nano_printed = LastPrinted()
@@ -298,7 +295,6 @@ class TorchNano(OptionAttributes, RanksFabric):
         if self._nano_run is not None:  # train calls super().train(), or a worker's run has begun
             return train(self, *args, **kwargs)
         task = _Training(self, train, args, kwargs)
-        self._nano_settings = task.settings = measure(requested(task.settings.options), task, self._nano_fixed)
         return Run(self._nano_settings, task, printed=self._nano_printed).complete()
 
     @contextmanager

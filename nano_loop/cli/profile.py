@@ -33,7 +33,7 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
             error_message(f"--trace {trace}", "its folder does not exist", "Name a file in one that does")
         )
     own = {"trace": None if trace is None else os.path.abspath(trace)}
-    content, _ = result_of("profile", own, script, to_stderr=as_json)
+    content = result_of("profile", own, script, to_stderr=as_json)
     if as_json:
         print_json("profile", **content)
     else:

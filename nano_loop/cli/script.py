@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import IO, Any
@@ -24,10 +24,8 @@ from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.profiling import STEPS
 
 
-def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr: bool) -> tuple[dict[str, Any], int]:
-    """Run a script until nano_loop has done in it what a command asks for; return the result and the exit code.
-
-    The code is 0, or that of Ctrl-C with a result so far.
+def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr: bool) -> dict[str, Any]:
+    """Run a script until nano_loop has done in it what a command asks for, and return the result.
 
     Parameters
     ----------
@@ -43,8 +41,8 @@ def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr
     click.exceptions.Exit
         If the script fails, with its exit code.
     """
-    with _result_file() as file:
-        variables = {COMMAND: Command(command, _path_of(file), dict(own)).encoded()}
+    with result_file() as file:
+        variables = {COMMAND: Command(command, path_of(file), dict(own)).encoded()}
         variables |= begins_at_start(command)
         sys.stdout.flush()
         process = subprocess.Popen(
@@ -55,14 +53,17 @@ def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr
         )
         with _signals_passed_to(process):
             code = process.wait()
-        result = _read(file)
-    if result is not None and "error" in result:
-        raise NanoConfigError(result["error"])
-    if code and not (result or {}).get("interrupted"):
+        answer = answer_in(file)
+    if answer is not None and "error" in answer:
+        raise NanoConfigError(answer["error"])
+    if code:
         raise click.exceptions.Exit(code if code > 0 else 128 - code)
-    if result is None:
-        raise NanoConfigError(error_message(*_UNANSWERED[command](script.name)))
-    return result["result"], code
+    if answer is None:
+        expected = "profile measures those of the first optimizer of torch in its thread"
+        got = f"{script.name} takes fewer than {STEPS} steps"
+        raise NanoConfigError(error_message(got, expected, "Let it train longer"))
+    result: dict[str, Any] = answer["result"]
+    return result
 
 
 def begins_at_start(command: str) -> dict[str, str]:
@@ -70,39 +71,24 @@ def begins_at_start(command: str) -> dict[str, str]:
     return {INSTALL: command, "PYTHONPATH": search_path(os.environ)}
 
 
-#: What is said of a script that ends before its command has measured anything.
-_UNANSWERED: Mapping[str, Callable[[str], tuple[str, str, str]]] = {
-    "profile": lambda script: (
-        f"{script} takes fewer than {STEPS} steps",
-        "profile measures those of the first optimizer of torch in its thread",
-        "Let it train longer",
-    ),
-    "tune": lambda script: (
-        f"{script} has called no function under @nano, and no TorchNano.train",
-        "tune measures the first of these calls, or the steps of a script that does not import nano_loop",
-        "Decorate its training function",
-    ),
-}
-
-
-def _result_file() -> IO[bytes]:
+def result_file() -> IO[bytes]:
     """Open a file for the result. Where /proc is, it has no name, so a command that is killed leaves none."""
     return tempfile.TemporaryFile() if os.path.exists("/proc/self/fd") else tempfile.NamedTemporaryFile()
 
 
-def _path_of(file: IO[bytes]) -> str:
+def path_of(file: IO[bytes]) -> str:
     """Return the path by which the script, or a process that it starts, opens the file."""
     return str(file.name) if isinstance(file.name, str) else f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
-def _read(file: IO[bytes]) -> dict[str, Any] | None:
-    """Return the result; None if the script has not left one, or not all of it."""
+def answer_in(file: IO[bytes]) -> dict[str, Any] | None:
+    """Return what the script has answered; None if it has left nothing, or not all of it."""
     file.seek(0)
     try:
-        result: dict[str, Any] = json.load(file)
+        answer: dict[str, Any] = json.load(file)
     except ValueError:
         return None
-    return result
+    return answer
 
 
 @contextlib.contextmanager

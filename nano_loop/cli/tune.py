@@ -1,17 +1,18 @@
-"""`nano-loop tune`: measures in a script which options of nano_loop are the fastest, without training."""
+"""`nano-loop tune`: measures which options of nano_loop are the fastest for a script."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 import click
 
 from nano_loop.cli.output import print_json
-from nano_loop.cli.script import begins_at_start, result_of
 from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
+from nano_loop.cli.tuning.chart import check_picture
 from nano_loop.errors import NanoConfigError, error_message
-from nano_loop.search.chart import check_picture
 
+_INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
 _EXAMPLES = """\b
 Examples:
   nano-loop tune train.py
@@ -20,43 +21,35 @@ Examples:
 
 
 @click.command(cls=ScriptCommand, context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
-@click.option("--seconds", type=click.FloatRange(1), default=90, show_default=True, help="How long it may take, about.")
-@click.option("--again", is_flag=True, help="Search also if the result of an earlier search is kept.")
+@click.option("--seconds", type=click.FloatRange(1), default=120, show_default=True, help="Approximate time limit.")
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Draw the times into a picture.")
 @takes_script()
-def tune(script: Script, as_json: bool, seconds: float, again: bool, plot: str | None) -> None:
+def tune(script: Script, as_json: bool, seconds: float, plot: str | None) -> None:
     """Measure which options are the fastest for a script.
 
-    It trains nothing. The script runs until it first calls a function under @nano, or TorchNano.train. Copies of that
-    call take steps under each candidate, in processes that are thrown away. A script that does not import nano_loop
-    runs from its start under each candidate, for some steps. Options that you write here stay as they are. Ctrl-C shows
-    what has been measured so far.
+    The script runs from its start under each candidate, twice, until it has taken some steps. It need not use
+    nano_loop. What it writes until then is written; what it prints is not shown. Options that you write here stay as
+    they are. Ctrl-C shows what has been measured so far.
     """
     if plot is not None:
         _check(plot)
-    content, code = result_of("tune", {"seconds": seconds, "again": again}, script, to_stderr=as_json)
-    # Here, since it imports torch.
-    from nano_loop.search.requested import INTERRUPTED
-    from nano_loop.search.result import Tuning
-    from nano_loop.search.script_search import search_script
-    from nano_loop.search.search import SearchInterrupted
+    from nano_loop.cli.tuning.search import ScriptFailedError, Search  # here, since it imports torch
 
-    if content:
-        tuning = Tuning.of_dict(content)
-    else:  # it trains without nano_loop
-        os.environ.update(script.variables)
-        try:
-            tuning = search_script(script.command, {**os.environ, **begins_at_start("tune")}, seconds)
-        except SearchInterrupted as interrupted:
-            tuning, code = interrupted.tuning, INTERRUPTED
+    os.environ.update(script.variables)
+    search = Search(script.name, script.command, os.environ, seconds)
+    try:
+        tuning = search.run()
+    except ScriptFailedError as error:  # it ends as under python
+        print(error.errors, file=sys.stderr)
+        raise click.exceptions.Exit(error.code if error.code > 0 else 128 - error.code) from error
     if as_json:
         print_json("tune", **tuning.as_dict())
     else:
         click.echo(str(tuning))
     if plot is not None:
         tuning.plot(plot)
-    if code:
-        raise click.exceptions.Exit(code)
+    if search.is_interrupted:
+        raise click.exceptions.Exit(_INTERRUPTED)
 
 
 def _check(plot: str) -> None:

@@ -236,11 +236,6 @@ class Declarations:
         True, checks.verbosity, 'Report on standard error. `"all"`: also what every process prints.'
     )
 
-    tune: bool = switch(
-        False,
-        "Measurement of the options that you leave out, in processes that are thrown away, before the first call. It "
-        "takes up to two minutes. The fastest are kept for later runs too.",
-    )
     step_time: bool = switch(False, "Last line of the report with the time of a step, to compare options by.")
     log_casts: bool | str | os.PathLike[str] = option(  # noqa: RUF009
         False,
@@ -261,7 +256,7 @@ class NanoDeclarations(Declarations):
 
 
 #: What measures or compares a run, and changes nothing that it computes.
-MEASURING = ("tune", "step_time", "log_casts", "verify")
+MEASURING = ("step_time", "log_casts", "verify")
 DECLARED = fields(Declarations)
 OPTIONS = tuple(declared.name for declared in DECLARED)
 DEFAULTS: dict[str, Any] = {declared.name: declared.default for declared in DECLARED}

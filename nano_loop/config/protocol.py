@@ -22,7 +22,7 @@ class Command(NamedTuple):
     """A command."""
 
     name: str  # "tune" or "profile"
-    #: The path of the file that the script writes the result to; None if none waits for it, and the run follows.
+    #: The path of the file that the script writes the result to; None if none waits for it.
     result: str | None
     arguments: dict[str, Any]  # the command's own
 

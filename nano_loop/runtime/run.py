@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from nano_loop.config.protocol import take_command
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Loop, Ranks
 from nano_loop.distributed.launch.active_runs import RunScope
@@ -60,8 +61,6 @@ class RunTask(Task):
         What it trains, as far as that is known before it begins.
     """
 
-    #: The steps of its run, in order.
-    steps: tuple[type[Step], ...] = STEPS
     #: How the user writes the options, around them.
     written: tuple[str, str] = ("@nano(", ")")
     #: How the user sets objects up.
@@ -77,10 +76,6 @@ class RunTask(Task):
     @abstractmethod
     def do(self, run: Run) -> Any:
         """Execute the task in a started run."""
-
-    def repeat(self, run: Run) -> Any:
-        """Execute the task once more in the same run."""
-        return self.do(run)
 
     @override
     def run_in(self, slot: RankSlot) -> Any:
@@ -105,7 +100,7 @@ class Run:
     outer : Run, optional
         The run that this one is inside of, in the same process and with the same report.
     kinds : sequence of type, optional
-        The classes of its steps, in order. By default, those of the task, or all.
+        The classes of its steps, in order. By default, all.
     in_all_threads : bool
         Whether it is for all threads, where they are in no other run; else for the one that enters it.
     """
@@ -122,10 +117,6 @@ class Run:
         kinds: Sequence[type[Step]] | None = None,
         in_all_threads: bool = False,
     ) -> None:
-        if settings.options.tune:
-            expected = "a search repeats a function, and this run has none that it could call"
-            advice = "Call nano_loop.tune, or put @nano(tune=True) above the training function"
-            raise NanoConfigError(error_message("tune=True", expected, advice))
         self.options = settings.options
         self._task = task
         own = RunReport(settings.options, printed or LastPrinted())
@@ -136,7 +127,7 @@ class Run:
         self._slot: RankSlot | None = None
         # What trains by itself, and no block says how long, predicts as without nano_loop.
         self._interceptors = CallInterceptors(self._is_inner and self.options.kind.parameters is None)
-        self._kinds = kinds or (STEPS if task is None else task.steps)
+        self._kinds = _default_steps() if kinds is None else kinds
         self._steps: list[Step] = []
         self.in_all_threads = in_all_threads
         #: Looks at steps of optimizers, from the entry on; None in a run inside another one.
@@ -152,6 +143,11 @@ class Run:
     def ranks(self) -> Ranks:
         """The ranks of the run, from the view of this process."""
         return self._place.ranks
+
+    @property
+    def written(self) -> tuple[str, str]:
+        """How the user writes the options, around them."""
+        return ("nano_loop.accelerated(", ")") if self._task is None else self._task.written
 
     def __repr__(self) -> str:
         report = self.report
@@ -343,6 +339,12 @@ class Run:
             )
         asked_for = getattr(self.options, step.name, "auto") != "auto"
         return StepResult(step.name, "skipped", reason.detail, code=reason.code, asked_for=asked_for)
+
+
+def _default_steps() -> tuple[type[Step], ...]:
+    """Return all steps; none in a script that `nano-loop tune` times without nano_loop."""
+    command = take_command()
+    return () if command is not None and command.arguments.get("is_plain") else STEPS
 
 
 _SET_UP = "Call run.setup(model, optimizer) before the first step"

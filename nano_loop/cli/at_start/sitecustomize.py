@@ -58,8 +58,7 @@ class _Start:
             print(line, file=sys.__stderr__)
 
     def install(self) -> None:
-        if self.wanted == "tune" and "nano_loop" in sys.modules:  # the script says what is measured
-            return
+        is_explicit = "nano_loop" in sys.modules
         folder = __file__
         for _ in range(4):  # the one that has the package, which this script may not have in its path
             folder = os.path.dirname(folder)
@@ -72,9 +71,9 @@ class _Start:
 
                 record_requested()
             elif self.wanted == "tune":
-                from nano_loop.search.script_trial import begin_requested
+                from nano_loop.cli.tuning.in_script import begin_requested
 
-                begin_requested(nano_loop.install, nano_loop.uninstall, nano_loop.report)
+                begin_requested(nano_loop.install, nano_loop.uninstall, is_explicit=is_explicit)
             elif self.wanted.startswith("{"):  # from a process that has called `install`
                 import json
 

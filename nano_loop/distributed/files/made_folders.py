@@ -54,9 +54,9 @@ class MadeFolders:
                 claimed = True
         return claimed
 
-    def clean(self, removed_only: bool = True) -> None:
-        """Remove the folders that no rank wants, or all of them, where they are empty; the innermost first."""
-        marks = self._run.glob(f"{_REMOVED_AGAIN if removed_only else ''}*{_MARK}")
+    def clean(self) -> None:
+        """Remove the folders that no rank wants, where they are empty; the innermost first."""
+        marks = self._run.glob(f"{_REMOVED_AGAIN}*{_MARK}")
         for key in sorted(map(os.readlink, marks), reverse=True):
             with contextlib.suppress(OSError):  # rank 0 has it
                 real.rmdir(key)

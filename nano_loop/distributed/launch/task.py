@@ -22,9 +22,6 @@ class Task(ABC):
         The user's function, for messages.
     """
 
-    #: Whether it reads more of what the caller has written; it calls `guard_files` afterwards.
-    reads_more: bool = False
-
     def __init__(self, names: Mapping[str, Any], loop: Loop) -> None:
         self.names = names
         self.loop = loop

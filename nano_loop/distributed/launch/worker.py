@@ -61,8 +61,7 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: P
                 where = ""
             assignment: Assignment = load(sent_by_rank_0 / PAYLOAD)
         task = assignment.task
-        if not task.reads_more:
-            guard_files()  # what is in the payload may be mapped from rank 0's descriptors, which it shuts off
+        guard_files()  # what is in the payload may be mapped from rank 0's descriptors, which it shuts off
         gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
         gc.enable()
         reporter.report("ready")

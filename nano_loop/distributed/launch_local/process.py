@@ -39,13 +39,9 @@ class WorkerProcess(Worker):
         What it imports to read its payload.
     verbose : bool
         Whether what it prints is shown.
-    quiet : bool
-        Whether what it writes to standard error is shown to nobody, and kept for messages alone.
     """
 
-    def __init__(
-        self, server: Server, slot: RankSlot, modules: Sequence[str], verbose: bool = False, quiet: bool = False
-    ) -> None:
+    def __init__(self, server: Server, slot: RankSlot, modules: Sequence[str], verbose: bool = False) -> None:
         super().__init__(slot.ranks.rank)
         self._folder = str(slot.ranks.folder)
         self._server = server
@@ -55,8 +51,7 @@ class WorkerProcess(Worker):
         self._outputs: list[Output] = []
         self._resources = contextlib.ExitStack()
         try:
-            shown = (sys.stdout if verbose else None, None if quiet else sys.stderr)
-            self._channel = self._forked(start_of(slot, modules, verbose), *shown)
+            self._channel = self._forked(start_of(slot, modules, verbose), sys.stdout if verbose else None, sys.stderr)
         except BaseException:
             self._resources.close()
             raise
@@ -178,14 +173,14 @@ class WorkerProcess(Worker):
 
 
 def forked(
-    server: Server, slots: Sequence[RankSlot], modules: Sequence[str], verbose: bool = False, quiet: bool = False
+    server: Server, slots: Sequence[RankSlot], modules: Sequence[str], verbose: bool = False
 ) -> list[WorkerProcess]:
     """Return a new worker for each; if one cannot be started, end the others and raise a `NanoWorkerError`."""
     workers: list[WorkerProcess] = []
     with contextlib.ExitStack() as stack:
         for slot in slots:
             try:
-                workers.append(WorkerProcess(server, slot, modules, verbose, quiet))
+                workers.append(WorkerProcess(server, slot, modules, verbose))
             except OSError as error:
                 rank, folder = slot.ranks.rank, slot.ranks.folder
                 words = limit_in_words(error, folder) if folder is not None else None

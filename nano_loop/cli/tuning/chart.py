@@ -16,11 +16,11 @@ _CHOSEN, _OTHER = "#1f6f4a", "#9aa5b1"  # colours of bars
 
 
 class Bar(NamedTuple):
-    """A candidate: the time of a step and its quartiles in milliseconds, and its speed."""
+    """A candidate: the time of a step in milliseconds, its rounds in seconds, and its speed."""
 
     name: str
     milliseconds: float
-    spread: tuple[float, float] | None
+    rounds: Sequence[float]
     speed_up: float | None
     is_chosen: bool
 
@@ -60,11 +60,10 @@ def draw(bars: Sequence[Bar], path: Any) -> None:
     check_picture(path)
     from matplotlib.figure import Figure
 
-    spreads = [bar.spread or (bar.milliseconds, bar.milliseconds) for bar in bars]
     lengths = [bar.milliseconds for bar in bars]
     errors = [
-        [max(length - low, 0) for length, (low, _) in zip(lengths, spreads, strict=True)],
-        [max(high - length, 0) for length, (_, high) in zip(lengths, spreads, strict=True)],
+        [max(bar.milliseconds - 1e3 * min(bar.rounds), 0) for bar in bars],
+        [max(1e3 * max(bar.rounds) - bar.milliseconds, 0) for bar in bars],
     ]
     colours = [_CHOSEN if bar.is_chosen else _OTHER for bar in bars]
     figure = Figure(figsize=(9, 1.2 + 0.32 * len(bars)), layout="constrained")  # without a window
@@ -72,7 +71,7 @@ def draw(bars: Sequence[Bar], path: Any) -> None:
     axes.barh(range(len(bars)), lengths, xerr=errors, color=colours, ecolor="#444444", capsize=2)
     axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds a step (median and quartiles)")
+    axes.set_xlabel("milliseconds a step (mean and range of two rounds)")
     for place, bar in enumerate(bars):
         if bar.speed_up is not None:
             axes.annotate(f" {bar.speed_up:.2f}×", (0, place), va="center", color="white")

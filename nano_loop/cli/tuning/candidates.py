@@ -6,13 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from torch import nn
-
 from nano_loop.config.declarations import DEFAULTS, EXACT
 from nano_loop.config.options import Options
-from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
 from nano_loop.runtime.settings import Settings
-from nano_loop.steps.fast_fetch import ONE_BY_ONE
 
 Changes = dict[str, Any]
 
@@ -21,14 +17,11 @@ STEPS_BY_DEFAULT = tuple(name for name, default in DEFAULTS.items() if default =
 #: With these a model may compute other numbers than in fp32; the others move rounding errors at most.
 OF_NUMBERS = ("precision", "channels_last", "use_ipex", "compile")
 #: These change the order of sums, or which numbers a loader draws.
-_OF_ORDER = ("num_processes", "num_threads", "loader_workers")
-_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_OF_ORDER = ("num_processes", "num_threads")
 _FEW = 4  # cores: with more, one thread is never the fastest for a step that is worth a trial
 
 
-def candidates(
-    settings: Settings, fixed: Collection[str], answer: Mapping[str, Any], parts: TrainingObjects | None
-) -> list[Changes]:
+def candidates(settings: Settings, fixed: Collection[str], answer: Mapping[str, Any]) -> list[Changes]:
     """Return what the candidates change of the user's options. What takes long to start comes last.
 
     Parameters
@@ -38,24 +31,18 @@ def candidates(
     fixed : collection of str
         The options that stay as they are.
     answer : mapping
-        What the trial of the user's options has answered: the status and the detail of each of its ``"steps"``, and
-        whether its optimizer has weights of ``"convolutions"``.
-    parts : TrainingObjects or None
-        What is trained, as far as it is known.
+        What the script has answered under the user's options; see `cli.tuning.in_script`.
     """
     options, machine = settings.options, settings.machine
     fixed = {*fixed, *EXACT, *_OF_ORDER} if options.exact else fixed
-    steps, has_convolutions = answer["steps"], answer["convolutions"]
-    if parts is not None:
-        has_convolutions = any(has_modules(model, _CONVOLUTIONS) for model in parts.models)
-    layouts = [False, True] if has_convolutions else [options.channels_last]
+    layouts = [False, True] if answer["has_convolutions"] else [options.channels_last]
     precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16]
     combined = [{"precision": precision, "channels_last": layout} for precision in precisions for layout in layouts]
     if machine.has_fast_fp16:
         combined.append({"precision": "16-mixed", "channels_last": layouts[-1]})
     # What is faster on most machines: products that are too small for bf16 to pay stay in fp32.
     base = {"precision": "bf16-products" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
-    more = [{}, *_processes(settings), *_loaders(settings, steps), *_steps(options), *_ipex(options)]
+    more = [{}, *_processes(settings), *_steps(options), *_ipex(options)]
     more.append({"compile": not options.compile})
     return [*_distinct([*combined, *({**base, **change} for change in more)], options, fixed)]
 
@@ -67,13 +54,6 @@ def _processes(settings: Settings) -> Iterator[Changes]:
         yield from ({"num_processes": count, "num_threads": None} for count in counts if 0 < count <= cores)
     fewer = dict.fromkeys([cores // 2, *([1] if cores <= _FEW else [])])
     yield from ({"num_processes": None, "num_threads": count} for count in fewer if 0 < count < cores)
-
-
-def _loaders(settings: Settings, steps: Mapping[str, list[str]]) -> Iterator[Changes]:
-    # Whole batches out of memory are fetched faster than they are sent between processes.
-    status, detail = steps.get("fast_fetch", ["applied", ""])
-    if status != "applied" or ONE_BY_ONE in detail:
-        yield from ({"loader_workers": count} for count in (0, settings.machine.num_threads))
 
 
 def _steps(options: Options) -> Iterator[Changes]:

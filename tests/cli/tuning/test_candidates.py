@@ -3,49 +3,36 @@
 from dataclasses import replace
 
 import pytest
-from torch import nn
 
+from nano_loop.cli.tuning.candidates import STEPS_BY_DEFAULT, candidates
 from nano_loop.config.declarations import DEFAULTS, EXACT, OPTIONS
 from nano_loop.cpu import read_machine
-from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.settings import Settings
-from nano_loop.search.candidates import STEPS_BY_DEFAULT, candidates
-from nano_loop.steps.fast_fetch import ONE_BY_ONE
 
-ANSWER = {"steps": {"fast_fetch": ["applied", ""]}, "convolutions": False}
+ANSWER = {"report": {}, "has_convolutions": False}
+IMAGES = {**ANSWER, "has_convolutions": True}
 
 
 @pytest.fixture
 def proposed(monkeypatch):
     """Give a function that returns the candidates on a machine with some instructions."""
-    monkeypatch.setattr("nano_loop.search.candidates.find_spec", lambda name: None)
+    monkeypatch.setattr("nano_loop.cli.tuning.candidates.find_spec", lambda name: None)
 
-    def proposed(sets=("avx512_bf16",), fixed=(), answer=ANSWER, model=None, **options):
+    def proposed(sets=("avx512_bf16",), fixed=(), answer=ANSWER, **options):
         settings = Settings.read(options)
         machine = replace(settings.machine, instruction_sets=frozenset(sets))
-        return candidates(replace(settings, machine=machine), fixed, answer, model and TrainingObjects([model]))
+        return candidates(replace(settings, machine=machine), fixed, answer)
 
     return proposed
 
 
 def test_list_is_short_and_names_each_choice_once(proposed):
-    answer = {"steps": {"fast_fetch": ["skipped", ""]}, "convolutions": True}
-    found = proposed(sets=("avx512_bf16", "avx512_fp16"), answer=answer)
+    found = proposed(sets=("avx512_bf16", "avx512_fp16"), answer=IMAGES)
     assert 8 <= len(found) <= 12
     assert all(found.count(changes) == 1 for changes in found)
     assert found[-1]["compile"] is True  # takes the longest to start
     varied = {name for changes in found for name in changes}
-    assert varied >= {"precision", "channels_last", "loader_workers", "compile", *STEPS_BY_DEFAULT}
-
-
-def test_workers_are_candidates_where_samples_are_fetched_one_by_one(proposed):
-    for result, expected in (
-        (["applied", "1 of 1 loaders"], False),
-        (["applied", f"1 of 1 loaders; samples of OwnDataset {ONE_BY_ONE}"], True),
-        (["skipped", "the loader has 2 workers"], True),
-    ):
-        found = proposed(answer={**ANSWER, "steps": {"fast_fetch": result}})
-        assert any("loader_workers" in changes for changes in found) == expected
+    assert varied >= {"precision", "channels_last", "compile", *STEPS_BY_DEFAULT}
 
 
 @pytest.mark.parametrize("name", ["avx512_bf16", "avx512_fp16"])
@@ -56,9 +43,8 @@ def test_reduced_precision_is_a_candidate_where_the_cpu_is_fast_in_it(proposed, 
 
 
 def test_layout_is_varied_for_convolutions(proposed):
-    for model, expected in ((nn.Linear(1, 1), False), (nn.Conv2d(1, 1, 1), True)):
-        assert any("channels_last" in changes for changes in proposed(model=model)) == expected
-    assert any("channels_last" in changes for changes in proposed(answer={**ANSWER, "convolutions": True}))
+    for answer, expected in ((ANSWER, False), (IMAGES, True)):
+        assert any("channels_last" in changes for changes in proposed(answer=answer)) == expected
 
 
 def test_what_is_fixed_stays(proposed):
@@ -68,10 +54,9 @@ def test_what_is_fixed_stays(proposed):
 
 
 def test_exact_results_stay_exact(proposed):
-    answer = {"steps": {"fast_fetch": ["skipped", ""]}, "convolutions": True}
-    varied = {name for changes in proposed(answer=answer, exact=True) for name in changes}
+    varied = {name for changes in proposed(answer=IMAGES, exact=True) for name in changes}
     assert varied
-    assert not varied & {*EXACT, "num_threads", "num_processes", "loader_workers"}
+    assert not varied & {*EXACT, "num_threads", "num_processes"}
 
 
 def test_one_process_is_the_same_as_none(proposed):

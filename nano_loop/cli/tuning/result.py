@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nano_loop.cli.tuning.candidates import STEPS_BY_DEFAULT
+from nano_loop.cli.tuning.chart import Bar, draw
 from nano_loop.config.declarations import MEASURING
 from nano_loop.config.options import Options
 from nano_loop.config.precisions import SHORT_NAMES
-from nano_loop.runtime.settings import Settings
-from nano_loop.search.candidates import STEPS_BY_DEFAULT
-from nano_loop.search.chart import Bar, draw
 
 _GIB = 1 << 30
 _MANY = 3  # steps left out, which the table only counts
@@ -31,15 +31,14 @@ class Row:
         The options of the candidate, besides those that all candidates have.
     plain : bool
         Whether it is the loop without nano_loop.
+    seconds : list of float
+        The time of a step for one batch, round by round. Several processes take as many batches a step.
     milliseconds : float or None
-        The time of a step with the options as they are, over the median of how many times as fast this one was, turn by
-        turn. It is for one batch. Several processes take as many batches a step.
-    spread : tuple of float, or None
-        The quartiles of that time.
+        Their mean.
     speed_up : float or None
-        How many times as fast as the loop without nano_loop, by turns that both took with the options as they are.
+        How many times as fast as the loop without nano_loop.
     memory : int or None
-        The most memory that the processes of the candidate have had together, in bytes.
+        The most memory that the process of rank 0 has had, in bytes.
     loss, gradients : float or None
         The largest error of the loss and of a gradient, relative to fp64. Of a loop, the loss is the mean square of the
         model's outputs. None where no comparison was made.
@@ -49,13 +48,30 @@ class Row:
 
     options: dict[str, Any]
     plain: bool = False
+    seconds: list[float] = field(default_factory=list)
     milliseconds: float | None = None
-    spread: tuple[float, float] | None = None
     speed_up: float | None = None
     memory: int | None = None
     loss: float | None = None
     gradients: float | None = None
     note: str = ""
+
+    def measure(self, own: Row, plain: Row) -> None:
+        """Take the mean of the rounds, as ratios to the options as they are, which run in each round."""
+        if not self.seconds or not own.seconds:
+            return
+        self.milliseconds = 1e3 * statistics.fmean(own.seconds) / statistics.fmean(self._ratios(own))
+        if plain.seconds:
+            of_plain = statistics.fmean(own.seconds) / statistics.fmean(plain._ratios(own))
+            self.speed_up = 1.0 if self.plain else 1e3 * of_plain / self.milliseconds
+
+    def pays(self, own: Row, least: float) -> bool:
+        """Whether it is faster than the options as they are in each round, and `least` times on the whole."""
+        ratios = self._ratios(own)
+        return bool(ratios) and min(ratios) > 1 and statistics.fmean(ratios) >= least
+
+    def _ratios(self, own: Row) -> list[float]:
+        return [before / after for before, after in zip(own.seconds, self.seconds, strict=False)]
 
     @property
     def name(self) -> str:
@@ -70,7 +86,7 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the table."""
-        spread = "" if self.spread is None else f" ({self.spread[0]:.3g}–{self.spread[1]:.3g})"
+        spread = f" ({min(self.seconds) * 1e3:.3g}–{max(self.seconds) * 1e3:.3g})" if len(self.seconds) > 1 else ""
         return (
             "–" if self.milliseconds is None else f"{self.milliseconds:.3g}{spread}",
             "–" if self.speed_up is None else f"{self.speed_up:.2f}×",
@@ -83,7 +99,7 @@ class Row:
 
 @dataclass
 class Tuning:
-    """The result of `tune`.
+    """The result of `nano-loop tune`.
 
     Attributes
     ----------
@@ -99,13 +115,10 @@ class Tuning:
         How long the search took.
     changes : dict
         The options that the search has changed.
-    cached : bool
-        Whether all of this was found by an earlier search.
     remarks : list of str
         What to know about the choice.
-    load : float
-        The part of the time in which other programs kept the CPUs busy during the search. If it is large, nothing is
-        kept.
+    waits : float
+        The part of their runnable time that threads waited for CPUs, which other programs used.
     date : str
         When the search ended.
     """
@@ -116,24 +129,13 @@ class Tuning:
     chosen: int
     seconds: float
     changes: dict[str, Any] = field(default_factory=dict)
-    cached: bool = False
     remarks: list[str] = field(default_factory=list)
-    load: float = 0.0
+    waits: float = 0.0
     date: str = ""
-
-    def settings(self, before: Settings) -> Settings:
-        """Return the settings of a run with the chosen options."""
-        return before.changed(**self.changes, tune=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain lists, dicts, strings and numbers, for JSON."""
         return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
-
-    @classmethod
-    def of_dict(cls, content: Mapping[str, Any]) -> Tuning:
-        """Return what `as_dict` has returned."""
-        rows = [Row(**{**row, "spread": row["spread"] and tuple(row["spread"])}) for row in content["rows"]]
-        return cls(**{**content, "rows": rows})
 
     def plot(self, path: Any) -> None:
         """Draw the times of the candidates into a file, by matplotlib. Its name says the format, such as ``.png``.
@@ -152,7 +154,7 @@ class Tuning:
         """
         chosen = self.rows[self.chosen]
         bars = [
-            Bar(row.name, row.milliseconds, row.spread, row.speed_up, row is chosen)
+            Bar(row.name, row.milliseconds, row.seconds, row.speed_up, row is chosen)
             for row in self.rows
             if row.milliseconds is not None
         ]
@@ -171,10 +173,7 @@ class Tuning:
             yield _wrapped(options, f"{mark} {numbers}  ")
         yield ""
         yield from map(_wrapped, self.remarks)
-        took = f"found in {self.seconds:.0f} s"
-        if self.cached:
-            took = f"kept from {self.date}; --again, or again=True, measures anew"
-        yield f"fastest ({took}):"
+        yield f"fastest (found in {self.seconds:.0f} s):"
         yield f"  {self.line}"
 
 

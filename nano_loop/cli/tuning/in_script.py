@@ -1,0 +1,166 @@
+"""What `nano-loop tune` does in the process of a script: it times steps of a training, and then ends the process."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+
+from nano_loop.config.protocol import Command, take_command
+from nano_loop.cpu import peak_memory
+from nano_loop.cpu.waits import Waits
+from nano_loop.errors import NanoError
+from nano_loop.patching.objects.optimizers import held_by, hook_after_steps
+from nano_loop.runtime.objects.report import SetupReport
+from nano_loop.runtime.run import Run, active_run
+
+#: Steps that count for a time, at least, and those before them: page faults, kernels that are made, compilation.
+LEAST, WARMUP = 8, 4
+
+
+def begin_requested(install: Callable[[], None], uninstall: Callable[[], None], *, is_explicit: bool) -> None:
+    """Time the steps of the first optimizer that steps in this thread, if a command asks for it.
+
+    Parameters
+    ----------
+    install, uninstall : callable
+        Those of nano_loop.
+    is_explicit : bool
+        Whether the script imports nano_loop. Then the steps in its runs count, and nothing is installed.
+    """
+    command = take_command()
+    if command is None or command.name != "tune":
+        return
+    if not is_explicit and not command.arguments["is_plain"]:
+        try:
+            install()
+        except NanoError as error:
+            command.answer(error=str(error))
+            _exit()
+    _Timer(command, uninstall, is_explicit=is_explicit)
+
+
+class _Timer:
+    """Times the steps of one optimizer, and answers once they took long enough, or the script ends."""
+
+    def __init__(self, command: Command, uninstall: Callable[[], None], *, is_explicit: bool) -> None:
+        self._command, self._uninstall, self._is_explicit = command, uninstall, is_explicit
+        self._place = os.getpid(), threading.get_ident()
+        self._optimizer: Optimizer | None = None
+        self._seconds: list[float] = []
+        self._waits = Waits()
+        self._began = self._last = time.perf_counter()
+        hook_after_steps(self._note)
+        atexit.register(self._answer_at_end)
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        run = active_run()
+        if (os.getpid(), threading.get_ident()) != self._place or (self._is_explicit and run is None):
+            return
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is not self._optimizer:
+            return
+        if self._command.arguments["compares"]:
+            self._compare(run)
+        now = time.perf_counter()
+        if self._seconds:
+            self._seconds.append(now - self._last)
+        else:  # what came before the first step is no step
+            self._seconds, self._began = [0.0], now
+        enough = now - self._began >= self._command.arguments["seconds"]
+        if enough and len(self._seconds) >= WARMUP + LEAST:
+            self._answer(run)
+            _exit()
+        self._last = time.perf_counter()
+
+    def _answer(self, run: Run | None) -> None:
+        weights = () if self._optimizer is None else held_by(self._optimizer)
+        later = self._seconds[max(WARMUP, len(self._seconds) // 2) :]
+        self._command.answer(
+            result={
+                "steps": len(self._seconds),
+                "seconds": _mean_without_pauses(later) if len(later) >= LEAST // 2 else None,
+                "peak": peak_memory(),
+                "waits": self._waits.share(),
+                "has_convolutions": any(weight.dim() in (4, 5) for weight in weights),
+                **_of_run(run, self._is_explicit),
+            }
+        )
+
+    def _answer_at_end(self) -> None:
+        if self._optimizer is not None and os.getpid() == self._place[0]:
+            self._answer(active_run())
+
+    def _compare(self, run: Run | None) -> NoReturn:
+        """Answer what `verify` says of the first batch, which it knows when its run is undone."""
+        self._uninstall()
+        if run is not None:
+            run.end()
+        self._command.answer(result=_comparison_in(None if run is None else run.report))
+        _exit()
+
+
+def _of_run(run: Run | None, is_explicit: bool) -> dict[str, Any]:
+    """Return the options of a run, as far as JSON has them, what its steps say, and how its options are written."""
+    if run is None:
+        return {"options": {}, "report": {}, "written": ["nano_loop.install(", ")"], "is_explicit": is_explicit}
+    results = [] if run.report is None else run.report.results
+    return {
+        "options": {name: value for name, value in run.options.as_dict().items() if _is_json(value)},
+        "report": {result.name: [result.status, result.detail, result.code] for result in results},
+        "written": run.written if is_explicit else ["nano_loop.install(", ")"],
+        "is_explicit": is_explicit,
+    }
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _mean_without_pauses(seconds: list[float]) -> float:
+    """Return the mean without evaluations and checkpoints between steps. Loader workers deliver batches in bursts."""
+    most = 20 * sorted(seconds)[len(seconds) // 2]
+    kept = [step for step in seconds if step <= most]
+    return sum(kept) / len(kept)
+
+
+def _comparison_in(report: SetupReport | None) -> dict[str, Any]:
+    """Return what `verify` says: the fault, if there is one, and the largest errors, or why nothing is compared."""
+    try:
+        result = report["verify"] if report is not None else None
+    except KeyError:
+        result = None
+    if result is None or result.data is None:
+        return {"remark": "nothing was compared" if result is None else result.detail}
+    models = [*result.data.values()]
+    return {
+        "fault": next((model.fault for model in models if not model.ok), None),
+        "loss": _largest(model.loss.error for model in models),
+        "gradients": _largest(row.error for model in models for row in model.gradients),
+    }
+
+
+def _largest(errors: Iterable[float]) -> float | None:
+    """Return the largest error; None if there is none, or one is not finite, which JSON does not know."""
+    known = [*errors]
+    return max(known) if known and all(map(math.isfinite, known)) else None
+
+
+def _exit() -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the script may have closed or replaced it
+            stream.flush()
+    os._exit(0)  # what follows in the script belongs to a training

@@ -1,0 +1,91 @@
+"""What is chosen of the times and the comparisons of trials, which a table of answers stands for here."""
+
+import pytest
+
+from nano_loop.cli.tuning import search
+from nano_loop.cli.tuning.in_script import LEAST
+from nano_loop.cli.tuning.script_trial import TrialFailedError
+from nano_loop.cli.tuning.search import ScriptFailedError, Search
+from nano_loop.errors import NanoConfigError
+
+PLAIN = "plain"
+
+
+def answer(seconds, **others):
+    more = {"report": {}, "options": {"precision": "bf16-mixed"}, "written": ["@nano(", ")"], "is_explicit": True}
+    return (
+        {"steps": 50, "seconds": seconds, "peak": 1, "waits": 0.0, "took": 1.0, "has_convolutions": False}
+        | more
+        | others
+    )
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """Give a function that searches among candidates, of which a table has answers or errors, a list by rounds."""
+
+    def searched(times, wrong="", candidates=({"num_threads": 1}, {"compile": True})):
+        monkeypatch.setattr(search, "candidates", lambda *_: [dict(changes) for changes in candidates])
+        counts = {}
+
+        def trial(command, environ, changes, *, is_plain=False, compares=False, **_):
+            if compares:
+                return {"fault": "layer 0" if wrong in changes else None, "loss": 0.0}
+            name = PLAIN if is_plain else next((key for key in changes if key in times), "")
+            rounds = times.get(name, [1.0])
+            counts[name] = counts.get(name, -1) + 1
+            found = rounds[min(counts[name], len(rounds) - 1)]
+            if isinstance(found, BaseException):
+                raise found
+            return found if isinstance(found, dict) else answer(found)
+
+        monkeypatch.setattr(search, "trial_of", trial)
+        return Search("train.py", ["python"], {}, 10.0).run()
+
+    return searched
+
+
+def test_faster_in_both_rounds_is_chosen(searched):
+    tuning = searched({PLAIN: [2.0], "num_threads": [0.5], "compile": [0.4, 1.2]})
+    assert tuning.rows[tuning.chosen].options == {"num_threads": 1}
+    assert tuning.line == '@nano(precision="bf16", num_threads=1)'
+    assert tuning.rows[tuning.chosen].speed_up == pytest.approx(4.0)
+
+
+def test_options_as_they_are_stay_where_nothing_pays(searched):
+    tuning = searched({PLAIN: [0.5], "num_threads": [0.99], "compile": [1.5]})
+    assert tuning.chosen == 0
+    assert [row.note for row in tuning.rows[2:]] == ["", "slower"]
+    assert len(tuning.rows[3].seconds) == 1  # a second round would not help
+    assert any("without nano_loop is 2.00 times as fast" in remark for remark in tuning.remarks)
+
+
+def test_wrong_numbers_are_not_chosen(searched):
+    tuning = searched({"compile": [0.5], "num_threads": [0.8]}, wrong="compile")
+    assert tuning.rows[tuning.chosen].options == {"num_threads": 1}
+    assert "layer 0" in tuning.rows[3].note
+
+
+def test_other_batches_are_told_and_not_chosen(searched):
+    tuning = searched({"num_processes": [0.8]}, candidates=[{"num_processes": 2}])  # for one batch: 0.4
+    assert tuning.chosen == 0
+    assert any("2.50 times as fast as the choice, with other batches" in remark for remark in tuning.remarks)
+
+
+def test_ctrl_c_chooses_among_what_was_measured(searched):
+    tuning = searched({"num_threads": [0.5], "compile": [KeyboardInterrupt()]})
+    assert tuning.rows[tuning.chosen].options == {"num_threads": 1}
+    assert tuning.rows[3].note == "not measured: interrupted"
+
+
+def test_failing_candidate_is_a_row_and_failing_script_an_error(searched):
+    tuning = searched({"compile": [TrialFailedError("it ended with code 1: no compiler", 1)]})
+    assert tuning.rows[3].note == "it ended with code 1: no compiler"
+    with pytest.raises(ScriptFailedError) as failed:
+        searched({"": [TrialFailedError("it ended with code 7", 7, "Traceback")]})
+    assert (failed.value.code, failed.value.errors) == (7, "Traceback")
+
+
+def test_script_of_few_steps_is_told_how_many_are_needed(searched):
+    with pytest.raises(NanoConfigError, match=rf"train.py takes 5 steps.*needs \d*{LEAST + 4}"):
+        searched({"": [answer(None, steps=5)]})
