@@ -132,7 +132,7 @@ class _Call(RunTask):
     ) -> None:
         parts, names = _parts_and_names(settings, function, args, kwargs)
         loop = Loop(getattr(function, "__name__", "the function"), "nano_loop")
-        super().__init__(settings, names, loop, parts)
+        super().__init__(settings, names, loop)
         self._function, self._args, self._kwargs = function, args, kwargs
         self._parts = parts  # sent together with the rest, so that on each rank they are those that the function uses
 

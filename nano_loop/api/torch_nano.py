@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from nano_loop.api.call_parts import parts_in
 from nano_loop.config.declarations import Declarations
 from nano_loop.config.signatures import documented, method_takes, named
 from nano_loop.distributed.comm.ranks import Loop
@@ -323,7 +322,7 @@ class _Training(RunTask):
         self, loop: TorchNano, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         names = loop._names(train, args, kwargs)
-        super().__init__(loop._nano_settings, names, Loop(), parts_in(names))  # the loop may make more
+        super().__init__(loop._nano_settings, names, Loop())
         self._loop, self._args, self._kwargs = loop, args, kwargs
         self._train: Callable[..., Any] | None = train
         self.written = f"{type(loop).__name__}(", ")"
@@ -337,7 +336,7 @@ class _Training(RunTask):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, without the function, which is looked up on the class again."""
-        return {**super().__getstate__(), "_train": None, "parts": None}
+        return {**super().__getstate__(), "_train": None}
 
 
 def _as_run(train: Callable[..., Any]) -> Callable[..., Any]:

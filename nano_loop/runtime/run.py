@@ -57,8 +57,6 @@ class RunTask(Task):
         The settings of the run.
     names, loop
         See `Task`.
-    parts : TrainingObjects, optional
-        What it trains, as far as that is known before it begins.
     """
 
     #: How the user writes the options, around them.
@@ -66,12 +64,9 @@ class RunTask(Task):
     #: How the user sets objects up.
     set_up: str = "Pass the models and optimizers as arguments"
 
-    def __init__(
-        self, settings: Settings, names: Mapping[str, Any], loop: Loop, parts: TrainingObjects | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, names: Mapping[str, Any], loop: Loop) -> None:
         super().__init__(names, loop)
         self.settings = settings
-        self.parts = parts
 
     @abstractmethod
     def do(self, run: Run) -> Any:
