@@ -35,8 +35,8 @@ FAULTS = (
     ),
     Fault(
         "api/decorator.py",
-        "        run.apply(self._parts)\n        return self.repeat(run)",
-        "        return self.repeat(run)",
+        "        run.apply(self._parts)\n        return self._function",
+        "        return self._function",
         "tests/api/test_decorator.py",
     ),
     Fault(

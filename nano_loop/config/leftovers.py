@@ -28,7 +28,10 @@ LEFTOVERS = {
 }
 
 #: Options that earlier commits had: the last two parts of the message.
-REMOVED = {"fast_chains": ("it was removed, and layers are computed one by one", "Leave it out")}
+REMOVED = {
+    "fast_chains": ("it was removed, and layers are computed one by one", "Leave it out"),
+    "tune": ("it was removed: `nano-loop tune train.py` prints the options to write", "Leave it out"),
+}
 
 #: What other trainers name what an option here is for: the option, by the name. Misspelled options are found without.
 NAMES_ELSEWHERE = {
