@@ -44,7 +44,7 @@ ROOMS = (
     ("data", "integrations.fabric"),
     ("distributed.comm", "distributed"),
     ("integrations.cuda_calls", "integrations"),
-    ("compile", "compile.operators"),
+    ("compile",),
     ("precision.policy", "precision.diagnostics", "precision.verification"),
     ("precision.autocast", "precision"),
     ("autotune",),

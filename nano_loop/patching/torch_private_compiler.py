@@ -84,31 +84,6 @@ def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
     return {} if mode in (None, "default") else dict(list_mode_options(mode, dynamic))
 
 
-def graph_pass(function: Callable[[torch.fx.Graph], None], identity: Callable[[], object]) -> Any:
-    """Return a pass over graphs, as Inductor's options take it. Inductor caches no graph if it is a mere function.
-
-    Parameters
-    ----------
-    function : callable
-        Changes a graph.
-    identity : callable
-        Returns what identifies the pass in the key of Inductor's cache. It can be pickled.
-    """
-    from torch._inductor.custom_graph_pass import CustomGraphPass  # takes seconds, and nobody else needs it
-
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            function(graph)
-
-        def uuid(self) -> object:
-            return identity()
-
-        def __reduce__(self) -> tuple[Any, ...]:  # torch 2.8 pickles all options for the key of its cache
-            return repr, (identity(),)
-
-    return Pass()
-
-
 def forget_dispatch(operators: Collection[str], dispatch_key: str) -> None:
     """Have torch's Python dispatcher, through which `torch.compile` traces, look up kernels of ATen operators anew.
 

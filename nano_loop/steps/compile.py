@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.compile.blocks import described, repeated_blocks
+from nano_loop.compile.inductor import arguments_with, own_cache
 from nano_loop.patching.lifetime import weakly
 from nano_loop.patching.torch_private_compiler import call_compiled, forget_compiled, is_compiled, plain_call
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
@@ -27,8 +28,7 @@ class Compile(Step):
     """Compiles modules in place, which keeps their identity, their keys and their classes.
 
     Of the blocks that a model repeats, such as the layers of a transformer, each kind is compiled once. A model without
-    them is compiled as a whole. nano_loop's attention and cross-entropy stay as they are in what Inductor makes,
-    where the steps for them are not disabled.
+    them is compiled as a whole. What is compiled calls none of nano_loop's kernels.
 
     The step is disabled by default. On a CPU, compiling a training step takes from ten seconds to a minute, and is
     seldom much faster than the other steps.
@@ -51,8 +51,6 @@ class Compile(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         if not self._compiled:
-            from nano_loop.compile.inductor import own_cache  # registers operators, which is for good
-
             self.undoing.enter_context(own_cache())
             self._hide_what_torch_hides()
         models = self._uncompiled(parts)
@@ -88,24 +86,8 @@ class Compile(Step):
 
     def _torchs_arguments(self) -> dict[str, Any]:
         if self._arguments is None:
-            from nano_loop.compile.inductor import with_operators  # registers operators, which is for good
-
-            options = self.options.compile if isinstance(self.options.compile, dict) else {}
-            self._arguments = with_operators(options, self._operators())
+            self._arguments = arguments_with(self.options.compile if isinstance(self.options.compile, dict) else {})
         return self._arguments
-
-    def _operators(self) -> list[str]:
-        """Return the names of the operators that Inductor keeps whole."""
-        from nano_loop.compile.graphs import ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU
-
-        kept = [BATCH_NORM, RELU]
-        if self.options.fast_dropout is not False:
-            kept.append(DROPOUT)
-        if self.options.reduced_precision and self.options.fast_attention is not False:
-            kept.append(ATTENTION)
-        if self.options.reduced_precision and self.options.fast_cross_entropy is not False:
-            kept.append(CROSS_ENTROPY)
-        return kept
 
 
 def _caller(name: str) -> Callable[..., Any]:

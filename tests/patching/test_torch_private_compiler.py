@@ -1,7 +1,5 @@
 """Tells when a name that `torch.compile` keeps for itself is gone."""
 
-import pickle
-
 import torch
 from torch import nn
 
@@ -47,18 +45,6 @@ def test_process_that_has_compiled_something_is_told_from_one_that_has_not():
 def test_modes_of_torch_compile_are_options():
     assert private.mode_options(None, None) == private.mode_options("default", None) == {}
     assert private.mode_options("max-autotune-no-cudagraphs", None)["max_autotune"] is True
-
-
-def test_pass_over_graphs_is_one_that_inductor_caches():
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    seen = []
-    made = private.graph_pass(seen.append, lambda: "identity")
-    made(torch.fx.Graph())
-    assert len(seen) == 1
-    assert isinstance(made, CustomGraphPass)
-    assert made.uuid() == "identity"
-    assert pickle.loads(pickle.dumps(made)) == "'identity'"
 
 
 def test_compiled_functions_are_found_and_compiled_again():

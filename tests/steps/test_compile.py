@@ -189,21 +189,6 @@ def test_another_backend_gets_torchs_graph_alone(step):
     assert {nn.functional.dropout, nn.functional.relu} <= functions
 
 
-@pytest.mark.parametrize(
-    ("options", "left_out"),
-    [
-        ({}, {"attention", "cross_entropy"}),
-        ({"precision": "bf16"}, set()),
-        ({"precision": "bf16", "fast_dropout": False}, {"dropout"}),
-        ({"precision": "bf16", "fast_attention": False}, {"attention"}),
-        ({"precision": "bf16", "fast_cross_entropy": False}, {"cross_entropy"}),
-    ],
-)
-def test_operators_of_steps_that_are_disabled_are_not_ours(step, options, left_out):
-    every = {"attention", "batch_norm", "cross_entropy", "dropout", "relu"}
-    assert set(step(Compile, compile=True, **options)._operators()) == every - left_out
-
-
 def test_runs_with_a_smaller_last_batch_compute_as_the_plain_loop():
     torch.manual_seed(0)
     model, plain = Stacked(*blocks(3)), None

@@ -66,7 +66,6 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     ours: bool = True,
-    traced_as: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Compute what `torch.nn.functional.scaled_dot_product_attention` does under bf16 autocast.
 
@@ -80,8 +79,6 @@ def attention(
         As in torch.
     ours : bool
         If False, torch's kernel computes the result.
-    traced_as : callable, optional
-        What torch traces in place of the kernel, with its arguments. Without it, traced code has torch's kernel.
 
     Returns
     -------
@@ -94,9 +91,9 @@ def attention(
     call = Arguments(query, key, value, mask, dropout_p, is_causal, blocked_attention.scale_of(query, scale))
     # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
-        supported = ours and (traced_as is not None or not _is_traced(query, key, value))
+        supported = ours and not _is_traced(query, key, value)
         if supported and _supports(query, key, value, mask, is_causal, enable_gqa):
-            computed = traced_as(*call) if traced_as is not None else attempt(ALGORITHMS[_algorithm(call)], *call)
+            computed = attempt(ALGORITHMS[_algorithm(call)], *call)
             if computed is not None:
                 return computed
         return scaled_dot_product_attention(
