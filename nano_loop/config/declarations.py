@@ -150,8 +150,7 @@ class Declarations:
     )
     fast_norm: bool | Literal["auto"] = step(
         "Batch, group and layer norms at twice the speed of torch's kernels in reduced precision, and in fp32 where "
-        "that is faster, as of RMS norms; batch and group norms with the activation behind them. Needs torch 2.9 or "
-        "later.",
+        "that is faster, as of RMS norms. Needs torch 2.9 or later.",
         changes_bits=True,
     )
     tune_operators: bool | Literal["auto"] = step(

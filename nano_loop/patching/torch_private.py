@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
-from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 
 _PRESETS = "torchvision.transforms._presets"
 
@@ -29,14 +28,6 @@ FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 #: The module and the function in it that makes the state of an optimizer from a flattened one, by the keys of the live
 #: groups. The public functions that call it are imported by name, so a replacement of them would not be seen.
 FLATTENED_STATES = ("torch.distributed.checkpoint.state_dict", "_unflatten_optim_state_dict")
-
-#: The functions of C++ code that read tensors without asking their classes, and where they are: scripted functions, the
-#: methods of scripted modules, and the transforms of `torch.func` that differentiate.
-READING_IN_CPP: tuple[tuple[Any, str], ...] = (
-    (torch.jit.ScriptFunction, "__call__"),
-    (torch._C.ScriptMethod, "__call__"),
-    (torch._functorch.eager_transforms, "_wrap_for_grad"),
-)
 
 #: Operators without public names: attention by blocks on the CPU, and bags of rows with a gradient.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
@@ -52,11 +43,6 @@ _hooks = operator.attrgetter(
 def calls_only_forward(module: nn.Module) -> bool:
     """Whether a call of a module is one of its class's `forward`, without hooks. torch has no public check."""
     return not any(_hooks(module)) and "forward" not in vars(module)
-
-
-def has_global_module_hooks() -> bool:
-    """Whether hooks are on all modules. torch can register them, but has no public check."""
-    return bool(has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 #: Whether `torch.jit.trace` records this thread's operators. The public function costs two more frames, in each call.
@@ -122,11 +108,6 @@ def below_torch_functions() -> AbstractContextManager[None]:
     """Return a context in which no `TorchFunctionMode` of the user's or of `disable_casts` sees a call."""
     # There is no public way past a mode that somebody else has entered.
     return torch._C.DisableTorchFunction()
-
-
-def below_subclasses() -> AbstractContextManager[None]:
-    """Return a context in which no tensor's class sees a call of a function of torch, but modes do."""
-    return torch._C.DisableTorchFunctionSubclass()
 
 
 def below_autocast() -> AbstractContextManager[None]:

@@ -22,11 +22,6 @@ def has_tensor_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Whether hooks see the tensors that this thread's autograd nodes save. torch has no public check."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 def in_backward() -> bool:
     """Whether this thread is running a backward, as when an activation checkpoint recomputes its forward."""
     return bool(torch._C._current_graph_task_id() != -1)

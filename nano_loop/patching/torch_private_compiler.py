@@ -30,12 +30,6 @@ def is_compiled(model: nn.Module) -> bool:
     return isinstance(model, compiled) or model._compiled_call_impl is not None
 
 
-def has_compiled_code() -> bool:
-    """Whether this process has called `torch.compile`. torch has no public check."""
-    backends: dict[int, Any] = getattr(sys.modules.get(_COMPILER), "cached_backends", {})
-    return any(backend is not None for backend in backends.values())  # None: that of torch's own optimizers
-
-
 def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have `torch.compile` call the function once, while it traces, and compile its result in.
 

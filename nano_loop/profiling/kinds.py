@@ -24,7 +24,7 @@ _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "ein
 #: The functions of nano_loop that are no operators, by their names in a trace, without the "Backward" behind some.
 FUNCTIONS = {
     "_RecurrentLayer": PRODUCTS,
-    **dict.fromkeys(("_Losses", "_Means", "_RmsNorm", "_Rows", "_Bags", "NormActivation"), ELEMENTWISE),
+    **dict.fromkeys(("_Losses", "_Means", "_RmsNorm", "_Rows", "_Bags"), ELEMENTWISE),
 }
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 #: The optimizers that have fused kernels in torch, and those for which nano_loop has functions in C.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels import test_norm_activation as activated
+from kernels.test_norms import OURS, case_of
 from nano_loop import accelerated
 from nano_loop.kernels.denormals import count_of_threads, flush, restore
 from nano_loop.patching.operators.operators import gives_kernels
@@ -77,13 +77,14 @@ def test_gradients_that_vanish_over_a_sequence_become_0(called, kind, units, in_
     assert keeps_denormals()
 
 
-@pytest.mark.parametrize("name", ["ReLU", "SiLU"])
-@pytest.mark.parametrize(("nhwc", "groups"), [(True, 0), (False, 0), (True, 4)])
-def test_norms_have_no_denormal_gradients_but_outputs(name, nhwc, groups):
-    norm, _, gradient = activated.normalized((4, 32, 16, 20), nhwc=nhwc, has_sum=False, groups=groups)
-    _, of_x, *_ = activated.together(norm, gradient * DENORMAL, name)
+@pytest.mark.parametrize("kind", ["batch_norm", "group_norm"])
+@pytest.mark.parametrize("nhwc", [True, False])
+def test_norms_have_no_denormal_gradients_but_outputs(kind, nhwc):
+    case = case_of(kind, (4, 32, 16, 20), torch.float32, nhwc, groups=4)
+    case.gradient *= DENORMAL
+    *_, of_x, _, _ = case.by(OURS)
     assert not denormals(of_x)
-    out = torch.empty_like(norm.x)
-    norm._replace(weight=torch.zeros(32), bias=torch.full((32,), DENORMAL)).write(out)
+    case.weight, case.bias = torch.zeros(32), torch.full((32,), DENORMAL)
+    out, *_ = case.by(OURS)
     assert denormals(out) == out.numel()
     assert keeps_denormals()

@@ -67,37 +67,6 @@ def test_autocast_and_modes_of_torch_functions_do_not_see_what_is_below_them():
         assert (bf16 + bf16).dtype is torch.float32
 
 
-def test_modes_see_what_is_below_subclasses_and_classes_of_tensors_do_not():
-    seen = []
-
-    class Seen(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return super().__torch_function__(func, types, args, kwargs)
-
-    x, bf16 = torch.ones(1).as_subclass(Seen), torch.ones(2, dtype=torch.bfloat16)
-    seen.clear()
-    with private.below_subclasses(), disable_casts():
-        assert torch.relu(x) == 1
-        assert (bf16 + bf16).dtype is torch.float32
-    assert not seen
-    assert torch.relu(x).eq(1)
-    assert torch.relu in seen
-
-
-def test_functions_that_read_in_cpp_are_called_for_what_they_read():
-    names = [(owner, name, getattr(owner, name)) for owner, name in private.READING_IN_CPP]
-    assert all(callable(function) for *_, function in names)
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name, function in names:
-            patch.setattr(owner, name, lambda *args, of=(name, function): seen.append(of[0]) or of[1](*args))
-        torch.func.grad(torch.sum)(torch.ones(2))
-        torch.func.vjp(torch.sum, torch.ones(2))
-    assert seen == ["_wrap_for_grad"] * 2
-
-
 def test_changes_in_place_are_counted_outside_of_inference_mode():
     tensor = torch.ones(1)
     before = private.version(tensor)

@@ -86,10 +86,3 @@ def test_leaf_is_reached_by_the_backward_that_does_not_say_what_to_reach():
         torch.autograd.grad(out, inputs, retain_graph=True)
         out.backward(inputs=inputs, retain_graph=True)
     assert seen == [True, *[False] * 6]
-
-
-def test_hooks_of_saved_tensors_are_seen():
-    assert not private.has_saved_tensor_hooks()
-    with torch.autograd.graph.save_on_cpu():
-        assert private.has_saved_tensor_hooks()
-    assert not private.has_saved_tensor_hooks()

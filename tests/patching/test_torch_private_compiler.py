@@ -32,16 +32,6 @@ def test_compiled_models_are_told_from_others_and_compiling_can_be_taken_back():
     assert torch.equal(compiled, model(torch.ones(2)) + 1)
 
 
-def test_process_that_has_compiled_something_is_told_from_one_that_has_not():
-    torch.compiler.reset()
-    assert not private.has_compiled_code()
-    torch.optim.SGD([torch.ones(1, requires_grad=True)])  # imports the compiler
-    assert not private.has_compiled_code()
-    torch.compile(torch.relu, backend="eager")
-    assert private.has_compiled_code()
-    torch.compiler.reset()
-
-
 def test_modes_of_torch_compile_are_options():
     assert private.mode_options(None, None) == private.mode_options("default", None) == {}
     assert private.mode_options("max-autotune-no-cudagraphs", None)["max_autotune"] is True

@@ -43,14 +43,6 @@ INLINE void store(void *base, int64_t at, int bf16, Vector value) {
         memcpy((float *)base + at, &value, sizeof value);
 }
 
-/* A number as `store` would leave it. */
-INLINE Vector rounded(Vector value, int bf16) {
-    uint16_t raw[WIDTH];
-    if (!bf16) return value;
-    store(raw, 0, 1, value);
-    return load(raw, 0, 1);
-}
-
 INLINE Vector all(float value) { return (Vector){0} + value; }
 
 /* Adds numbers in fp32 to others in double precision. */

@@ -1,4 +1,4 @@
-/* The exponential in parts, for any CPU. */
+/* The exponential, for any CPU. */
 #pragma once
 #include "lanes.h"
 
@@ -14,4 +14,11 @@ INLINE Vector exponential_parts(Vector x, Vector *power) {
     p = p * r + 5.0000001201e-1f;
     *power = (Vector)(((Words)shifted + 127u) << 23);
     return p * (r * r) + r;
+}
+
+/* exp of numbers that are not larger than 0. Below -87 it is 0. A NaN stays one. */
+INLINE Vector exponential(Vector x) {
+    const Vector zero = {0};
+    Vector power, p = exponential_parts(CHOOSE(x < -87.0f, zero - 87.0f, x), &power);
+    return CHOOSE(x < -87.0f, zero, (p + 1.0f) * power);
 }

@@ -2,7 +2,7 @@
 
    A thread computes whole heads. It packs keys and values once, and computes some rows of scores at a time, which stay in the
    cache. The backward computes them again from the logarithm of the sum of each row. */
-#include "fp32_functions.h"
+#include "exponential.h"
 #include "fp32_tiles.h"
 #include "logarithm.h"
 #include "threads.h"

@@ -7,10 +7,6 @@
    A part has its sum and the squared differences from its own mean, so equal elements have no variance however large
    they are.
 
-   The activation after a batch or group norm, and a sum before a ReLU, are computed in the same passes. A ReLU's
-   derivative follows from its output, or where nothing is added from the norm's, which is computed once more, as for
-   SiLU and hardswish.
-
    Statistics of batch and group norms belong to (s, c): a segment s, and a channel c. Tensors are in NHWC, as rows of
    channels, or in NCHW, where a row is one channel of one image. A batch norm in NHWC has all rows in one segment. In
    all others, a segment is an image. */
@@ -20,7 +16,6 @@
 
 #include "denormals.h"
 #include "elements.h"
-#include "fp32_functions.h"
 #include "threads.h"
 
 #define LANES 16
@@ -77,78 +72,10 @@ static int64_t chunks_of(const Shape *shape) {
 /* The first row of a chunk. */
 INLINE int64_t row_of_chunk(const Shape *shape, int64_t chunk, int64_t chunks) { return shape->rows * chunk / chunks; }
 
-/* A ReLU, and the like: what is 0 or less times a slope that is not negative, and at most a ceiling. Or SiLU or
-   hardswish. */
-typedef struct {
-    double slope, ceiling; /* the ceiling may be NaN: there is none */
-    int64_t kind;
-} Activation;
-/* Kinds. Of outputs, too: a ReLU or nothing behind a sum. Of gradients: a ReLU whose derivative follows from its
-   output. */
-enum { ADDED = -2, OF_OUTPUT, NONE, RELU, SILU, HARDSWISH };
-
-/* A vector, and 0 where another one is 0 or less; a NaN is not. */
-INLINE Vector where_positive(Vector value, Vector of) { return (Vector)((Words)value & ~(Words)(of <= 0)); }
-
-INLINE int is_plain(const Activation *relu) { return relu->slope == 0 && relu->ceiling != relu->ceiling; }
-
-/* At least 0, and at most 6. */
-INLINE Vector bounded(Vector value) {
-    value = CHOOSE(value < 0, all(0), value);
-    return CHOOSE(value > 6, all(6), value);
-}
-
-/* The output of an activation of this kind. The input is one that `store` has rounded, as are results in between, so as
-   to give what torch's functions give one after another. A plain ReLU gives that without, and SiLU is nearer without. */
-INLINE Vector activated(int kind, const Activation *by, Vector value, int bf16) {
-    if (kind == SILU) return value * sigmoid(value);
-    if (kind == RELU && is_plain(by)) return where_positive(value, value);
-    value = rounded(value, bf16);
-    if (kind == HARDSWISH) return value * bounded(value + 3) / 6;
-    value = CHOOSE(value <= 0, by->slope == 0 ? all(0) : value * (float)by->slope, value);
-    return CHOOSE(value > (float)by->ceiling, all((float)by->ceiling), value);
-}
-
-/* The gradient of its input, from the input, or for a ReLU from the output. */
-INLINE Vector gradient_of(int kind, const Activation *by, Vector gradient, Vector of, int bf16) {
-    if (kind == SILU) {
-        Vector e = exponential(-magnitude(of)), larger = reciprocal(1 + e), smaller = e * larger;
-        return gradient * (CHOOSE(of < 0, smaller, larger) + of * larger * smaller);
-    }
-    if (kind == RELU && is_plain(by)) return where_positive(gradient, of);
-    of = rounded(of, bf16);
-    if (kind == HARDSWISH) {
-        Vector slope = CHOOSE(of <= -3, all(0), of / 3 + 0.5f);
-        return gradient * CHOOSE(of >= 3, all(1), slope);
-    }
-    Vector low = by->slope == 0 ? all(0) : rounded(gradient * (float)by->slope, bf16);
-    return CHOOSE(of <= 0, low, (Vector)((Words)gradient & ~(Words)(of >= (float)by->ceiling)));
-}
-
-/* Of the gradient of an activation behind a norm: by (segment, channel), with a stride between segments, what gives its
-   input; or a ReLU's output. And where the gradient of its input goes: only that of a ReLU is computed again. */
-typedef struct {
-    const Activation *activation;
-    const float *scales, *offsets;
-    int64_t stride;
-    const void *output;
-    void *of_input;
-} Behind;
-
-INLINE Vector gradient_behind(int kind, const Behind *by, Vector gradient, Vector apart, Vector scale, Vector offset,
-                              int64_t at, int bf16) {
-    if (kind == NONE) return gradient;
-    Vector of = kind == OF_OUTPUT ? load(by->output, at, bf16) : apart * scale + offset;
-    gradient = gradient_of(kind == OF_OUTPUT ? RELU : kind, by->activation, gradient, of, bf16);
-    if (kind != RELU && by->of_input) store(by->of_input, at, bf16, gradient);
-    return kind == HARDSWISH ? rounded(gradient, bf16) : gradient;
-}
-
 /* What is summed of `wide` vectors of channels, for some rows in NHWC: x - shift and its square, or gradients and their
    products with x - shift. Arrays would stay in memory, so the sums have names. */
 INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_t rows, int64_t channels, int wide,
-                         int bf16, int kind, const Behind *by, const Vector *shift, const Vector *scale,
-                         const Vector *offset, Vector *first, Vector *second) {
+                         int bf16, const Vector *shift, Vector *first, Vector *second) {
     Vector first0 = {0}, first1 = {0}, first2 = {0}, first3 = {0};
     Vector second0 = {0}, second1 = {0}, second2 = {0}, second3 = {0};
     Vector shift0 = shift[0], shift1 = shift[1], shift2 = shift[2], shift3 = shift[3];
@@ -156,7 +83,6 @@ INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_
     if (I < wide) {                                                                                                    \
         Vector apart = load(x, at + I * WIDTH, bf16) - shift##I;                                                       \
         Vector factor = gradient ? load(gradient, at + I * WIDTH, bf16) : apart;                                       \
-        factor = gradient_behind(kind, by, factor, apart, scale[I], offset[I], at + I * WIDTH, bf16);                  \
         first##I += factor;                                                                                            \
         second##I += factor * apart;                                                                                   \
     }
@@ -172,54 +98,47 @@ INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_
    of gradients and their products with x - centers. What is squared is x less the mean of some rows, so that little is
    lost in fp32. */
 INLINE void tile(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int64_t channel,
-                 int wide, int bf16, int kind, const Behind *by, const float *centers, double *sums, double *products) {
-    Vector shift[4] = {{0}}, scale[4] = {{0}}, offset[4] = {{0}}, first[4], second[4];
+                 int wide, int bf16, const float *centers, double *sums, double *products) {
+    Vector shift[4] = {{0}}, first[4], second[4];
     double plain[4 * WIDTH] = {0}, multiplied[4 * WIDTH] = {0};
-    float moved[4 * WIDTH];
+    float by[4 * WIDTH];
     int count = wide * WIDTH;
     int64_t at = start * channels + channel;
-    for (int i = 0; i < wide; i++) {
+    for (int i = 0; i < wide; i++)
         shift[i] = centers ? load(centers, channel + i * WIDTH, 0) : load(x, at + i * WIDTH, bf16);
-        if (kind > NONE) {
-            scale[i] = load(by->scales, channel + i * WIDTH, 0);
-            offset[i] = load(by->offsets, channel + i * WIDTH, 0);
-        }
-    }
     if (!centers) {
         int64_t some = least(rows, SOME_ROWS);
-        sums_of_tile(x, 0, at, some, channels, wide, bf16, 0, 0, shift, scale, offset, first, second);
+        sums_of_tile(x, 0, at, some, channels, wide, bf16, shift, first, second);
         for (int i = 0; i < wide; i++) shift[i] += first[i] / (float)some;
     }
     for (int64_t row = 0; row < rows; row += ROWS) {
-        sums_of_tile(x, gradient, at + row * channels, least(ROWS, rows - row), channels, wide, bf16, kind, by, shift,
-                     scale, offset, first, second);
+        sums_of_tile(x, gradient, at + row * channels, least(ROWS, rows - row), channels, wide, bf16, shift, first,
+                     second);
         add_to(plain, first, count);
         add_to(multiplied, second, count);
     }
-    memcpy(moved, shift, sizeof moved);
+    memcpy(by, shift, sizeof by);
     for (int i = 0; i < count; i++) {
-        sums[channel + i] = centers ? plain[i] : plain[i] + (double)rows * moved[i];
+        sums[channel + i] = centers ? plain[i] : plain[i] + (double)rows * by[i];
         products[channel + i] = centers ? multiplied[i] : multiplied[i] - plain[i] * plain[i] / (double)rows;
     }
 }
 
 /* The sums of all channels of a chunk, in tiles of four, two and one vectors. The last may be computed twice. */
-INLINE void chunk(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int bf16, int kind,
-                  const Behind *by, const float *centers, double *sums, double *products) {
+INLINE void chunk(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int bf16,
+                  const float *centers, double *sums, double *products) {
     int64_t channel = 0;
     for (; channel + 4 * WIDTH <= channels; channel += 4 * WIDTH)
-        tile(gradient, x, start, rows, channels, channel, 4, bf16, kind, by, centers, sums, products);
+        tile(gradient, x, start, rows, channels, channel, 4, bf16, centers, sums, products);
     for (; channel + 2 * WIDTH <= channels; channel += 2 * WIDTH)
-        tile(gradient, x, start, rows, channels, channel, 2, bf16, kind, by, centers, sums, products);
+        tile(gradient, x, start, rows, channels, channel, 2, bf16, centers, sums, products);
     for (; channel < channels; channel += WIDTH)
-        tile(gradient, x, start, rows, channels, least(channel, channels - WIDTH), 1, bf16, kind, by, centers, sums,
-             products);
+        tile(gradient, x, start, rows, channels, least(channel, channels - WIDTH), 1, bf16, centers, sums, products);
 }
 
 /* Sums of neighbours, as `sums_of_tile`, in one part of 16 lanes. */
-INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, int kind,
-                          const Behind *by, float shift, float scale, float offset, int part, Vector *first,
-                          Vector *second) {
+INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, float shift,
+                          int part, Vector *first, Vector *second) {
     Vector first0 = {0}, first1 = {0}, first2 = {0}, first3 = {0};
     Vector second0 = {0}, second1 = {0}, second2 = {0}, second3 = {0};
     int64_t place = 0;
@@ -227,7 +146,7 @@ INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64
     {                                                                                                                  \
         Vector apart = load(x, at + place + I * LANES, bf16) - shift;                                                  \
         Vector factor = gradient ? load(gradient, at + place + I * LANES, bf16) : apart;                               \
-        factor = gradient_behind(kind, by, factor, apart, all(scale), all(offset), at + place + I * LANES, bf16) MASK; \
+        factor = factor MASK;                                                                                          \
         first##I += factor;                                                                                            \
         second##I += factor * apart;                                                                                   \
     }
@@ -246,30 +165,28 @@ INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64
 }
 
 /* Sums of neighbours, of one part of the lanes after another: more sums than registers would lie in memory. */
-INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, int kind,
-                               const Behind *by, float shift, float scale, float offset, double *first, double *second) {
+INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, float shift,
+                               double *first, double *second) {
     Vector firsts[PARTS], seconds[PARTS];
     for (int part = 0; part < PARTS; part++)
-        sums_of_lanes(x, gradient, at + part * WIDTH, count, bf16, kind, by, shift, scale, offset, part, firsts + part,
-                      seconds + part);
+        sums_of_lanes(x, gradient, at + part * WIDTH, count, bf16, shift, part, firsts + part, seconds + part);
     *first = sum_of(firsts);
     *second = sum_of(seconds);
 }
 
 /* The same as `tile`, of a contiguous row of 16 elements or more. */
-INLINE void row(const void *gradient, const void *x, int64_t at, int64_t count, int bf16, int kind, const Behind *by,
-                int64_t channel, const float *center, double *sums, double *products) {
-    float scale = kind > NONE ? by->scales[channel] : 0, offset = kind > NONE ? by->offsets[channel] : 0;
+INLINE void row(const void *gradient, const void *x, int64_t at, int64_t count, int bf16, const float *center,
+                double *sums, double *products) {
     double first, second, plain = 0, multiplied = 0;
     float shift = center ? *center : load(x, at, bf16)[0];
     if (!center) {
         int64_t some = least(count, SOME_NEIGHBOURS);
-        sums_of_neighbours(x, 0, at, some, bf16, 0, 0, shift, 0, 0, &first, &second);
+        sums_of_neighbours(x, 0, at, some, bf16, shift, &first, &second);
         shift += (float)(first / (double)some);
     }
     for (int64_t start = 0; start < count; start += NEIGHBOURS) {
         int64_t block = count - start < NEIGHBOURS + LANES ? count - start : NEIGHBOURS; /* none of less than 16 */
-        sums_of_neighbours(x, gradient, at + start, block, bf16, kind, by, shift, scale, offset, &first, &second);
+        sums_of_neighbours(x, gradient, at + start, block, bf16, shift, &first, &second);
         plain += first;
         multiplied += second;
         if (block != NEIGHBOURS) break;
@@ -288,60 +205,34 @@ INLINE double inverse_of(double *squares, double count, double eps) {
     return 1 / __builtin_sqrt(*squares / count + eps);
 }
 
-/* What a norm multiplies a channel by, which has this weight, or NULL. */
-INLINE float scale_of(const float *weight, float inverse) { return (float)((weight ? (double)*weight : 1) * inverse); }
-
-/* The place of the statistics of (segment, channel). `groups` is 0 for a batch norm, whose segments share them. */
-INLINE int64_t statistic_of(const Shape *shape, int64_t groups, int64_t at) {
-    int64_t channels = shape->channels, channel = at % channels;
-    return groups ? at / channels * groups + channel / (channels / groups) : channel;
-}
-
 /* The sums of each segment's chunks: [segment, chunk, c]. */
-INLINE void sums_by(const Shape *shape, const void *gradient, const void *x, int bf16, int kind, const Behind *by,
-                    const float *centers, int64_t center_stride, double *first, double *second, int threads) {
-    int64_t chunks = chunks_of(shape), channels = shape->channels;
-    int64_t count = shape->segments * (shape->nhwc ? chunks : channels);
+static void sums(const Shape *shape, const void *gradient, const void *x, const float *centers, int64_t center_stride,
+                 double *first, double *second, int threads) {
+    int64_t chunks = chunks_of(shape), channels = shape->channels, parts = shape->nhwc ? chunks : channels;
     _Pragma("omp parallel num_threads(threads)") {
         unsigned state = flush_denormals(gradient != 0);
         _Pragma("omp for schedule(static)")
-        for (int64_t at = 0; at < count; at++) {
-            int64_t segment = at / (shape->nhwc ? chunks : channels), channel = shape->nhwc ? 0 : at % channels;
-            const float *center = centers ? centers + segment * center_stride + channel : 0;
-            Behind here = {0};
-            if (kind) here = *by, here.scales += segment * by->stride;
+        for (int64_t at = 0; at < shape->segments * parts; at++) {
+            int64_t segment = at / parts, part = at % parts;
+            const float *center = centers ? centers + segment * center_stride : 0;
             if (shape->nhwc) {
-                int64_t begin = row_of_chunk(shape, at % chunks, chunks);
-                int64_t rows = row_of_chunk(shape, at % chunks + 1, chunks) - begin, start = segment * shape->rows + begin;
-                chunk(gradient, x, start, rows, channels, bf16, kind, &here, center, first + at * channels,
-                      second + at * channels);
-            } else
-                row(gradient, x, at * shape->rows, shape->rows, bf16, kind, &here, channel, center, first + at,
-                    second + at);
+                int64_t begin = row_of_chunk(shape, part, chunks), rows = row_of_chunk(shape, part + 1, chunks) - begin;
+                int64_t start = segment * shape->rows + begin;
+                double *plain = first + at * channels, *products = second + at * channels;
+                if (shape->bf16)
+                    chunk(gradient, x, start, rows, channels, 1, center, plain, products);
+                else
+                    chunk(gradient, x, start, rows, channels, 0, center, plain, products);
+            } else {
+                center = center ? center + part : 0;
+                if (shape->bf16)
+                    row(gradient, x, at * shape->rows, shape->rows, 1, center, first + at, second + at);
+                else
+                    row(gradient, x, at * shape->rows, shape->rows, 0, center, first + at, second + at);
+            }
         }
         restore(state);
     }
-}
-
-static void sums(const Shape *shape, const void *gradient, const void *x, int kind, const Behind *by,
-                 const float *centers, int64_t center_stride, double *first, double *second, int threads) {
-#define SUMS(GRADIENT, BF16, KIND)                                                                                     \
-    sums_by(shape, GRADIENT, x, BF16, KIND, by, centers, center_stride, first, second, threads)
-#define SUMS_OF(GRADIENT, KIND) (shape->bf16 ? SUMS(GRADIENT, 1, KIND) : SUMS(GRADIENT, 0, KIND))
-    if (!gradient)
-        SUMS_OF(0, NONE);
-    else if (kind == NONE)
-        SUMS_OF(gradient, NONE);
-    else if (kind == RELU)
-        SUMS_OF(gradient, RELU);
-    else if (kind == SILU)
-        SUMS_OF(gradient, SILU);
-    else if (kind == HARDSWISH)
-        SUMS_OF(gradient, HARDSWISH);
-    else
-        SUMS_OF(gradient, OF_OUTPUT);
-#undef SUMS
-#undef SUMS_OF
 }
 
 /* Memory for numbers in double precision, and behind these for others in fp32, or NULL. No elements need none. */
@@ -373,60 +264,39 @@ static void join_parts(const Shape *shape, int64_t parts, double *sums, double *
 }
 
 /* out = (x - centers) * scales + offsets, or with a gradient: gradient * scales + (x - centers) * slopes + offsets. All
-   coefficients are of (segment, channel), with a stride of 0 or of the channels between segments. To an output `added`
-   is added, unless that is NULL, and its activation is taken. The gradient is that of the activation's output. */
+   coefficients are of (segment, channel), with a stride of 0 or of the channels between segments. */
 typedef struct {
     const float *centers, *scales, *slopes, *offsets;
     int64_t stride, offset_stride; /* the first is that of all but the offsets */
-    const void *added;
-    const Activation *activation;
-    const float *input_offsets; /* of the activation's input, as in `Behind` */
 } Coefficients;
 
 INLINE void apply_to_row(const Coefficients *by, const void *gradient, const void *x, void *out, int64_t at,
-                         int64_t count, int bf16, int kind, int64_t segment, int64_t channel, int is_channel) {
+                         int64_t count, int bf16, int64_t segment, int64_t channel, int is_channel) {
     const float *centers = by->centers + segment * by->stride + channel;
     const float *scales = by->scales + segment * by->stride + channel;
     const float *offsets = by->offsets + segment * by->offset_stride + channel;
     const float *slopes = gradient ? by->slopes + segment * by->stride + channel : centers;
-    const float *input_offsets = gradient && kind ? by->input_offsets + channel : centers;
     Vector center = all(*centers), scale = all(*scales), offset = all(*offsets), slope = all(*slopes);
-    Vector input_offset = all(*input_offsets);
-    int64_t place;
-    Vector found, last = {0};
-#define COMPUTE                                                                                                        \
+    int64_t place = 0;
+#define APPLY                                                                                                          \
     {                                                                                                                  \
         if (!is_channel) {                                                                                             \
             center = load(centers, place, 0), scale = load(scales, place, 0);                                          \
             offset = load(offsets, place, 0), slope = load(slopes, place, 0);                                          \
-            input_offset = load(input_offsets, place, 0);                                                              \
         }                                                                                                              \
         Vector apart = load(x, at + place, bf16) - center;                                                             \
-        if (gradient) {                                                                                                \
-            Vector given = load(gradient, at + place, bf16);                                                           \
-            if (kind) given = gradient_of(kind, by->activation, given, apart * scale + input_offset, bf16);            \
-            found = given * scale + apart * slope + offset;                                                            \
-        } else {                                                                                                       \
-            found = apart * scale + offset;                                                                            \
-            if (kind == ADDED) found = rounded(found, bf16) + load(by->added, at + place, bf16);                       \
-            if (kind == ADDED ? by->activation != 0 : kind)                                                            \
-                found = activated(kind == ADDED ? RELU : kind, by->activation, found, bf16);                           \
-        }                                                                                                              \
+        Vector found = gradient ? load(gradient, at + place, bf16) * scale + apart * slope : apart * scale;            \
+        store(out, at + place, bf16, found + offset);                                                                  \
     }
-    if (count % WIDTH) { /* some are written twice, and computed before: the result may lie where the gradient does */
-        place = count - WIDTH;
-        COMPUTE
-        last = found;
+    for (; place + WIDTH <= count; place += WIDTH) APPLY
+    if (place < count) {
+        place = count - WIDTH; /* some are written twice */
+        APPLY
     }
-    for (place = 0; place + WIDTH <= count; place += WIDTH) {
-        COMPUTE
-        store(out, at + place, bf16, found);
-    }
-    if (count % WIDTH) store(out, at + count - WIDTH, bf16, last);
-#undef COMPUTE
+#undef APPLY
 }
 
-static void apply(const Shape *shape, const Coefficients *by, const void *gradient, const void *x, void *out, int kind,
+static void apply(const Shape *shape, const Coefficients *by, const void *gradient, const void *x, void *out,
                   int threads) {
     int64_t channels = shape->channels, rows = shape->nhwc ? shape->rows : channels;
     int64_t count = shape->nhwc ? channels : shape->rows;
@@ -435,225 +305,86 @@ static void apply(const Shape *shape, const Coefficients *by, const void *gradie
         _Pragma("omp for schedule(static)")
         for (int64_t at = 0; at < shape->segments * rows; at++) {
             int64_t segment = at / rows, channel = shape->nhwc ? 0 : at % rows;
-#define APPLY(GRADIENT, BF16, KIND)                                                                                    \
-    apply_to_row(by, GRADIENT, x, out, at * count, count, BF16, KIND, segment, channel, !shape->nhwc)
-#define APPLY_BY(GRADIENT, KIND) (shape->bf16 ? APPLY(GRADIENT, 1, KIND) : APPLY(GRADIENT, 0, KIND))
-            if (gradient)
-                kind == RELU ? APPLY_BY(gradient, RELU) : APPLY_BY(gradient, NONE);
-            else if (kind == NONE)
-                APPLY_BY(0, NONE);
-            else if (kind == RELU)
-                APPLY_BY(0, RELU);
-            else if (kind == SILU)
-                APPLY_BY(0, SILU);
-            else if (kind == HARDSWISH)
-                APPLY_BY(0, HARDSWISH);
+            if (gradient) {
+                if (shape->bf16)
+                    apply_to_row(by, gradient, x, out, at * count, count, 1, segment, channel, !shape->nhwc);
+                else
+                    apply_to_row(by, gradient, x, out, at * count, count, 0, segment, channel, !shape->nhwc);
+            } else if (shape->bf16)
+                apply_to_row(by, 0, x, out, at * count, count, 1, segment, channel, !shape->nhwc);
             else
-                APPLY_BY(0, ADDED);
-#undef APPLY
-#undef APPLY_BY
+                apply_to_row(by, 0, x, out, at * count, count, 0, segment, channel, !shape->nhwc);
         }
         restore(state);
     }
 }
 
-/* Writes the output of a norm by its statistics, with what is `added` to it, or NULL, and through an activation, unless
-   that is NULL: a ReLU where something is added. `groups` is 0 for a batch norm. Returns 0 if there is no memory. */
-int norm_output(const Shape *shape, int64_t groups, const Activation *activation, const void *x, const float *weight,
-                const float *bias, const float *means, const float *inverses, const void *added, void *out,
-                int threads) {
-    int64_t channels = shape->channels, pairs = groups ? shape->segments * channels : channels;
-    float *scales = memory_for(elements_of(shape), 0, pairs * 2 + channels);
-    if (!scales) return 0;
-    if (activation && !activation->kind) activation = 0;
-    float *centers = scales + pairs, *offsets = centers + pairs;
-    for (int64_t c = 0; c < channels; c++) offsets[c] = bias ? bias[c] : 0;
-    for (int64_t at = 0; at < pairs; at++) {
-        int64_t place = statistic_of(shape, groups, at);
-        centers[at] = means[place];
-        scales[at] = scale_of(weight ? weight + at % channels : 0, inverses[place]);
-    }
-    Coefficients by = {.centers = centers, .scales = scales, .offsets = offsets, .stride = groups ? channels : 0};
-    by.added = added, by.activation = activation;
-    apply(shape, &by, 0, x, out, added ? ADDED : activation ? (int)activation->kind : NONE, threads);
-    free(scales);
-    return 1;
-}
-
-/* Writes the output, unless `out` is NULL, and each channel's mean and 1 / sqrt(variance + eps), and moves the running
-   statistics on. Returns 0, and writes nothing, if there are no elements, or no memory for the sums. `weight`, `bias`
-   and `running_*` may be NULL. */
+/* Writes the output, and each channel's mean and 1 / sqrt(variance + eps), and moves the running statistics on. Returns
+   0, and writes nothing, if there are no elements, or no memory for the sums. `weight`, `bias` and `running_*` may be
+   NULL. */
 int batch_norm(const Shape *shape, const void *x, const float *weight, const float *bias, float *running_mean,
                float *running_variance, double momentum, double eps, void *out, float *means, float *inverses,
                int threads) {
     int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
-    double *first = memory_for(elements_of(shape), count * 2, 0);
+    double *first = memory_for(elements_of(shape), count * 2, channels * 2);
     if (!first) return 0;
     double *second = first + count, elements = (double)(shape->segments * shape->rows);
-    sums(shape, 0, x, NONE, 0, 0, 0, first, second, threads);
+    float *scales = (float *)(second + count), *offsets = scales + channels;
+    sums(shape, 0, x, 0, 0, first, second, threads);
     join_parts(shape, parts, first, second);
     for (int64_t c = 0; c < channels; c++) {
-        double mean = first[c] / elements;
-        inverses[c] = (float)inverse_of(second + c, elements, eps);
+        double mean = first[c] / elements, inverse = inverses[c] = (float)inverse_of(second + c, elements, eps);
         means[c] = (float)mean;
-    }
-    int is_done = !out || norm_output(shape, 0, 0, x, weight, bias, means, inverses, 0, out, threads);
-    for (int64_t c = 0; c < channels && is_done; c++) {
-        double mean = first[c] / elements;
+        scales[c] = (float)((weight ? weight[c] : 1) * inverse);
+        offsets[c] = bias ? bias[c] : 0;
         if (running_mean) running_mean[c] = (float)(momentum * mean + (1 - momentum) * running_mean[c]);
         if (running_variance)
             running_variance[c] = (float)(momentum * second[c] / (elements - 1) + (1 - momentum) * running_variance[c]);
     }
-    free(first);
-    return is_done;
-}
-
-/* Of a backward: the gradient is that of the output of an activation, unless this is NULL: of a ReLU behind the sum of
-   the norm and of something else, whose gradient is written to `of_added` by the `output`, or if that is NULL, of one
-   right behind the norm, which has this bias. */
-typedef struct {
-    const Shape *shape;
-    const Activation *activation;
-    const void *gradient, *x;
-    const float *weight, *means, *inverses, *bias;
-    const void *output;
-    void *of_added, *of_input;
-    float *of_weight, *of_bias;
-} Backward;
-
-/* Sums gradients and their products with x - centers; by (segment, channel), with a stride between segments. */
-static void sums_of_gradients(const Backward *of, const float *centers, const float *scales, const float *offsets,
-                              int64_t stride, double *first, double *second, int threads) {
-    int kind = !of->activation ? NONE : of->output ? OF_OUTPUT : (int)of->activation->kind;
-    Behind behind = {.activation = of->activation, .scales = scales, .offsets = offsets, .stride = stride};
-    behind.output = of->output, behind.of_input = of->output ? of->of_added : of->of_input;
-    sums(of->shape, of->gradient, of->x, kind, &behind, centers, stride, first, second, threads);
-}
-
-/* Writes the gradient of the input, by that of the norm's output if the sums have left it. */
-static void write_gradient(const Backward *of, Coefficients by, const float *offsets, int threads) {
-    int kind = of->activation ? (int)of->activation->kind : NONE;
-    const void *gradient = of->output ? of->of_added : kind > RELU ? of->of_input : of->gradient;
-    by.activation = of->activation, by.input_offsets = offsets;
-    apply(of->shape, &by, gradient, of->x, of->of_input, of->output ? NONE : kind, threads);
-}
-
-static int gradients_of_batch_norm(const Backward *of, int threads) {
-    const Shape *shape = of->shape;
-    int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
-    double *first = memory_for(elements_of(shape), count * 2, channels * 4);
-    if (!first) return 0;
-    double *second = first + count, elements = (double)(shape->segments * shape->rows);
-    float *scales = (float *)(second + count), *slopes = scales + channels, *offsets = slopes + channels;
-    float *biases = offsets + channels;
-    for (int64_t c = 0; c < channels; c++) {
-        scales[c] = scale_of(of->weight ? of->weight + c : 0, of->inverses[c]);
-        biases[c] = of->bias ? of->bias[c] : 0;
-    }
-    sums_of_gradients(of, of->means, scales, biases, 0, first, second, threads);
-    add_parts(first, parts, channels);
-    add_parts(second, parts, channels);
-    for (int64_t c = 0; c < channels; c++) {
-        double plain = first[c], products = second[c], inverse = of->inverses[c];
-        double scale = (of->weight ? of->weight[c] : 1) * inverse;
-        if (of->of_weight) of->of_weight[c] = (float)(products * inverse);
-        if (of->of_bias) of->of_bias[c] = (float)plain;
-        slopes[c] = (float)(-scale * inverse * inverse * products / elements);
-        offsets[c] = (float)(-scale * plain / elements);
-    }
-    Coefficients by = {.centers = of->means, .scales = scales, .slopes = slopes, .offsets = offsets};
-    if (of->of_input) write_gradient(of, by, biases, threads);
+    Coefficients by = {.centers = means, .scales = scales, .offsets = offsets};
+    apply(shape, &by, 0, x, out, threads);
     free(first);
     return 1;
 }
 
-static int gradients_of_group_norm(const Backward *of, int64_t groups, int threads) {
-    const Shape *shape = of->shape;
-    const float *weight = of->weight;
-    int64_t channels = shape->channels, chunks = chunks_of(shape), width = channels / groups;
-    int64_t count = shape->segments * chunks * channels, pairs = shape->segments * channels;
-    double *first = memory_for(elements_of(shape), count * 2, pairs * 4 + channels);
-    if (!first) return 0;
-    double *second = first + count, elements = (double)(width * shape->rows);
-    float *scales = (float *)(second + count), *centers = scales + pairs, *slopes = centers + pairs;
-    float *offsets = slopes + pairs, *biases = offsets + pairs;
-    for (int64_t c = 0; c < channels; c++) biases[c] = of->bias ? of->bias[c] : 0;
-    for (int64_t at = 0; at < pairs; at++) {
-        int64_t place = statistic_of(shape, groups, at);
-        centers[at] = of->means[place];
-        scales[at] = scale_of(weight ? weight + at % channels : 0, of->inverses[place]);
-    }
-    sums_of_gradients(of, centers, scales, biases, channels, first, second, threads);
-    /* The sums of all chunks of an image become those of its first. */
-    _Pragma("omp parallel for num_threads(threads) schedule(static)")
-    for (int64_t at = 0; at < shape->segments * groups; at++) {
-        int64_t segment = at / groups, start = segment * chunks * channels, channel = at % groups * width;
-        double plain = 0, products = 0, inverse = of->inverses[at];
-        for (int64_t c = channel; c < channel + width; c++) {
-            for (int64_t part = 1; part < chunks; part++) {
-                first[start + c] += first[start + part * channels + c];
-                second[start + c] += second[start + part * channels + c];
-            }
-            plain += (weight ? weight[c] : 1) * first[start + c];
-            products += (weight ? weight[c] : 1) * second[start + c];
-        }
-        for (int64_t c = channel; c < channel + width; c++) {
-            int64_t place = segment * channels + c;
-            slopes[place] = (float)(-inverse * inverse * inverse * products / elements);
-            offsets[place] = (float)(-inverse * plain / elements);
-        }
-    }
-    for (int64_t c = 0; c < channels && (of->of_weight || of->of_bias); c++) {
-        double plain = 0, products = 0;
-        for (int64_t segment = 0; segment < shape->segments; segment++) {
-            plain += first[segment * chunks * channels + c];
-            products += second[segment * chunks * channels + c] * of->inverses[segment * groups + c / width];
-        }
-        if (of->of_weight) of->of_weight[c] = (float)products;
-        if (of->of_bias) of->of_bias[c] = (float)plain;
-    }
-    Coefficients by = {.centers = centers, .scales = scales, .slopes = slopes, .offsets = offsets};
-    by.stride = by.offset_stride = channels;
-    if (of->of_input) write_gradient(of, by, biases, threads);
-    free(first);
-    return 1;
-}
-
-/* Writes the gradients of the input, the weight and the bias, each of which may be NULL, and of what was added. `groups`
-   is 0 for a batch norm. Returns as `batch_norm`. */
-int norm_activation_backward(const Shape *shape, int64_t groups, const Activation *activation, const void *gradient,
-                             const void *x, const float *weight, const float *means, const float *inverses,
-                             const float *bias, const void *output, void *of_added, void *of_input, float *of_weight,
-                             float *of_bias, int threads) {
-    Backward of = {.shape = shape, .activation = activation, .gradient = gradient, .x = x, .weight = weight};
-    of.means = means, of.inverses = inverses, of.bias = bias, of.output = output;
-    of.of_added = of_added, of.of_input = of_input, of.of_weight = of_weight, of.of_bias = of_bias;
-    return groups ? gradients_of_group_norm(&of, groups, threads) : gradients_of_batch_norm(&of, threads);
-}
-
+/* Writes the gradients of the input, the weight and the bias, each of which may be NULL. Returns as `batch_norm`. */
 int batch_norm_backward(const Shape *shape, const void *gradient, const void *x, const float *weight,
                         const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
                         int threads) {
-    return norm_activation_backward(shape, 0, 0, gradient, x, weight, means, inverses, 0, 0, 0, of_input, of_weight,
-                                    of_bias, threads);
-}
-
-int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient, const void *x, const float *weight,
-                        const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
-                        int threads) {
-    return norm_activation_backward(shape, groups, 0, gradient, x, weight, means, inverses, 0, 0, 0, of_input,
-                                    of_weight, of_bias, threads);
+    int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
+    double *first = memory_for(elements_of(shape), count * 2, channels * 3);
+    if (!first) return 0;
+    double *second = first + count, elements = (double)(shape->segments * shape->rows);
+    float *scales = (float *)(second + count), *slopes = scales + channels, *offsets = slopes + channels;
+    sums(shape, gradient, x, means, 0, first, second, threads);
+    add_parts(first, parts, channels);
+    add_parts(second, parts, channels);
+    for (int64_t c = 0; c < channels; c++) {
+        double plain = first[c], products = second[c], inverse = inverses[c];
+        double scale = (weight ? weight[c] : 1) * inverse;
+        if (of_weight) of_weight[c] = (float)(products * inverse);
+        if (of_bias) of_bias[c] = (float)plain;
+        scales[c] = (float)scale;
+        slopes[c] = (float)(-scale * inverse * inverse * products / elements);
+        offsets[c] = (float)(-scale * plain / elements);
+    }
+    Coefficients by = {.centers = means, .scales = scales, .slopes = slopes, .offsets = offsets};
+    if (of_input) apply(shape, &by, gradient, x, of_input, threads);
+    free(first);
+    return 1;
 }
 
 /* As `batch_norm`, with the statistics of each image's groups of channels. */
 int group_norm(const Shape *shape, int64_t groups, const void *x, const float *weight, const float *bias, double eps,
                void *out, float *means, float *inverses, int threads) {
     int64_t channels = shape->channels, chunks = chunks_of(shape), width = channels / groups;
-    int64_t count = shape->segments * chunks * channels;
-    double *first = memory_for(elements_of(shape), count * 2, 0);
+    int64_t count = shape->segments * chunks * channels, pairs = shape->segments * channels;
+    double *first = memory_for(elements_of(shape), count * 2, pairs * 2 + channels);
     if (!first) return 0;
     double *second = first + count;
-    sums(shape, 0, x, NONE, 0, 0, 0, first, second, threads);
+    float *scales = (float *)(second + count), *centers = scales + pairs, *offsets = centers + pairs;
+    sums(shape, 0, x, 0, 0, first, second, threads);
+    for (int64_t c = 0; c < channels; c++) offsets[c] = bias ? bias[c] : 0;
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t segment = 0; segment < shape->segments; segment++)
         join_parts(shape, chunks, first + segment * chunks * channels, second + segment * chunks * channels);
@@ -667,11 +398,66 @@ int group_norm(const Shape *shape, int64_t groups, const void *x, const float *w
             double apart = first[start + c] / rows - mean;
             squares += second[start + c] + rows * apart * apart;
         }
+        double inverse = inverses[at] = (float)inverse_of(&squares, elements, eps);
         means[at] = (float)mean;
-        inverses[at] = (float)inverse_of(&squares, elements, eps);
+        for (int64_t c = channel; c < channel + width; c++) {
+            centers[segment * channels + c] = (float)mean;
+            scales[segment * channels + c] = (float)((weight ? weight[c] : 1) * inverse);
+        }
     }
+    Coefficients by = {.centers = centers, .scales = scales, .offsets = offsets, .stride = channels};
+    apply(shape, &by, 0, x, out, threads);
     free(first);
-    return !out || norm_output(shape, groups, 0, x, weight, bias, means, inverses, 0, out, threads);
+    return 1;
+}
+
+/* As `batch_norm_backward`. */
+int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient, const void *x, const float *weight,
+                        const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
+                        int threads) {
+    int64_t channels = shape->channels, chunks = chunks_of(shape), width = channels / groups;
+    int64_t count = shape->segments * chunks * channels, pairs = shape->segments * channels;
+    double *first = memory_for(elements_of(shape), count * 2, pairs * 4);
+    if (!first) return 0;
+    double *second = first + count, elements = (double)(width * shape->rows);
+    float *scales = (float *)(second + count), *centers = scales + pairs, *slopes = centers + pairs;
+    float *offsets = slopes + pairs;
+    for (int64_t at = 0; at < pairs; at++) centers[at] = means[at / channels * groups + at % channels / width];
+    sums(shape, gradient, x, centers, channels, first, second, threads);
+    /* The sums of all chunks of an image become those of its first. */
+    _Pragma("omp parallel for num_threads(threads) schedule(static)")
+    for (int64_t at = 0; at < shape->segments * groups; at++) {
+        int64_t segment = at / groups, start = segment * chunks * channels, channel = at % groups * width;
+        double plain = 0, products = 0, inverse = inverses[at];
+        for (int64_t c = channel; c < channel + width; c++) {
+            for (int64_t part = 1; part < chunks; part++) {
+                first[start + c] += first[start + part * channels + c];
+                second[start + c] += second[start + part * channels + c];
+            }
+            plain += (weight ? weight[c] : 1) * first[start + c];
+            products += (weight ? weight[c] : 1) * second[start + c];
+        }
+        for (int64_t c = channel; c < channel + width; c++) {
+            int64_t place = segment * channels + c;
+            scales[place] = (float)((weight ? weight[c] : 1) * inverse);
+            slopes[place] = (float)(-inverse * inverse * inverse * products / elements);
+            offsets[place] = (float)(-inverse * plain / elements);
+        }
+    }
+    for (int64_t c = 0; c < channels && (of_weight || of_bias); c++) {
+        double plain = 0, products = 0;
+        for (int64_t segment = 0; segment < shape->segments; segment++) {
+            plain += first[segment * chunks * channels + c];
+            products += second[segment * chunks * channels + c] * inverses[segment * groups + c / width];
+        }
+        if (of_weight) of_weight[c] = (float)products;
+        if (of_bias) of_bias[c] = (float)plain;
+    }
+    Coefficients by = {.centers = centers, .scales = scales, .slopes = slopes, .offsets = offsets};
+    by.stride = by.offset_stride = channels;
+    if (of_input) apply(shape, &by, gradient, x, of_input, threads);
+    free(first);
+    return 1;
 }
 
 /* The mean of a contiguous row, and 1 / sqrt(variance + eps). An RMS norm has no mean: nothing is subtracted. */
@@ -679,7 +465,7 @@ INLINE void statistics_of_row(const void *x, int64_t at, int64_t width, double e
                               float *inverse) {
     const float none = 0;
     double sum, squares;
-    row(0, x, at, width, bf16, NONE, 0, 0, mean ? 0 : &none, &sum, &squares);
+    row(0, x, at, width, bf16, mean ? 0 : &none, &sum, &squares);
     if (mean) *mean = (float)(sum / (double)width);
     *inverse = (float)inverse_of(&squares, (double)width, eps);
 }

@@ -71,11 +71,6 @@ def shape_of(x: Tensor, layout: Layout, together: bool = False) -> _Shape:
     return _Shape(segments, rows, layout.channels, layout.is_nhwc, x.dtype is torch.bfloat16)
 
 
-def lying_as(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return a gradient in the memory format of a tensor that `layout_of` takes."""
-    return gradient.contiguous(memory_format=torch.contiguous_format if x.is_contiguous() else NHWC[x.dim()])
-
-
 def supports_rows(x: Tensor, shape: Sequence[int]) -> bool:
     """Whether the last dimensions of a tensor have this shape, and are rows that the functions take."""
     return _is_plain(x) and tuple(x.shape[x.dim() - len(shape) :]) == tuple(shape) and math.prod(shape) >= _FEW

@@ -22,17 +22,15 @@ from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
 from nano_loop.kernels.memory import DENSE, FLOATS, FP32, empty
 from nano_loop.kernels.norm import norm_arguments
-from nano_loop.kernels.norm.norm_activation import FUNCTIONS, Normalized, NormKind
 from nano_loop.kernels.norm.norm_arguments import (
+    NHWC,
     are_fp32,
     has_fp32_statistics,
     layout_of,
-    lying_as,
     rows_of,
     shape_of,
     supports_rows,
 )
-from nano_loop.kernels.norm.pending_output import requested
 from nano_loop.kernels.replacement import Replacement, unless_none
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
@@ -46,7 +44,6 @@ KERNEL = CompiledKernel(
         "batch_norm": (_DENSE, *_PARAMETERS, *_STATISTICS, _DENSE, *_STATISTICS),
         **dict.fromkeys(("group_norm", "layer_norm"), _FORWARD),
         **dict.fromkeys(("batch_norm_backward", "group_norm_backward", "layer_norm_backward"), _BACKWARD),
-        **FUNCTIONS,
     },
 )
 _MANY_CHANNELS, _MANY_PIXELS = 512, 128
@@ -79,8 +76,6 @@ def _for_set_up_models(compute: _Compute) -> Callable[[Kernel | None], Callable[
             return None
         if x.dtype is not torch.float32:
             is_ours = belongs_to_set_up_model()
-        elif requested(x) is not None:  # with the activation, less is read and written than by torch in any layout
-            is_ours = rule_for(RULE) is not None
         else:
             is_ours = _FASTER_IN_FP32[name](*args) and is_compiled(
                 rule_for(RULE), Arguments(name, args), lambda: _repeatable(name, {TORCH: kernel, COMPILED: compute})
@@ -123,14 +118,10 @@ def batch_norm(
         return None
     if not has_fp32_statistics(x, *parameters):
         return None
-    out, means, inverses = torch.empty_like(x), *(empty(layout.channels) for _ in range(2))
-    shape, numbers, call = shape_of(x, layout, together=True), (float(momentum), float(eps)), requested(x)
-    written = out if call is None else None
-    if not KERNEL("batch_norm", shape, x, *parameters, *numbers, written, means, inverses):
-        return None
-    if call is not None:
-        call.note(Normalized(NormKind(KERNEL, shape, 0, float(eps)), x, weight, bias, means, inverses), out)
-    return out, means, inverses
+    results = torch.empty_like(x), empty(layout.channels), empty(layout.channels)
+    shape, numbers = shape_of(x, layout, together=True), (float(momentum), float(eps))
+    is_done = KERNEL("batch_norm", shape, x, *parameters, *numbers, *results)
+    return results if is_done else None
 
 
 def batch_norm_backward(
@@ -168,14 +159,9 @@ def group_norm(
         return None
     if not has_fp32_statistics(x, weight, bias) or not layout.has_groups(images, channels, pixels, groups):
         return None
-    out, means, inverses = torch.empty_like(x), empty(images, groups), empty(images, groups)
-    kind, call = NormKind(KERNEL, shape_of(x, layout), groups, float(eps)), requested(x)
-    written = out if call is None else None
-    if not KERNEL("group_norm", kind.shape, groups, x, weight, bias, kind.eps, written, means, inverses):
-        return None
-    if call is not None:
-        call.note(Normalized(kind, x, weight, bias, means, inverses), out)
-    return out, means, inverses
+    results = torch.empty_like(x), empty(images, groups), empty(images, groups)
+    is_done = KERNEL("group_norm", shape_of(x, layout), groups, x, weight, bias, float(eps), *results)
+    return results if is_done else None
 
 
 def group_norm_backward(
@@ -255,7 +241,8 @@ def _gradients(
     """Call a backward of ``norms.c`` for the gradients of input, weight and bias that `mask` asks for."""
     if gradient.dtype is not x.dtype or gradient.layout is not torch.strided or inverses is None:
         return None
-    gradient, means, inverses = lying_as(gradient, x), means.contiguous(), inverses.contiguous()
+    form = torch.contiguous_format if x.is_contiguous() else NHWC[x.dim()]
+    gradient, means, inverses = gradient.contiguous(memory_format=form), means.contiguous(), inverses.contiguous()
     weights = weight.shape if weight is not None else _sizes_of_weights(norm, x, sizes)
     weight_gradient, bias_gradient = (empty(*weights) if is_needed else None for is_needed in mask[1:])
     gradients = torch.empty_like(x) if mask[0] else None, weight_gradient, bias_gradient

@@ -31,11 +31,6 @@ int batch_norm_backward(const void *, const void *, const void *, const float *,
 int group_norm(const void *, int64_t, const void *, const float *, const float *, double, void *, float *, float *, int);
 int group_norm_backward(const void *, int64_t, const void *, const void *, const float *, const float *, const float *,
                         void *, float *, float *, int);
-int norm_output(const void *, int64_t, const void *, const void *, const float *, const float *, const float *,
-                const float *, const void *, void *, int);
-int norm_activation_backward(const void *, int64_t, const void *, const void *, const void *, const float *,
-                             const float *, const float *, const float *, const void *, void *, void *, float *,
-                             float *, int);
 void layer_norm(const void *, int64_t, int64_t, int64_t, const float *, const float *, double, void *, float *, float *,
                 int);
 int layer_norm_backward(const void *, const void *, int64_t, int64_t, int64_t, const float *, const float *,
@@ -86,9 +81,6 @@ static int call(const char *name, const Argument *arguments, int threads) {
     INT(batch_norm_backward, THREE, P(3), P(4), P(5), P(6), P(7), P(8), threads)
     INT(group_norm, P(0), N(1), P(2), P(3), P(4), R(5), P(6), P(7), P(8), threads)
     INT(group_norm_backward, P(0), N(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), P(9), threads)
-    INT(norm_output, P(0), N(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), P(9), threads)
-    INT(norm_activation_backward, P(0), N(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), P(9), P(10), P(11), P(12),
-        P(13), threads)
     VOID(layer_norm, P(0), N(1), N(2), N(3), P(4), P(5), R(6), P(7), P(8), P(9), threads)
     INT(layer_norm_backward, P(0), P(1), N(2), N(3), N(4), P(5), P(6), P(7), P(8), P(9), P(10), threads)
     VOID(fp32_attention_forward, THREE, P(3), P(4), P(5), P(6), P(7), threads)

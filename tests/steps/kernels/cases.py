@@ -100,9 +100,9 @@ def assert_near(found, expected, bounds):
                 assert (mine - other).float().norm() <= bound * other.float().norm()
 
 
-def exactly(*functions, later=None, steps=3):
-    """Whether these functions are called in each step, and no others; `later` are those of all steps but the first."""
-    return lambda called: called == [*functions, *[*(later or functions)] * (steps - 1)]
+def exactly(*functions, steps=3):
+    """Whether these functions are called in each step, and no others."""
+    return lambda called: called == [*functions] * steps
 
 
 def normal(*sizes, seed=1):
@@ -166,8 +166,6 @@ ACTIVATIONS = {
 CHANNELS, SIDE = 16, 12
 BATCH = ("batch_norm", "batch_norm_backward")
 GROUP, LAYER = ("group_norm", "group_norm_backward"), ("layer_norm", "layer_norm_backward")
-#: Those of the steps in which it is known that a ReLU reads the norm's output.
-WITH_RELU = {f"{kind} norm": (f"{kind}_norm", "norm_output", "norm_activation_backward") for kind in ("batch", "group")}
 
 
 class Images(nn.Module):
@@ -198,15 +196,15 @@ def loss_of_images(model, number):
     return F.cross_entropy(model(x), y)
 
 
-def with_norm(make, *functions, later=None, **named):
+def with_norm(make, *functions, **named):
     close = {"rtol": 5e-3, "atol": 2e-3}
     variants, bounds = ({}, {"channels_last": True}), {"losses": close, "state": close}
-    return Case(FastNorm, make, loss_of_images, exactly(*functions, later=later), bounds, variants=variants, **named)
+    return Case(FastNorm, make, loss_of_images, exactly(*functions), bounds, variants=variants, **named)
 
 
 NORMS = {
-    "batch norm": with_norm(lambda: Images(nn.BatchNorm2d(CHANNELS)), *BATCH, later=WITH_RELU["batch norm"]),
-    "group norm": with_norm(lambda: Images(nn.GroupNorm(4, CHANNELS)), *GROUP, later=WITH_RELU["group norm"]),
+    "batch norm": with_norm(lambda: Images(nn.BatchNorm2d(CHANNELS)), *BATCH),
+    "group norm": with_norm(lambda: Images(nn.GroupNorm(4, CHANNELS)), *GROUP),
     # torch sums the gradients of a layer norm's weights in bf16, where ours are fp32's.
     "layer norm": with_norm(lambda: Rows(nn.LayerNorm(CHANNELS)), *LAYER, reference={"fp32_ops": ["layer_norm"]}),
     "layer norm without weights": with_norm(lambda: Rows(nn.LayerNorm(CHANNELS, elementwise_affine=False)), *LAYER),
