@@ -45,13 +45,13 @@ def tune(tmp_path):
         (tmp_path / "train.py").write_text(text)
         environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_COLOR": "1"}
         command = [sys.executable, "-m", "nano_loop", "tune", *options, name, "a"]
-        return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=500)
 
     return run
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_both_kinds_of_scripts_run_under_each_candidate(tune, tmp_path):
     for text, before in ((LOOP, "@nano("), (WITHOUT_A_LINE, "nano_loop.install(")):
         done = tune(text.format(steps=ENDLESS), *FIXED, "--seconds=1", "--plot=times.png", "--json")
