@@ -40,28 +40,6 @@ class Replacement(NamedTuple):
         return overridden(*self)
 
 
-def operator_of(name: str, schema: str, compute: Callable[..., Any]) -> Any:
-    """Define an operator of torch, ``nano_loop::name``, and return it.
-
-    Modes see it in place of what it is composed of. `torch.vmap` calls it for one element of a batch after another.
-    """
-    torch.library.define(f"nano_loop::{name}", schema)
-    torch.library.impl(f"nano_loop::{name}", "CPU", compute)
-    operator = getattr(torch.ops.nano_loop, name)
-
-    def one_by_one(info: Any, dimensions: tuple[int | None, ...], *args: Any) -> Any:
-        places = [*zip(args, dimensions, strict=True)]
-        results = [
-            operator(*[argument if place is None else argument.select(place, i) for argument, place in places])
-            for i in range(info.batch_size)
-        ]
-        stacked = tuple(map(torch.stack, zip(*results, strict=True)))
-        return stacked, (0,) * len(stacked)
-
-    torch.library.register_vmap(f"nano_loop::{name}", one_by_one)
-    return operator
-
-
 def unless_none(compute: Callable[..., Any]) -> Callable[[Kernel | None], Callable[..., Any]]:
     """Return the `make` of a function that returns None where torch has to compute.
 

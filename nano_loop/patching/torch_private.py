@@ -164,6 +164,11 @@ def softmax_backward(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tens
     return torch.ops.aten._softmax_backward_data(gradient, output, -1, output.dtype)  # type: ignore[no-any-return]
 
 
+def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Return the softmax over the last dimension, as in torch's attention: 0 where all are -inf."""
+    return torch.ops.aten._safe_softmax(scores, -1)  # type: ignore[no-any-return]
+
+
 def sums_of_bags(weight: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     """Call ``aten::_embedding_bag``, the operator of `torch.nn.functional.embedding_bag` with a gradient."""
     results: tuple[torch.Tensor, ...] = torch.ops.aten._embedding_bag(weight, *args)

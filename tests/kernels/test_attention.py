@@ -238,16 +238,21 @@ def test_rows_with_a_large_common_offset_have_the_gradients_of_the_definition(nu
         assert (found - reference).norm() < 0.01 * reference.norm()
 
 
-def test_batched_gradients_are_those_of_one_after_another():
+def test_batched_gradients_are_as_exact_as_those_of_one_after_another():
     tensors = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         torch.manual_seed(0)
         out = attention(*tensors, attn_mask=torch.ones(17, 17).tril().bool(), dropout_p=0.3)
     vectors = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     gradient = functools.partial(torch.autograd.grad, out, tensors, retain_graph=True)
-    expected = [torch.stack(column) for column in zip(*map(gradient, vectors), strict=True)]
+    single = [torch.stack(column) for column in zip(*map(gradient, vectors), strict=True)]
+    torch.manual_seed(0)
+    wide = [each.detach().double().requires_grad_() for each in tensors]
+    exact_out = F.scaled_dot_product_attention(*wide, attn_mask=torch.ones(17, 17).tril().bool(), dropout_p=0.3)
+    exact = torch.autograd.grad(exact_out, wide, vectors.double(), is_grads_batched=True)
     for found in (gradient(vectors, is_grads_batched=True), torch.func.vmap(gradient)(vectors)):
-        assert all(itertools.starmap(torch.equal, zip(found, expected, strict=True)))
+        for mine, other in zip(errors(found, exact), errors(single, exact), strict=True):
+            assert mine <= 1.05 * other
 
 
 def test_dropout_drops_at_its_rate_keeps_the_mean_and_repeats_with_the_seed():

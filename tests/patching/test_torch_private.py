@@ -83,6 +83,16 @@ def test_gradient_of_a_softmax_is_autograds():
     torch.testing.assert_close(private.softmax_backward(gradient, x.softmax(-1).detach()), expected)
 
 
+def test_softmax_of_a_row_without_scores_is_zero_and_has_no_gradient():
+    scores = torch.tensor([[0.5, 1.0], [-torch.inf, -torch.inf]], requires_grad=True)
+    softmax = private.safe_softmax(scores)
+    torch.testing.assert_close(softmax, torch.stack([scores[0].softmax(-1), torch.zeros(2)]))
+    (gradient,) = torch.autograd.grad(softmax[:, 0].sum(), scores, create_graph=True)
+    (second,) = torch.autograd.grad(gradient[:, 0].sum(), scores)
+    assert not gradient[1].any()
+    assert not second[1].any()
+
+
 def test_operator_can_be_called_as_without_a_kernel_for_autocast():
     seen = []
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.patching.attributes import replaced
 
 
@@ -45,30 +46,68 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight: Any, bias: Any, running: tuple[Any, Any, float], eps: float, group: Any
     ) -> torch.Tensor:
-        x = input if input.dtype is torch.float64 else input.float()
+        x = _wide(input)
         mean, variance, count = _statistics(x, group)
         _update(*running, mean, variance * (count / max(count - 1, 1)))
         scale = (variance + eps).rsqrt()
         normalized = (x - _by_channel(mean, x)) * _by_channel(scale, x)
-        output = normalized if weight is None else normalized * _by_channel(weight, x)
-        ctx.save_for_backward(normalized, weight, scale)
-        ctx.group, ctx.count = group, count
-        return (output if bias is None else output + _by_channel(bias, x)).to(input.dtype)
+        ctx.save_for_backward(input, weight, bias, mean, scale)
+        ctx.group, ctx.count, ctx.eps = group, count, eps
+        return _affine(normalized, weight, bias).to(input.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        normalized, weight, scale = ctx.saved_tensors
-        dy = gradient.to(normalized.dtype)
-        sums = torch.stack([_sum(dy), _sum(dy * normalized)])
-        of_bias, of_weight = sums.clone() if weight is not None else (None, None)
-        if not ctx.needs_input_grad[0]:
-            return None, of_weight, of_bias, None, None, None
-        distributed.all_reduce(sums, group=ctx.group)
-        means = sums / ctx.count
-        centered = dy - _by_channel(means[0], dy) - normalized * _by_channel(means[1], dy)
-        factor = scale if weight is None else scale.double() * weight
-        of_input = (centered * _by_channel(factor, dy)).to(gradient.dtype)
-        return of_input, of_weight, of_bias, None, None, None
+        input, weight, bias, mean, scale = ctx.saved_tensors
+
+        def compute() -> tuple[Any, ...]:
+            x = _wide(input)
+            normalized, dy = (x - _by_channel(mean, x)) * _by_channel(scale, x), gradient.to(x.dtype)
+            sums = torch.stack([_sum(dy), _sum(dy * normalized)])
+            of_bias, of_weight = sums.clone() if weight is not None else (None, None)
+            if not ctx.needs_input_grad[0]:
+                return None, of_weight, of_bias
+            distributed.all_reduce(sums, group=ctx.group)
+            means = sums / ctx.count
+            centered = dy - _by_channel(means[0], dy) - normalized * _by_channel(means[1], dy)
+            factor = scale if weight is None else scale.double() * weight
+            return (centered * _by_channel(factor, dy)).to(gradient.dtype), of_weight, of_bias
+
+        def by_torch(input: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+            x = _wide(input)
+            centered = x - _by_channel(_sum_of_ranks(x, ctx.group) / ctx.count, x)
+            variance = _sum_of_ranks(centered.square(), ctx.group) / ctx.count
+            return _affine(centered * _by_channel((variance + ctx.eps).rsqrt(), x), weight, bias)
+
+        return gradients_of(ctx, (input, weight, bias), (gradient,), compute, by_torch)
+
+
+def _wide(input: torch.Tensor) -> torch.Tensor:
+    return input if input.dtype is torch.float64 else input.float()
+
+
+def _affine(normalized: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+    output = normalized if weight is None else normalized * _by_channel(weight, normalized)
+    return output if bias is None else output + _by_channel(bias, normalized)
+
+
+def _sum_of_ranks(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the sums by channel of all ranks' tensors, in float64, which can be differentiated. Collective."""
+    total: torch.Tensor = _RankSum.apply(_sum(x).double(), group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _RankSum(torch.autograd.Function):
+    """The sum over ranks. Each rank's gradient is that of all ranks' losses, as in the backward of `_Normalize`."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group, total = group, own.clone()
+        distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _RankSum.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -83,7 +83,7 @@ def attention(
     Returns
     -------
     torch.Tensor
-        Of shape (..., heads, L, Ev), in autocast's dtype. It can be differentiated once, like torch's kernel.
+        Of shape (..., heads, L, Ev), in autocast's dtype. It can be differentiated twice where torch's can.
     """
     dtype = torch.get_autocast_dtype("cpu")
     query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))
@@ -113,19 +113,11 @@ class Arguments(NamedTuple):
     scale: float
 
 
-def by_torch(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
-) -> Tensor:
-    """Compute by torch's kernel what the other algorithms do."""
-    grouped = query.shape[:-2] != key.shape[:-2]
-    return scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
-
-
 #: The functions of the algorithms.
 ALGORITHMS: dict[str, Callable[..., Tensor]] = {
     BLOCKS: blocked_attention.blocked_attention,
     PRODUCTS: plain_attention.plain_attention,
-    TORCH: by_torch,
+    TORCH: plain_attention.by_torch,
 }
 
 

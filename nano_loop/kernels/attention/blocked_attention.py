@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from nano_loop.kernels.attention import plain_attention
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
+from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.memory import BF16, BYTES, FLOATS, FP32, STRIDED, Pointer, empty
-from nano_loop.kernels.replacement import operator_of
-from nano_loop.patching.torch_private import is_batched
 
 _BF16, _FLOATS = BF16._replace(layout=STRIDED), FLOATS._replace(layout=STRIDED)
 _INPUTS = (_BF16, _BF16, _BF16, Pointer((torch.bool, torch.bfloat16, torch.float32), STRIDED), BYTES)
@@ -93,45 +92,42 @@ def blocked_attention(
     -------
     torch.Tensor
         bfloat16, of shape (..., heads, L, Ev). With four dimensions, it is a view of (batch, L, heads, Ev), as torch's
-        kernel returns it. It can be differentiated once.
+        kernel returns it. It can be differentiated twice where that can.
     """
     kept = drawn(query, key, dropout_p)
     mask = None if mask is None else as_mask(mask, query, key)
-    heads = [_as_heads(tensor) for tensor in (query, key, value)]
-    out: Tensor = _Attention.apply(*heads, mask, kept, dropout_p, is_causal, scale)  # type: ignore[no-untyped-call]
-    return out if query.dim() == _DIMENSIONS else out.reshape(*query.shape[:-1], value.size(-1))
+    heads, are_four = [_as_heads(tensor) for tensor in (query, key, value)], query.dim() == _DIMENSIONS
+    out: Tensor = _Attention.apply(*heads, mask, kept, dropout_p, is_causal, scale, are_four)  # type: ignore[no-untyped-call]
+    return out if are_four else out.reshape(*query.shape[:-1], value.size(-1))
 
 
 class _Attention(torch.autograd.Function):
-    """As `blocked_attention`, of four dimensions."""
+    """As `blocked_attention`, of four dimensions, which `are_four` in the call, too."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        out, log_sums = forward(*args)
-        ctx.save_for_backward(log_sums, *args[:5])
-        ctx.numbers = args[5:]
+        out, log_sums = forward(*args[:-1])
+        ctx.save_for_backward(*args[:5], log_sums)
+        ctx.numbers, ctx.are_four = args[5:-1], args[-1]
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        compute: Callable[..., Any] = _GRADIENTS if is_batched(gradient) else _gradients
-        return *compute(gradient, *ctx.saved_tensors, *ctx.numbers), *[None] * 5
+        query, key, value, mask, kept, log_sums = ctx.saved_tensors
+        inputs, numbers = (query, key, value), ctx.numbers
 
+        def compute() -> list[Tensor]:
+            gradients = [laid_out_as(tensor) for tensor in inputs]
+            backward(with_columns(gradient), log_sums, *inputs, mask, kept, *[*numbers, gradients])
+            return gradients
 
-def _gradients(gradient: Tensor, log_sums: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value; see `backward`."""
-    of_query, of_key, of_value = gradients = [laid_out_as(tensor) for tensor in arguments[:3]]
-    backward(with_columns(gradient), log_sums, *[*arguments, gradients])
-    return of_query, of_key, of_value
+        def by_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if ctx.are_four:
+                return plain_attention.by_torch(query, key, value, mask, *[*numbers, kept])
+            # Of other dimensions, torch computes single operators, which have more derivatives.
+            return plain_attention.by_torch(query[None], key[None], value[None], mask, *[*numbers, kept])[0]
 
-
-_GRADIENTS = operator_of(
-    "attention_gradients",
-    "(Tensor gradient, Tensor log_sums, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? kept, "
-    "float dropout_p, bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
-    _gradients,
-)
+        return gradients_of(ctx, inputs, (gradient,), compute, by_torch)
 
 
 def forward(

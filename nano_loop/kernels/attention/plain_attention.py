@@ -6,15 +6,14 @@ Scores are computed and normalized in fp32, and the probabilities are kept in bf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
 
-from nano_loop.kernels.replacement import operator_of
-from nano_loop.patching.torch_private import is_batched, softmax_backward
+from nano_loop.kernels.double_backward import gradients_of
+from nano_loop.patching.torch_private import safe_softmax, softmax_backward
 
 #: Maximum size of the probabilities of one call, in bytes.
 MEMORY_BOUND = 256 * 2**20
@@ -32,8 +31,11 @@ def plain_attention(
 
     Parameters and the output's shape are those of `nano_loop.kernels.attention.blocked_attention.blocked_attention`.
     """
-    out: Tensor = _Attention.apply(*for_all_heads(query, key, value, mask, is_causal), dropout_p, scale)  # type: ignore[no-untyped-call]
-    return out
+    shape, columns = query.shape[:-1], value.size(-1)
+    *tensors, mask = for_all_heads(query, key, value, mask, is_causal)
+    flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in tensors]
+    out: Tensor = _Attention.apply(*flat, mask, shape, dropout_p, scale)  # type: ignore[no-untyped-call]
+    return out.view(*shape, columns)
 
 
 def for_all_heads(
@@ -51,30 +53,60 @@ def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(query.size(-3) // tensor.size(-3), dim=-3)
 
 
+def by_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Compute attention by torch's operators, which are single ones where there is a mask of the dropout.
+
+    Without that, torch chooses its kernel, of which not every one has a second derivative.
+    """
+    if kept is None or dropout_p == 1:
+        grouped = query.shape[:-2] != key.shape[:-2]
+        return scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+        )
+    query, key, value, mask = for_all_heads(query.float(), key.float(), value.float(), mask, is_causal)
+    scores = query @ key.mT * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    return _dropped(safe_softmax(scores), kept.view(scores.shape), dropout_p) @ value
+
+
 class _Attention(torch.autograd.Function):
-    """softmax(query keyᵀ · scale + mask) value, with dropout on the softmax."""
+    """softmax(query keyᵀ · scale + mask) value of three dimensions, with dropout on the softmax; `shape` has more."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: Any, dropout_p: float, scale: float
     ) -> Tensor:
-        flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value)]
-        q, k, v = flat
         nothing = q.new_empty((1, 1, 1), dtype=torch.float32)
         scores = torch.baddbmm(nothing, q.float(), k.float().transpose(1, 2), beta=0, alpha=scale)
-        probabilities = _softmax(scores.view(*query.shape[:-1], key.size(-2)), mask).to(q.dtype).view_as(scores)
+        probabilities = _softmax(scores.view(*shape, k.size(1)), mask).to(q.dtype).view_as(scores)
         kept = torch.empty_like(probabilities, dtype=torch.uint8).bernoulli_(1 - dropout_p) if dropout_p else None
-        out = torch.bmm(_dropped(probabilities, kept, dropout_p), v)
-        ctx.save_for_backward(q, k, v, probabilities, kept)
-        ctx.shapes, ctx.dropout_p, ctx.scale = (query.shape, key.shape, value.shape), dropout_p, scale
-        return out.view(*query.shape[:-1], value.size(-1))
+        ctx.save_for_backward(q, k, v, mask, probabilities, kept)
+        ctx.numbers = shape, dropout_p, scale
+        return torch.bmm(_dropped(probabilities, kept, dropout_p), v)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        compute: Callable[..., Any] = _GRADIENTS if is_batched(gradient) else _gradients
-        gradients = zip(compute(gradient, *ctx.saved_tensors, ctx.dropout_p, ctx.scale), ctx.shapes, strict=True)
-        return *(computed.view(shape) for computed, shape in gradients), None, None, None
+        q, k, v, mask, probabilities, kept = ctx.saved_tensors
+        shape, dropout_p, scale = ctx.numbers
+
+        def compute() -> tuple[Tensor, Tensor, Tensor]:
+            return _gradients(gradient, q, k, v, probabilities, kept, dropout_p, scale)
+
+        def in_heads(*tensors: Tensor) -> Tensor:
+            query, key, value = (tensor.view(*shape[:-1], *tensor.shape[1:]) for tensor in tensors)
+            return by_torch(query, key, value, mask, dropout_p, False, scale, kept).reshape(gradient.shape)
+
+        return gradients_of(ctx, (q, k, v), (gradient,), compute, in_heads)
 
 
 def _gradients(
@@ -88,19 +120,10 @@ def _gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, of three dimensions."""
-    gradient = gradient.reshape(q.size(0), q.size(1), v.size(2))
     of_value = torch.bmm(_dropped(probabilities, kept, dropout_p).transpose(1, 2), gradient)
     of_probabilities = _dropped(torch.bmm(gradient, v.transpose(1, 2)), kept, dropout_p)
     of_scores = softmax_backward(of_probabilities, probabilities)
     return torch.bmm(of_scores, k).mul_(scale), torch.bmm(of_scores.transpose(1, 2), q).mul_(scale), of_value
-
-
-_GRADIENTS = operator_of(
-    "plain_attention_gradients",
-    "(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor probabilities, Tensor? kept, float dropout_p, "
-    "float scale) -> (Tensor, Tensor, Tensor)",
-    _gradients,
-)
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.double_backward import is_followed
 from nano_loop.kernels.memory import BYTES, FP32, INT64, Pointer, empty
 from nano_loop.patching.objects.gradients import on_read, on_state_read, reads_noticed
 from nano_loop.patching.patch_table import process_wide, shared_change
-from nano_loop.patching.torch_private import has_lone_storage, is_batched, version
+from nano_loop.patching.torch_private import has_lone_storage, version
 from nano_loop.patching.torch_private_autograd import graph_task, has_tensor_hooks, in_backward
 
 _INT32 = Pointer((torch.int32,))
@@ -116,7 +117,7 @@ class RowGradient:
         lookups = self._pending.pop((threading.get_ident(), graph_task()), None)
         if lookups is None:
             return None
-        if torch.is_grad_enabled() or not all(_is_plain(part.gradient) for part in lookups):
+        if is_followed(*(part.gradient for part in lookups)) or not all(_is_plain(part.gradient) for part in lookups):
             return self._differentiable(lookups)
         with self._lock:
             sums = self._zeros()
@@ -276,7 +277,7 @@ class _Root(torch.autograd.Function):
 
 def _is_plain(gradient: Tensor) -> bool:
     """Whether a gradient has numbers in memory that a C function reads, once they are contiguous."""
-    is_strided = type(gradient) is Tensor and gradient.layout is torch.strided and not is_batched(gradient)
+    is_strided = type(gradient) is Tensor and gradient.layout is torch.strided
     return is_strided and gradient.dtype is torch.float32 and not gradient.is_neg()
 
 

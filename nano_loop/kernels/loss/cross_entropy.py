@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
 from nano_loop.kernels.memory import BF16, FP32, INT64, attempt, empty
 from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.patching.operators.upcasts import Upcast, upcast_of
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for, rule_of_node
-from nano_loop.patching.torch_private import below_autocast, in_dispatch_mode, in_functorch, is_batched
+from nano_loop.patching.torch_private import below_autocast, in_dispatch_mode, in_functorch
 from nano_loop.patching.torch_private_autograd import node_number
 
 _KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -136,10 +137,11 @@ def cross_entropy(
     rows = logits if logits.dim() == 2 else logits.movedim(1, -1).flatten(0, -2)
     upcast = upcast_of(rows, logits) if logits.dtype is torch.float32 else None
     source = None if upcast is None else upcast.source()
-    low = None if source is None else source.view(rows.shape)
-    losses: Tensor | None = _Losses.apply(
-        rows, low, upcast, target.reshape(-1).contiguous(), ignore_index, label_smoothing
-    )  # type: ignore[no-untyped-call]
+    # In a tuple, they are no inputs of the function.
+    narrow = None if source is None else (source.detach().view(rows.shape), upcast, _Place.apply(rows))  # type: ignore[no-untyped-call]
+    losses: Tensor | None = _Losses.apply(  # type: ignore[no-untyped-call]
+        rows, target.reshape(-1).contiguous(), ignore_index, label_smoothing, narrow
+    )
     if losses is None:
         return None
     if reduction not in (_MEAN, _SUM):
@@ -190,27 +192,51 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, source: Tensor | None, upcast: Upcast | None, target: Tensor, *numbers: Any
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        ignored: int,
+        smoothing: float,
+        narrow: tuple[Tensor, Upcast, Tensor] | None,
     ) -> Tensor | None:
-        values = logits if source is None else source
-        computed = forward(values, target, *numbers)
+        values, ctx.upcast, ctx.place = narrow or (logits, None, None)
+        computed = forward(values, target, ignored, smoothing)
         if computed is None:
             return None
         losses, maxima, sums = computed
         ctx.save_for_backward(values, target, maxima, sums)
-        ctx.upcast, ctx.dtype, ctx.numbers = None if source is None else upcast, logits.dtype, numbers
+        ctx.dtype, ctx.numbers = logits.dtype, (ignored, smoothing)
         return losses
 
     @staticmethod
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
         (values, target, maxima, sums), (ignored, smoothing) = ctx.saved_tensors, ctx.numbers
-        if torch.is_grad_enabled() or is_batched(factors):  # for a second derivative, and for many gradients at a time
-            gradient = _differentiable(values, target, factors, ignored, smoothing).to(ctx.dtype)
-            return gradient, *[None] * 5
-        unseen = ctx.upcast is not None and ctx.upcast.gradient_is_unobserved
-        dtype = values.dtype if unseen else ctx.dtype
-        gradient = backward(factors, maxima, sums, values, target, ignored, smoothing, dtype)
-        return ctx.upcast.hand_over(gradient) if unseen else gradient, *[None] * 5
+
+        def compute() -> tuple[Tensor]:
+            unseen = ctx.upcast is not None and ctx.upcast.gradient_is_unobserved
+            dtype = values.dtype if unseen else ctx.dtype
+            gradient = backward(factors, maxima, sums, values, target, ignored, smoothing, dtype)
+            return (ctx.upcast.hand_over(gradient) if unseen else gradient,)
+
+        def by_torch(logits: Tensor) -> Tensor:
+            logits = logits.float() if ctx.place is None else logits + values
+            losses: Tensor = _OPERATOR.decompose(logits, target, None, 0, ignored, smoothing)
+            return losses
+
+        inputs = values if ctx.place is None else ctx.place
+        return gradients_of(ctx, (inputs,), (factors,), compute, by_torch)
+
+
+class _Place(torch.autograd.Function):
+    """Zeros at a tensor's place in the graph, of no size in memory; what they are added to has the tensor's path."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.new_zeros(()).expand(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def forward(logits: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -241,12 +267,3 @@ def backward(
     name = f"gradient_{_KINDS[logits.dtype]}_to_{_KINDS[dtype]}"
     KERNEL(name, *call, maxima, sums, factors.contiguous(), gradient)
     return gradient
-
-
-def _differentiable(values: Tensor, target: Tensor, factors: Tensor, ignored: int, smoothing: float) -> Tensor:
-    """Return the gradient by operators of torch, which have derivatives."""
-    kept = target != ignored
-    expected = torch.full_like(values, smoothing / values.size(1), dtype=torch.float32)
-    classes = target.where(kept, 0).unsqueeze(1)
-    expected.scatter_add_(1, classes, torch.full_like(classes, 1 - smoothing, dtype=torch.float32))
-    return (values.float().softmax(1) - expected) * factors.where(kept, 0).unsqueeze(1)

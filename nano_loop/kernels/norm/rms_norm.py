@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled
 from nano_loop.kernels.memory import empty, is_plain
 from nano_loop.kernels.norm.norm_arguments import are_fp32, rows_of, supports_rows
 from nano_loop.kernels.norm.norms import KERNEL, RULE
 from nano_loop.kernels.replacement import Replacement, unless_none
 from nano_loop.patching.ownership import rule_for
-from nano_loop.patching.torch_private import below_autocast, in_dispatch_mode, in_functorch, is_batched
+from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 
 #: Minimum number of elements. Below it, the Python of autograd's function takes as long as torch's operators.
 MIN_ELEMENTS = 1 << 14
@@ -26,7 +27,7 @@ MIN_ELEMENTS = 1 << 14
 def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Compute `torch.nn.functional.rms_norm` of a contiguous tensor in fp32. It can be differentiated twice."""
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    out: Tensor = _RmsNorm.apply(x, [*shape], weight, float(eps))  # type: ignore[no-untyped-call]
+    out: Tensor = _RmsNorm.apply(x, weight, [*shape], float(eps))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -63,7 +64,7 @@ class _RmsNorm(torch.autograd.Function):
     """As `rms_norm`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, shape: list[int], eps: float) -> Tensor:
         rows, width, is_bf16 = rows_of(x, shape)
         out, inverses = torch.empty_like(x), empty(rows)
         KERNEL("layer_norm", x, rows, width, is_bf16, weight, None, eps, out, None, inverses)
@@ -74,29 +75,15 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, inverses), (shape, eps) = ctx.saved_tensors, ctx.numbers
-        needs_x, _, needs_weight, _ = ctx.needs_input_grad
-        # For a second derivative, and for many gradients at a time.
-        if torch.is_grad_enabled() or is_batched(gradient):
-            of_x, of_weight = _differentiable(x, shape, weight, eps, gradient, (needs_x, needs_weight))
-            return of_x, None, of_weight, None
-        of_x = torch.empty_like(x) if needs_x else None
-        of_weight = empty(*shape) if needs_weight else None
-        arguments = (gradient.contiguous(), x, *rows_of(x, shape), weight, None, inverses, of_x, of_weight, None)
-        if not KERNEL("layer_norm_backward", *arguments):
-            of_x, of_weight = _differentiable(x, shape, weight, eps, gradient, (needs_x, needs_weight))
-        return of_x, None, of_weight, None
 
+        def compute() -> tuple[Tensor | None, Tensor | None] | None:
+            of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+            of_weight = empty(*shape) if ctx.needs_input_grad[1] else None
+            arguments = (gradient.contiguous(), x, *rows_of(x, shape), weight, None, inverses, of_x, of_weight, None)
+            return (of_x, of_weight) if KERNEL("layer_norm_backward", *arguments) else None
 
-def _differentiable(
-    x: Tensor, shape: list[int], weight: Tensor | None, eps: float, gradient: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients that are needed, computed from operators that can be differentiated again."""
-    has_second = torch.is_grad_enabled()
-    with torch.enable_grad(), below_autocast():
-        dimensions = [*range(-len(shape), 0)]
-        out = x * (x.square().mean(dimensions, keepdim=True) + eps).rsqrt()
-        out = out if weight is None else out * weight
-        leaves = [leaf for leaf, is_needed in zip((x, weight), needs, strict=True) if is_needed and leaf is not None]
-        computed = iter(torch.autograd.grad(out, leaves, gradient, create_graph=has_second))
-    of_x, of_weight = (next(computed) if is_needed else None for is_needed in needs)
-    return of_x, of_weight
+        def by_torch(x: Tensor, weight: Tensor | None) -> Tensor:
+            out: Tensor = torch.ops.aten.rms_norm.default.decompose(x, shape, weight, eps)
+            return out
+
+        return gradients_of(ctx, (x, weight), (gradient,), compute, by_torch)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel, scratch
+from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.linear import fp32_product, product
 from nano_loop.kernels.memory import BYTES, FLOATS, FP32, INT64, empty
-from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, Arguments, Recurrence, differentiable
+from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, Arguments, Recurrence, by_operators
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.ownership import rule_for
-from nano_loop.patching.torch_private import below_autocast, is_batched
+from nano_loop.patching.torch_private import below_autocast
 
 KERNEL = CompiledKernel(
     "recurrence",
@@ -63,7 +64,7 @@ def recurrence(layer: Recurrence, arguments: Arguments) -> tuple[Tensor, ...]:
     cells : torch.Tensor
         The cells of an LSTM after the last step. Other layers return no third tensor.
     """
-    results: tuple[Tensor, ...] = _RecurrentLayer.apply(layer, *arguments)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, ...] = _RecurrentLayer.apply(*arguments, layer)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -71,8 +72,8 @@ class _RecurrentLayer(torch.autograd.Function):
     """As `recurrence`."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Recurrence, *args: Any) -> tuple[Tensor, ...]:
-        tensors = Arguments(*args)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        tensors, layer = Arguments(*args[:-1]), args[-1]
         with below_autocast():
             kept, states = _forward(layer, tensors, any(ctx.needs_input_grad))
         ctx.layer = layer
@@ -86,17 +87,20 @@ class _RecurrentLayer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         count, saved = len(Arguments._fields), ctx.saved_tensors  # a checkpoint recomputes them once
         tensors, kept = Arguments(*saved[:count]), _Kept(*saved[count:])
-        if all(gradient is None for gradient in gradients):
-            return (None,) * (1 + count)
-        # For a second derivative, and for many gradients at a time.
-        if torch.is_grad_enabled() or any(gradient is not None and is_batched(gradient) for gradient in gradients):
-            return None, *differentiable(ctx.layer, tensors, gradients, ctx.needs_input_grad[1:])
-        with below_autocast():
-            computed = _backward(ctx.layer, tensors, kept, gradients, ctx.needs_input_grad[1:])
-        return None, *(
-            None if gradient is None or tensor is None else gradient.to(tensor.dtype)
-            for gradient, tensor in zip(computed, tensors, strict=True)
-        )
+
+        def compute() -> list[Tensor | None]:
+            with below_autocast():
+                computed = _backward(ctx.layer, tensors, kept, gradients, ctx.needs_input_grad)
+            return [
+                None if gradient is None or tensor is None else gradient.to(tensor.dtype)
+                for gradient, tensor in zip(computed, tensors, strict=True)
+            ]
+
+        def by_torch(*tensors: Any) -> tuple[Tensor, ...]:
+            wide: list[Any] = [None if tensor is None else tensor.float() for tensor in tensors]
+            return by_operators(ctx.layer, Arguments(*wide))
+
+        return gradients_of(ctx, tensors, gradients, compute, by_torch)
 
 
 class _Kept(NamedTuple):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import empty
-from nano_loop.patching.torch_private import below_autocast
 
 #: torch's numbers of the kinds of layers, and how many gates a unit of each has.
 RELU, TANH, LSTM, GRU = range(4)
@@ -93,23 +91,8 @@ class Arguments(NamedTuple):
     cells: Tensor | None
 
 
-def differentiable(
-    layer: Recurrence, tensors: Arguments, gradients: Sequence[Tensor | None], needs: Sequence[bool]
-) -> list[Tensor | None]:
-    """Return the gradients of all arguments, computed in fp32 from operators that can be differentiated again."""
-    with torch.enable_grad(), below_autocast():
-        results = by_operators(layer, Arguments(*(None if tensor is None else tensor.float() for tensor in tensors)))  # type: ignore[arg-type]
-        used = [(a, b.float()) for a, b in zip(results, gradients, strict=True) if b is not None]
-    outs, of_outs = zip(*used, strict=True)
-    wanted: list[Any] = [tensor for tensor, is_needed in zip(tensors, needs, strict=True) if is_needed]
-    computed = iter(
-        torch.autograd.grad(outs, wanted, of_outs, create_graph=torch.is_grad_enabled(), materialize_grads=True)
-    )
-    return [next(computed) if is_needed else None for is_needed in needs]
-
-
 def by_operators(layer: Recurrence, tensors: Arguments) -> tuple[Tensor, ...]:
-    """Return what `recurrence` does, step by step."""
+    """Return what `recurrence` does, step by step, of tensors in one dtype."""
     inputs, input_weight, hidden_weight, input_bias, hidden_bias, projection, state, cells = tensors
     offsets = layer.offsets.tolist()
     steps = [*itertools.pairwise(offsets)]

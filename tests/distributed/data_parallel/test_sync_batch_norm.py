@@ -65,6 +65,30 @@ def test_output_gradients_and_statistics_are_those_of_one_process(team, name, si
         torch.testing.assert_close(torch.cat([after[0], other[0]]), expected_after[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("sizes", [(3, 3), (6, 0)], ids=str)
+def test_second_derivatives_are_those_of_one_process(team, sizes):
+    generator = torch.Generator().manual_seed(0)
+    x, target = (torch.randn(6, 3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    norm = nn.BatchNorm1d(3, dtype=torch.float64)
+    nn.init.normal_(norm.weight, generator=generator)
+
+    def second(norm, x, target):
+        """Return the derivatives of the sum of the squares of the input's gradient, after two calls."""
+        (first,) = torch.autograd.grad((norm(norm(x).sin()) * target).sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [x, norm.weight])
+
+    def on_rank(ranks):
+        own = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm))
+        with synchronized_on_cpu():
+            of_x, of_weight = second(own, *parts(ranks, [x, target], sizes))
+        distributed.all_reduce(of_weight)
+        return of_x, of_weight
+
+    (first, of_weight), (other, _) = team(2)(on_rank)
+    expected = second(norm, x.clone().requires_grad_(), target)
+    torch.testing.assert_close((torch.cat([first, other]), of_weight), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_bf16_stays_and_a_group_of_one_rank_is_by_itself(team):
     def on_rank(ranks):
         group = [distributed.new_group([rank]) for rank in range(2)][ranks.rank]

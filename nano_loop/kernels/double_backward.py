@@ -1,0 +1,82 @@
+"""Gradients of autograd functions by C functions, or by torch: where they are differentiated again, or many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.memory import attempt
+from nano_loop.patching.torch_private import below_autocast, in_functorch, is_batched
+from nano_loop.patching.torch_private_autograd import in_forward_mode
+
+
+def is_followed(*gradients: Tensor | None) -> bool:
+    """Whether torch follows what a backward computes from these: to differentiate it, or many times at once."""
+    if torch.is_grad_enabled() or in_functorch() or in_forward_mode():
+        return True
+    return any(gradient is not None and is_batched(gradient) for gradient in gradients)
+
+
+def gradients_of(
+    ctx: Any,
+    inputs: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    compute: Callable[[], Sequence[Tensor | None] | None],
+    by_torch: Callable[..., Tensor | Sequence[Tensor]],
+) -> tuple[Tensor | None, ...]:
+    """Return what the backward of an autograd function returns.
+
+    Parameters
+    ----------
+    ctx : torch.autograd.function.FunctionCtx
+        That of the backward.
+    inputs : sequence of torch.Tensor or None
+        The first inputs of the function, as the backward finds them saved. All others have no gradient.
+    gradients : sequence of torch.Tensor or None
+        Those of the outputs.
+    compute : callable
+        Returns the gradients of `inputs`, or None where torch has to compute. torch does not follow it.
+    by_torch : callable
+        Takes `inputs`, and returns the outputs by operators of torch, which is then asked for their gradients. So there
+        is a second derivative where these have one.
+    """
+    needs = ctx.needs_input_grad
+    if all(gradient is None for gradient in gradients):
+        return (None,) * len(needs)
+    computed = None if is_followed(*gradients) else attempt(compute)
+    if computed is None:
+        computed = _by_torch(needs, inputs, gradients, by_torch)
+    return *computed, *[None] * (len(needs) - len(inputs))
+
+
+def _by_torch(
+    needs: Sequence[bool],
+    inputs: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    by_torch: Callable[..., Tensor | Sequence[Tensor]],
+) -> list[Tensor | None]:
+    """Compute the outputs again, from aliases, where the graph ends: behind an input it may lead to another one."""
+    places = [place for place, _ in enumerate(inputs) if needs[place]]
+    of_outs = tuple(gradient for gradient in gradients if gradient is not None)
+
+    def outputs(*wanted: Tensor) -> tuple[Tensor, ...]:
+        aliases = dict(zip(places, wanted, strict=True))
+        with below_autocast():
+            outs = by_torch(*(aliases.get(place, tensor) for place, tensor in enumerate(inputs)))
+        pairs = zip([outs] if isinstance(outs, Tensor) else outs, gradients, strict=True)
+        return tuple(out.to(gradient.dtype) for out, gradient in pairs if gradient is not None)
+
+    wanted: list[Any] = [inputs[place] for place in places]
+    if in_functorch():  # its transforms do not see the graph that is outside of them
+        computed = torch.func.vjp(outputs, *wanted)[1](of_outs)
+    else:
+        with torch.enable_grad():
+            aliases = [tensor.view_as(tensor) for tensor in wanted]
+            outs = outputs(*aliases)
+        is_followed = torch.is_grad_enabled()
+        computed = torch.autograd.grad(outs, aliases, of_outs, create_graph=is_followed, materialize_grads=True)
+    by_place = dict(zip(places, computed, strict=True))
+    return [by_place.get(place) for place, _ in enumerate(inputs)]

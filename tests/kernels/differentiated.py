@@ -1,0 +1,268 @@
+"""The models by which autograd functions and replaced operators are differentiated: a row for each way to compute."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributed, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from nano_loop.distributed.data_parallel import gradients
+from nano_loop.distributed.data_parallel.sync_batch_norm import synchronized_on_cpu
+from nano_loop.kernels.attention import blocked_attention
+from nano_loop.kernels.convolution import weight_gradient
+from nano_loop.kernels.linear import product
+
+
+class Row(NamedTuple):
+    """What is differentiated.
+
+    Attributes
+    ----------
+    build : callable
+        Returns the model.
+    shape : tuple of int
+        That of what the model takes and returns.
+    functions : tuple of str
+        The autograd functions in the graph, by the module's name and their own.
+    operators : tuple of str
+        The replaced operators that are called, forward or backward.
+    calls : str or None
+        The C function that a first backward calls.
+    options : mapping
+        Those of the run.
+    kernel : CompiledKernel or None
+        What has to be there.
+    around : callable
+        Returns a context for all of it.
+    """
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    functions: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
+    calls: str | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+    kernel: Any = None
+    around: Callable[[], Any] = contextlib.nullcontext
+
+
+class Attention(nn.Linear):
+    """By its name, a run finds attention in the model."""
+
+
+class Layer(nn.Module):
+    """Calls a function with a tensor and a layer. It returns a tensor of the same shape."""
+
+    def __init__(self, function, layer):
+        super().__init__()
+        self.function, self.layer = function, layer
+
+    def forward(self, x):
+        return self.function(x, self.layer)
+
+
+def alone(kind, *args, **settings):
+    return lambda: Layer(lambda x, layer: layer(x), kind(*args, **settings))
+
+
+def normalized(kind, *args, **settings):
+    return lambda: Layer(lambda x, layer: x + layer(x).sin(), kind(*args, **settings))
+
+
+def without_layer(function):
+    return lambda: Layer(lambda x, _: function(x), nn.Tanh())
+
+
+def recurrent(kind, **settings):
+    return lambda: Layer(lambda x, layer: layer(x)[0], kind(6, 6, **settings))
+
+
+def with_one_bias():
+    model = recurrent(nn.GRU)()
+    model.layer.bias_ih_l0 = model.layer.bias_hh_l0
+    return model
+
+
+def packed(kind):
+    def function(x, layer):
+        sequences = PackedSequence(x.flatten(0, 1)[:14], torch.tensor([3, 3, 3, 3, 2]))
+        return layer(sequences)[0].data.sum(0).tanh() * x
+
+    return lambda: Layer(function, kind(6, 6))
+
+
+def attending(dimensions=4, size=16, **settings):
+    def function(x, layer):
+        query = layer(x[0] if dimensions == 3 else x)
+        key, value = query.roll(1, -1).cos(), query.roll(2, -1)
+        return F.scaled_dot_product_attention(query, key, value, **settings).view_as(x)
+
+    return lambda: Layer(function, Attention(size, size))
+
+
+def looking_up(kind, **settings):
+    indices = torch.tensor([[0, 3], [5, 3]])
+
+    def function(x, table):
+        if kind is nn.EmbeddingBag and x.dtype is torch.float64:  # of which torch has no second derivative
+            return F.embedding(indices, table.weight).sum(1).flatten()[:6] * x
+        return table(indices).flatten()[:6] * x
+
+    return lambda: Layer(function, kind(512, 6, **settings))
+
+
+def loss_of(dtype=None):
+    target = torch.tensor([3, 0, 999, 7])
+
+    def function(x, layer):
+        logits = layer(x)  # held, so that what it was cast from is known
+        return x * F.cross_entropy(logits if dtype is None else logits.to(dtype), target, label_smoothing=0.1) / 7
+
+    return lambda: Layer(function, nn.Linear(6, 1000))
+
+
+def pooled(x, layer):
+    images = layer(x)
+    return images * images.mean((2, 3), keepdim=True)
+
+
+def multiplied(x, layer):
+    return torch.baddbmm(x, torch.bmm(x, layer(x).mT), x, alpha=0.01)
+
+
+@contextlib.contextmanager
+def without_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked_attention, "supports", lambda *_: False)
+        yield
+
+
+@contextlib.contextmanager
+def group_of_one():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with synchronized_on_cpu():
+            yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def norm_row(layer, shape, operator):
+    return Row(layer, shape, operators=(f"native_{operator}", f"native_{operator}_backward"))
+
+
+BF16, ROUNDED = {"precision": "bf16"}, {"precision": "bf16-products"}
+IN_BLOCKS = functools.partial(
+    Row,
+    functions=("blocked_attention._Attention",),
+    operators=("scaled_dot_product_attention",),
+    calls="attention_backward",
+    options=BF16,
+    kernel=blocked_attention.KERNEL,
+)
+BY_PRODUCTS = functools.partial(
+    Row,
+    functions=("plain_attention._Attention",),
+    operators=("scaled_dot_product_attention",),
+    options=BF16,
+    around=without_blocks,
+)
+ROUNDING = functools.partial(Row, options=ROUNDED, kernel=product.KERNEL)
+RECURRENT = functools.partial(Row, functions=("recurrence._RecurrentLayer",), calls="recurrence_backward")
+CONVOLVED = functools.partial(
+    Row, shape=(4, 16, 6, 5), operators=("convolution", "convolution_backward"), calls="weight_gradient"
+)
+HEADS, LARGE_HEADS, CAUSAL = (1, 2, 8, 16), (1, 2, 32, 32), torch.ones(8, 8).tril().bool()
+RMS, LOSSES = ("rms_norm._RmsNorm",), ("cross_entropy._Losses",)
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+RNNS = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn_tanh": nn.RNN, "rnn_relu": functools.partial(nn.RNN, nonlinearity="relu")}
+ROWS = {
+    **{name: RECURRENT(recurrent(kind), (5, 4, 6), operators=(f"{name}.input",)) for name, kind in RNNS.items()},
+    **{
+        f"{name}, packed": RECURRENT(packed(kind), (5, 3, 6), operators=(f"{name}.data",))
+        for name, kind in RNNS.items()
+    },
+    "gru of two layers": RECURRENT(recurrent(nn.GRU, num_layers=2), (5, 4, 6)),
+    "gru with one bias": RECURRENT(with_one_bias, (5, 4, 6)),
+    "gru in bf16": RECURRENT(recurrent(nn.GRU), (5, 4, 6), options=BF16),
+    "lstm by oneDNN": Row(recurrent(nn.LSTM), (3, 4, 6), operators=("mkldnn_rnn_layer_backward",)),
+    "rms norm": Row(normalized(nn.RMSNorm, 20), (3, 4, 20), RMS, ("rms_norm",), "layer_norm_backward"),
+    "rms norm without weights": Row(
+        normalized(nn.RMSNorm, 20, elementwise_affine=False), (3, 20), RMS, calls="layer_norm_backward"
+    ),
+    "layer norm": norm_row(normalized(nn.LayerNorm, 20), (3, 4, 20), "layer_norm"),
+    "batch norm": norm_row(normalized(nn.BatchNorm1d, 16, track_running_stats=False), (6, 16), "batch_norm"),
+    "group norm": norm_row(normalized(nn.GroupNorm, 4, 16), (3, 16, 8, 8), "group_norm"),
+    "cross-entropy": Row(loss_of(), (4, 6), LOSSES, ("cross_entropy_loss",), "gradient_float_to_float"),
+    "cross-entropy in bf16": Row(loss_of(), (4, 6), LOSSES, calls="gradient_bf16_to_bf16", options=BF16),
+    "cross-entropy of a copy": Row(
+        loss_of(torch.float32),
+        (4, 6),
+        (*LOSSES, "cross_entropy._Place", "upcasts._Upcast"),
+        calls="gradient_bf16_to_bf16",
+        options=BF16,
+    ),
+    "attention in blocks": IN_BLOCKS(attending(), HEADS),
+    "attention in blocks, of three dimensions": IN_BLOCKS(attending(3), HEADS),
+    "attention in blocks with a dropout": IN_BLOCKS(attending(dropout_p=0.3, is_causal=True), HEADS),
+    "attention by products": BY_PRODUCTS(attending(is_causal=True), HEADS),
+    "attention by products, of three dimensions": BY_PRODUCTS(attending(3), HEADS),
+    "attention by products with a dropout": BY_PRODUCTS(attending(dropout_p=0.3, attn_mask=CAUSAL), HEADS),
+    "attention in fp32": Row(
+        attending(), HEADS, operators=(FLASH, f"{FLASH}_backward"), calls="fp32_attention_backward"
+    ),
+    "attention, rounded": ROUNDING(attending(size=32), LARGE_HEADS, calls="attention_backward"),
+    "attention with a dropout, rounded": ROUNDING(attending(size=32, dropout_p=0.3), LARGE_HEADS, calls="product"),
+    "lookups": Row(looking_up(nn.Embedding), (6,), ("lookup._Rows", "row_gradient._Root"), ("embedding",), "sum_rows"),
+    "bags": Row(looking_up(nn.EmbeddingBag, mode="sum"), (6,), ("lookup._Bags",), ("_embedding_bag",), "sum_rows"),
+    "means over pixels": Row(
+        lambda: Layer(pooled, nn.Conv2d(16, 16, 1)),
+        (4, 16, 6, 5),
+        ("pixel_means._Means",),
+        ("mean.dim",),
+        options={"channels_last": True},
+    ),
+    "synchronized batch norm": Row(
+        normalized(nn.SyncBatchNorm, 16, track_running_stats=False),
+        (6, 16),
+        ("sync_batch_norm._Normalize", "sync_batch_norm._RankSum"),
+        around=group_of_one,
+    ),
+    "averaged gradient": Row(without_layer(lambda x: gradients._Mean.apply(x, x.detach())), (4,), ("gradients._Mean",)),
+    "tanh": Row(without_layer(torch.tanh), (4, 16), operators=("tanh",), calls="tanh_forward_float"),
+    "gelu": Row(without_layer(F.gelu), (4, 16), operators=("gelu_backward",), calls="exact_gelu_backward_float"),
+    "gelu by tanh": Row(
+        without_layer(functools.partial(F.gelu, approximate="tanh")),
+        (4, 16),
+        operators=("gelu",),
+        calls="gelu_backward_float",
+    ),
+    "products": Row(alone(nn.Linear, 96, 96), (40, 96), operators=("mm", "addmm"), calls="fp32_product"),
+    "products in bf16": Row(
+        alone(nn.Linear, 96, 96), (40, 96), calls="product", options=BF16 | {"fast_linear": True}, kernel=product.KERNEL
+    ),
+    "products, rounded": ROUNDING(
+        lambda: Layer(multiplied, nn.Linear(32, 32)), (2, 32, 32), operators=("bmm", "baddbmm"), calls="product"
+    ),
+    "convolution in bf16": CONVOLVED(
+        alone(nn.Conv2d, 16, 16, 3, padding=1), options=BF16 | {"channels_last": True}, kernel=weight_gradient.KERNEL
+    ),
+    "depthwise convolution": CONVOLVED(
+        alone(nn.Conv2d, 16, 16, 3, padding=1, groups=16), options=BF16 | {"channels_last": True}
+    ),
+    "convolution, rounded": CONVOLVED(
+        alone(nn.Conv2d, 16, 16, 3, padding=1), options=ROUNDED | {"channels_last": True}, kernel=weight_gradient.KERNEL
+    ),
+    "dropout": Row(
+        lambda: Layer(lambda x, layer: layer(x).tanh(), nn.Dropout(0.3)),
+        (64, 3),
+        operators=("bernoulli_.float",),
+        calls="draw_bernoulli",
+    ),
+}

@@ -1,0 +1,320 @@
+"""Autograd functions, and replaced operators, have torch's derivatives in each way in which these are asked for."""
+
+import contextlib
+import copy
+import functools
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops.pairs import rounding_every_product
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import nano_loop
+from kernels.differentiated import ROWS
+from nano_loop import accelerated
+from nano_loop.kernels import fp32
+from nano_loop.kernels.rnn import rnn
+from nano_loop.patching.operators import upcasts
+from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.steps.kernels import kernel_step
+
+pytestmark = [
+    pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
+    # torch's own, where an operator has no rule for batches
+    pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
+]
+
+ROOMS = ("kernels", "patching", "precision", "distributed")
+IMPORT_RAY = {f"nano_loop.distributed.launch_ray.{name}" for name in ("cluster", "placement", "starting")}
+
+
+def modules():
+    for each in pkgutil.walk_packages(nano_loop.__path__, "nano_loop."):
+        if each.name.split(".")[1] in ROOMS and each.name not in IMPORT_RAY:
+            yield importlib.import_module(each.name)
+
+
+def subclasses(kind):
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+def name_of(function):
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+
+
+def test_every_function_and_every_replaced_operator_has_a_row():
+    found = [*modules()]
+    names = {each.__name__ for each in found}
+    functions = {name_of(each) for each in subclasses(torch.autograd.Function) if each.__module__ in names}
+    assert functions == {name for row in ROWS.values() for name in row.functions}
+    operators = set()
+    for module in (each for each in found if each.__name__.startswith("nano_loop.kernels.")):
+        operators |= {each.operator for each in getattr(module, "REPLACEMENTS", ())}
+        operators |= {*re.findall(r'overridden\(\s*"([\w.]+)"', Path(module.__file__).read_text())}
+    with_gradient = {name for name in operators if not name.endswith(".out")}
+    assert with_gradient == {name for row in ROWS.values() for name in row.operators}
+
+
+@pytest.fixture(scope="module")
+def everything_in_c():
+    """Let everything be computed by nano_loop that it computes at any size."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules():
+            for name in vars(module):
+                if re.fullmatch(r"_?MIN_[A-Z]+", name) and isinstance(getattr(module, name), int):
+                    patch.setattr(module, name, 1)
+        rounding_every_product(patch)
+        patch.setattr(upcasts, "WORTH_NOTING", 1)
+        patch.setattr(rnn, "_FEWEST_STEPS", dict.fromkeys(rnn._FEWEST_STEPS, (4, 4)))
+        patch.setattr(rnn, "_FEWEST_BESIDE_ONEDNN", 4)
+        patch.setattr(rnn, "is_faster_than_onednn", lambda call: True)
+        patch.setattr(kernel_step, "by_guess", fp32.always)
+        yield
+
+
+def loss_of_output(y):
+    return (y * 1.3).sin().sum()
+
+
+def first(call, leaves, **options):
+    return torch.autograd.grad(loss_of_output(call(leaves[0])), leaves, **options)
+
+
+def retained(call, leaves):
+    loss = loss_of_output(call(leaves[0]))
+    return [*torch.autograd.grad(loss, leaves, retain_graph=True), *torch.autograd.grad(loss, leaves)]
+
+
+def second(call, leaves):
+    firsts = first(call, leaves, create_graph=True)
+    return [*firsts, *torch.autograd.grad(sum(each.square().sum() for each in firsts), leaves, materialize_grads=True)]
+
+
+def vectors(y):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(2, *y.shape, generator=generator, dtype=torch.double).to(y.dtype)
+
+
+def batched(call, leaves):
+    y = call(leaves[0])
+    return torch.autograd.grad(y, leaves, vectors(y), is_grads_batched=True)
+
+
+def batched_twice(call, leaves):
+    y = call(leaves[0])
+    firsts = torch.autograd.grad(y, leaves, vectors(y), is_grads_batched=True, create_graph=True)
+    return torch.autograd.grad(sum(each.square().sum() for each in firsts), leaves, materialize_grads=True)
+
+
+def negative(call, leaves):
+    y = call(leaves[0])
+    vector = vectors(y)[0]
+    return torch.autograd.grad(y, leaves, torch.complex(vector, vector).conj().imag)
+
+
+def mapped(call, leaves):
+    y = call(leaves[0])
+    return torch.func.vmap(functools.partial(torch.autograd.grad, y, leaves, retain_graph=True))(vectors(y))
+
+
+def of_gradient(call, leaves):
+    y = call(leaves[0])
+
+    def total(vector):
+        return sum(each.square().sum() for each in torch.autograd.grad(y, leaves, vector, create_graph=True))
+
+    return [torch.func.grad(total)(y.detach())]
+
+
+def functional(call, leaves):
+    slope = torch.func.grad(lambda x: loss_of_output(call(x)))
+    return [torch.func.grad(lambda x: slope(x).square().sum())(leaves[0].detach())]
+
+
+def jacobian(call, leaves):
+    return [torch.func.jacrev(lambda x: call(x).flatten()[:3])(leaves[0].detach())]
+
+
+def checkpointed(way, use_reentrant):
+    def checkpointed_way(call, leaves):
+        return way(lambda x: checkpoint(call, x, use_reentrant=use_reentrant), leaves)
+
+    return checkpointed_way
+
+
+def by_backward(call, leaves):
+    loss_of_output(call(leaves[0])).backward()
+    found = [each.grad.clone() for each in leaves]
+    for each in leaves:
+        each.grad = None
+    return found
+
+
+WAYS = {
+    "first": first,
+    "retained": retained,
+    "create_graph": second,
+    "is_grads_batched": batched,
+    "is_grads_batched, create_graph": batched_twice,
+    "negative bit": negative,
+    "vmap": mapped,
+    "func.grad of a gradient": of_gradient,
+    "func.grad of func.grad": functional,
+    "jacrev": jacobian,
+    "checkpoint": checkpointed(first, False),
+    "checkpoint, create_graph": checkpointed(second, False),
+    "reentrant checkpoint": checkpointed(by_backward, True),
+}
+
+
+#: Functions that only a second derivative calls.
+ONLY_BEHIND = {"cross_entropy._Place", "sync_batch_norm._RankSum"}
+UNIMPLEMENTED = "is not implemented"
+
+
+def again(model, count):
+    def call(x):
+        for _ in range(count):
+            x = model(x)
+        return x
+
+    return call
+
+
+def in_two(one, other):
+    return lambda x: other(one(x)) + one(x)
+
+
+#: How many models there are, and what is made of them.
+CALLS = {
+    "once": (1, functools.partial(again, count=1)),
+    "twice": (1, functools.partial(again, count=2)),
+    "three times": (1, functools.partial(again, count=3)),
+    "in two models": (2, in_two),
+}
+
+
+def functions_in(graph):
+    """Return the names of the autograd functions that lead to a node."""
+    nodes, names = {graph}, set()
+    while nodes:
+        node = nodes.pop()
+        nodes |= {following for following, _ in node.next_functions if following is not None}
+        if hasattr(node, "_forward_cls"):
+            names.add(name_of(node._forward_cls))
+    return names
+
+
+def computed(row, way, calls, dtype=torch.float32, autocast=False, options=None):
+    """Return what a way gives, plain or in a run, or the error that it raises; and the functions in the graph."""
+    count, make = CALLS[calls]
+    torch.manual_seed(0)
+    models, x, functions = [row.build().to(dtype) for _ in range(count)], torch.randn(row.shape).to(dtype), set()
+    if "channels_last" in row.options:
+        x = x.contiguous(memory_format=torch.channels_last)
+    leaves = [x.requires_grad_(), *(weight for model in models for weight in model.parameters())]
+
+    def call(x):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = make(*models)(x).to(dtype)
+        if way == "first":
+            functions.update(functions_in(y.grad_fn))
+        return y
+
+    run = contextlib.nullcontext()
+    if options is not None:
+        run = accelerated(models, verbose=False, tune_operators=False, **options)
+    try:
+        with row.around(), run:
+            return [each.detach().double() for each in WAYS[way](call, leaves)], functions
+    except RuntimeError as error:
+        return error, functions
+
+
+def error_of(found, exact):
+    return ((found - exact).norm() / (exact.norm() + 1e-3)).item()
+
+
+def differences(row, way, calls):
+    """Yield in what a way differs from torch in fp64 by more than torch's own error, or from torch's errors."""
+    precision, where = row.options.get("precision"), f"{way}, called {calls}"
+    exact, _ = computed(row, way, calls, torch.float64)
+    torchs, _ = computed(row, way, calls, autocast=precision is not None)
+    ours, functions = computed(row, way, calls, options=row.options)
+    missing = {*row.functions} - functions - ONLY_BEHIND
+    if way == "first" and missing:
+        yield f"{where}: {missing} are not in the graph"
+    if isinstance(ours, RuntimeError) or isinstance(exact, RuntimeError):
+        kinds = [isinstance(each, RuntimeError) and UNIMPLEMENTED in str(each) for each in (ours, torchs)]
+        if not (isinstance(ours, RuntimeError) and isinstance(torchs, RuntimeError) and kinds[0] == kinds[1]):
+            yield f"{where}: {ours!r:.200} instead of {torchs!r:.200}"
+        return
+    for place, right in enumerate(exact):
+        error = error_of(ours[place], right)
+        bound = 1e-5 if isinstance(torchs, RuntimeError) else error_of(torchs[place], right)
+        if not error <= 3 * bound + (2e-6 if precision is None else 2e-2):
+            yield f"{where}: result {place} has an error of {error:.2g}, torch's {bound:.2g}"
+
+
+def row_of(name):
+    row = ROWS[name]
+    if row.kernel is not None and row.kernel.unavailable is not None:
+        pytest.skip(row.kernel.unavailable)
+    return row
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_derivatives_of_what_is_called_twice_are_torchs(everything_in_c, called, name):
+    row = row_of(name)
+    found = [*differences(row, "first", "twice")]
+    assert row.calls is None or row.calls in called
+    for way in [*WAYS][1:]:
+        found += differences(row, way, "twice")
+    assert not found
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_second_derivatives_of_two_models_are_torchs(everything_in_c, name):
+    assert not [*differences(row_of(name), "create_graph", "in two models")]
+
+
+class Penalized(nn.Linear):
+    """Returns the second derivatives of a loss by logits that are a copy, by a view of them, and by the weight."""
+
+    def forward(self, x):
+        logits = super().forward(x)
+        copied = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        view = copied.view(2, 2, -1)
+        loss = F.cross_entropy(view.flatten(0, 1), torch.tensor([3, 0, 999, 7]))
+        (slope,) = torch.autograd.grad(loss, copied, create_graph=True)
+        assert slope.dtype is copied.dtype
+        return torch.autograd.grad(slope.square().sum(), [copied, view, self.weight])
+
+
+def test_logits_that_are_a_copy_have_second_derivatives(everything_in_c, called):
+    torch.manual_seed(0)
+    model, x = Penalized(6, 1000), torch.randn(4, 6)
+    exact = copy.deepcopy(model).double()(x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        torchs = model(x)
+    with accelerated(model, verbose=False, precision="bf16", tune_operators=False):
+        ours = model(x)
+    assert "cross_entropy_bf16" in called
+    for found, reference, right in zip(ours, torchs, exact, strict=True):
+        assert error_of(found.double(), right) <= 3 * error_of(reference.double(), right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [calls for calls in CALLS if calls != "twice"])
+@pytest.mark.parametrize("name", ROWS)
+def test_derivatives_are_torchs(everything_in_c, name, calls):
+    assert not [difference for way in WAYS for difference in differences(row_of(name), way, calls)]
