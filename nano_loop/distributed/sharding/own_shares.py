@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from nano_loop.distributed.comm.channel import ITERATION
 from nano_loop.distributed.comm.ranks import Ranks
@@ -105,9 +105,10 @@ class OwnShares:
         if self._dataset is None:
             looked = Digest(None if isinstance(source.dataset, IterableDataset) else source.dataset, known=self._known)
             self._dataset = looked.crc
+        dataset = Digest(self._dataset, *_indices(source.dataset)).crc
         items = Digest(ahead, pickled=True, elements=_ELEMENTS).crc
         samples = [*itertools.islice(_digests(ahead, source.batched), _FIRST)]
-        seen = self._ranks.gather(_Seen(self._dataset, items, samples, source.length), ITERATION)
+        seen = self._ranks.gather(_Seen(dataset, items, samples, source.length), ITERATION)
         by_rank = [_Seen(*one) for one in seen]  # which come as tuples from other hosts
         self.apart = len({one[:2] for one in by_rank}) > 1
         lengths = [one.length for one in by_rank]
@@ -160,6 +161,13 @@ class OwnShares:
         allowed = "what ranks have in one order is divided; of this, each rank takes all that it has"
         hint = "Draw the order from a generator of torch, random or numpy that is the process's or the sampler's own"
         warn_once(error_message(got, allowed, f"{hint}, or give each rank a part, by nano_loop.global_rank()"))
+
+
+def _indices(dataset: Any) -> Iterator[Any]:
+    """Yield the indices of subsets, which a program may set anew for each epoch."""
+    while isinstance(dataset, Subset):
+        yield dataset.indices
+        dataset = dataset.dataset
 
 
 def _digests(items: Sequence[Any], batched: bool) -> Iterator[int]:

@@ -150,6 +150,21 @@ def test_a_loop_may_divide_one_epoch_and_not_the_next(team, iterable):
     assert team(2)(loop) == [[divided[rank], [*range(rank, 20, 2)], divided[rank]] for rank in (0, 1)]
 
 
+def test_subset_that_a_loop_sets_by_rank_behind_an_epoch_is_not_divided_again(team):
+    def loop(ranks):
+        step, _ = sharding_of(ranks)
+        loader = DataLoader(Subset(numbers(), range(20)), 5)
+        step.apply(TrainingObjects(loaders=[loader]))
+        epochs = [[*flat(seen(loader))]]
+        loader.dataset.indices = range(ranks.rank, 20, 2)
+        epochs.append([*flat(seen(loader))])
+        step.undo()
+        return epochs
+
+    divided = [[*range(5), *range(10, 15)], [*range(5, 10), *range(15, 20)]]
+    assert team(2)(loop) == [[divided[rank], [*range(rank, 20, 2)]] for rank in (0, 1)]
+
+
 def test_endless_and_empty_streams_of_a_rank_are_read_as_they_are(team):
     class Uneven(IterableDataset):
         def __iter__(self):
