@@ -153,8 +153,8 @@ FAULTS = (
     ),
     Fault(
         "distributed/sharding/own_shares.py",
-        "self.apart = len({one[:2] for one in by_rank}) > 1\n",
-        "self.apart = len({one[0] for one in by_rank}) > 1\n",
+        "self.apart = len({one[:3] for one in by_rank}) > 1\n",
+        "self.apart = len({one[1] for one in by_rank}) > 1\n",
         "tests/distributed/sharding",
     ),
     Fault(

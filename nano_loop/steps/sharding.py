@@ -33,6 +33,7 @@ class Sharding(RanksStep):
     def begin(self) -> None:
         self._models: Any = WeakIdKeyDictionary()
         self._shardings: Any = WeakIdKeyDictionary()  # of `BatchSharding`, by the loader
+        self._number = 0  # of loaders that were set up
         self._finding = False
         self._known = Known()
 
@@ -80,11 +81,12 @@ class Sharding(RanksStep):
         # A dataset's own, or one of a run that each rank makes alone.
         if serving.depth or (run is not None and run.size == 1):
             return None
-        return BatchSharding(self.ranks, self._models, known=self._known, implicit=True)
+        return BatchSharding(self.ranks, self._models, known=self._known)
 
     def _shard(self, loader: DataLoader[Any], shard: bool | None) -> None:
         if loader not in self._shardings:
-            self._shardings[loader] = BatchSharding(self.ranks, self._models, known=self._known)
+            self._number += 1
+            self._shardings[loader] = BatchSharding(self.ranks, self._models, known=self._known, number=self._number)
             undone_with(loader, self.undoing).enter_context(changed(loader, self._shardings[loader]))
         if shard is not None:
             self._shardings[loader].choose(shard)

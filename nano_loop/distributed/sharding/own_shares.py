@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from nano_loop.distributed.comm.channel import ITERATION
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.sharding.dataset_digest import Digest, Known
-from nano_loop.errors import error_message
+from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.user_code import warn_once
 
 _FIRST = 64  # items that are compared one by one
@@ -54,6 +54,7 @@ class Source(NamedTuple):
 class _Seen(NamedTuple):
     """What one rank is about to divide."""
 
+    loader: int
     dataset: int
     items: int
     samples: list[int]
@@ -72,6 +73,8 @@ class OwnShares:
         Who compares.
     known : Known
         What the ranks of this run have found to be alike, in all of its loaders.
+    loader : int
+        The loader's place among those that were set up, from 1 on; 0 for others.
 
     Attributes
     ----------
@@ -81,11 +84,12 @@ class OwnShares:
         How many items each of them then takes, where all know how many they have; else 0.
     """
 
-    def __init__(self, ranks: Ranks, known: Known) -> None:
+    def __init__(self, ranks: Ranks, known: Known, loader: int = 0) -> None:
         self.apart = False
         self.steps = 0
         self._ranks = ranks
         self._known = known
+        self._loader = loader
         self._looked = 0  # samples, for others' first ones
         self._dataset: int | None = None  # a digest, from before a rank has cached anything in it
 
@@ -100,6 +104,11 @@ class OwnShares:
             The first items of this rank.
         source : Source
             What has yielded them.
+
+        Raises
+        ------
+        NanoError
+            If they are of different loaders.
         """
         is_new = self._dataset is None
         if self._dataset is None:
@@ -108,9 +117,10 @@ class OwnShares:
         dataset = Digest(self._dataset, *_indices(source.dataset)).crc
         items = Digest(ahead, pickled=True, elements=_ELEMENTS).crc
         samples = [*itertools.islice(_digests(ahead, source.batched), _FIRST)]
-        seen = self._ranks.gather(_Seen(dataset, items, samples, source.length), ITERATION)
+        seen = self._ranks.gather(_Seen(self._loader, dataset, items, samples, source.length), ITERATION)
         by_rank = [_Seen(*one) for one in seen]  # which come as tuples from other hosts
-        self.apart = len({one[:2] for one in by_rank}) > 1
+        self._check_loaders([one.loader for one in by_rank])
+        self.apart = len({one[:3] for one in by_rank}) > 1
         lengths = [one.length for one in by_rank]
         self.steps = max(lengths) if self.apart and None not in lengths else 0  # type: ignore[type-var,assignment]
         if len({one.dataset for one in by_rank}) > 1:
@@ -155,6 +165,13 @@ class OwnShares:
         for others, met in common:
             met |= others.intersection(samples)
         return any(2 * len(met) > len(others) for others, met in common)
+
+    def _check_loaders(self, loaders: list[int]) -> None:
+        if len(set(loaders)) > 1:
+            iterated = ", ".join(f"rank {rank} loader {loader}" for rank, loader in enumerate(loaders))
+            got = f"the ranks iterate different loaders of those that were set up: {iterated}"
+            hint = "Make the loop iterate its loaders in one order on every rank"
+            raise NanoError(error_message(got, "all ranks iterate the same loaders in the same order", hint))
 
     def _warn(self, name: str) -> None:
         got = f"the {self._ranks.size} ranks have the same samples of {name} in different orders"

@@ -46,8 +46,8 @@ class BatchSharding(LoaderChange):
         True to shard always, False never; None leaves it to the models' mode, and to whether gradients are on.
     known : Known, optional
         See `OwnShares`.
-    implicit : bool
-        Whether the loader was not set up.
+    number : int
+        The loader's place among those that were set up, from 1 on; 0 for others.
 
     Notes
     -----
@@ -61,13 +61,13 @@ class BatchSharding(LoaderChange):
         shard: bool | None = None,
         *,
         known: Known | None = None,
-        implicit: bool = False,
+        number: int = 0,
     ) -> None:
         self.ranks = ranks
         self.models = models
         self.shard = shard
-        self.own_shares = OwnShares(ranks, known or Known())
-        self.implicit = implicit
+        self.own_shares = OwnShares(ranks, known or Known(), number)
+        self.number = number
         self.last_was_whole: bool | None = None  # how the most recent batch was served
         self._lengths = _LengthAdvice(ranks)
 
@@ -147,7 +147,7 @@ class BatchSharding(LoaderChange):
             del ahead
             yield from self.own_shares.take_all(itertools.chain.from_iterable(groups), source, first)
         else:
-            self.ranks.context.sharding.implicit_loaders |= self.implicit
+            self.ranks.context.sharding.implicit_loaders |= not self.number
             yield from sharded(lambda n: ahead.pop() if ahead else take(n), self.ranks.rank, self.ranks.size)
 
     def served(self, batch: Any, whole: bool, by_mode: bool) -> None:
