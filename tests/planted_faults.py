@@ -152,6 +152,18 @@ FAULTS = (
         "tests/distributed/sharding",
     ),
     Fault(
+        "distributed/sharding/own_shares.py",
+        "self.apart = len({one[:3] for one in by_rank}) > 1\n",
+        "self.apart = len({one[1] for one in by_rank}) > 1\n",
+        "tests/distributed/sharding",
+    ),
+    Fault(
+        "data/random_states.py",
+        "repr([numbers, ranks.rank])",
+        "repr([process_states(), numbers, ranks.rank])",
+        "tests/data",
+    ),
+    Fault(
         "images/store.py",
         "or (sums and zlib.crc32(pixels, zlib.crc32(text)) != total)",
         "",

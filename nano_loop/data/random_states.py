@@ -21,6 +21,7 @@ class _Kind(NamedTuple):
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     same: Callable[[Any, Any], bool]
+    seed: Callable[[int], Any]
 
 
 def _same_in_numpy(one: Any, other: Any) -> bool:
@@ -28,9 +29,9 @@ def _same_in_numpy(one: Any, other: Any) -> bool:
 
 
 _KINDS = (
-    _Kind(torch.get_rng_state, torch.set_rng_state, torch.equal),
-    _Kind(random.getstate, random.setstate, lambda one, other: one == other),
-    _Kind(np.random.get_state, np.random.set_state, _same_in_numpy),
+    _Kind(torch.get_rng_state, torch.set_rng_state, torch.equal, torch.default_generator.manual_seed),
+    _Kind(random.getstate, random.setstate, lambda one, other: one == other, random.seed),
+    _Kind(np.random.get_state, np.random.set_state, _same_in_numpy, lambda seed: np.random.seed(seed % (1 << 32))),
 )
 
 
@@ -49,8 +50,9 @@ def part_ways(ranks: Ranks) -> None:
     """Make this rank draw different random numbers than rank 0 from now on; only the first call in a run counts.
 
     Ranks begin a run with the states of rank 0, so that a split or a weight that the loop draws is the same on all of
-    them, and part when the loop takes its first batch: dropout and noise are to differ. What they go on with follows
-    from the states that they have. A loop that has seeded torch itself keeps what it has chosen.
+    them, and part when the loop takes its first batch: dropout and noise are to differ. What a library goes on with
+    follows from its own state alone, so a seed of one makes what it draws repeatable, whatever the others have. A loop
+    that has seeded torch itself keeps what it has chosen.
     """
     if ranks.context.common_seed is None:
         return
@@ -58,11 +60,11 @@ def part_ways(ranks: Ranks) -> None:
     ranks.context.common_seed = None
     if ranks.rank == 0 or seeded_by_loop:
         return
-    states = repr([process_states()[1:], process_states()[0].tolist(), ranks.rank])
-    seed = int.from_bytes(sha256(states.encode()).digest()[:8], "little")
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
+    for kind in _KINDS:
+        state = kind.get()
+        parts = state if isinstance(state, tuple) else [state]
+        numbers = [part.tolist() if isinstance(part, (torch.Tensor, np.ndarray)) else part for part in parts]
+        kind.seed(int.from_bytes(sha256(repr([numbers, ranks.rank]).encode()).digest()[:8], "little"))
 
 
 def differing(states: list[Any], others: list[Any]) -> list[bool]:
@@ -70,7 +72,8 @@ def differing(states: list[Any], others: list[Any]) -> list[bool]:
     return [not kind.same(one, other) for kind, one, other in zip(_KINDS, states, others, strict=True)]
 
 
-_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+#: The classes of generator objects.
+GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
 def generators_of(*holders: Any) -> list[Any]:
@@ -102,4 +105,4 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _has_state(value: Any) -> bool:
-    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
+    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.sharding.dataset_digest import Known
-from nano_loop.distributed.sharding.implicit_loaders import ImplicitSharding
 from nano_loop.distributed.sharding.metrics import whole_evaluations_not_joined
 from nano_loop.distributed.sharding.sharding import BatchSharding, serving, sharded_by_user
 from nano_loop.patching.lifetime import undone_with
@@ -34,6 +33,7 @@ class Sharding(RanksStep):
     def begin(self) -> None:
         self._models: Any = WeakIdKeyDictionary()
         self._shardings: Any = WeakIdKeyDictionary()  # of `BatchSharding`, by the loader
+        self._number = 0  # of loaders that were set up
         self._finding = False
         self._known = Known()
 
@@ -66,21 +66,27 @@ class Sharding(RanksStep):
 
     @override
     def final_result(self) -> StepResult | None:
-        if not self.ranks.context.sharding.implicit_loaders:
+        sharding = self.ranks.context.sharding
+        if sharding.own_shares:
+            verdicts = [f"{name} {_DRAWN if drawn else _DIVIDED}" for name, drawn in sharding.own_shares.items()]
+            code = "drawn_differently" if any(sharding.own_shares.values()) else "divided_by_program"
+            return StepResult(self.name, "skipped", f"{', '.join(verdicts)}: {_ALL}", code=code)
+        if not sharding.implicit_loaders:
             return None
         return StepResult(self.name, "applied", f"loaders that were not set up, {_BY_BATCH}")
 
-    def _find(self, loader: DataLoader[Any]) -> ImplicitSharding | None:
+    def _find(self, loader: DataLoader[Any]) -> BatchSharding | None:
         """Return the change to a loader that the loop uses and that was not set up."""
         run = innermost()
         # A dataset's own, or one of a run that each rank makes alone.
         if serving.depth or (run is not None and run.size == 1):
             return None
-        return ImplicitSharding(self.ranks, self._models, self._known)
+        return BatchSharding(self.ranks, self._models, known=self._known)
 
     def _shard(self, loader: DataLoader[Any], shard: bool | None) -> None:
         if loader not in self._shardings:
-            self._shardings[loader] = BatchSharding(self.ranks, self._models)
+            self._number += 1
+            self._shardings[loader] = BatchSharding(self.ranks, self._models, known=self._known, number=self._number)
             undone_with(loader, self.undoing).enter_context(changed(loader, self._shardings[loader]))
         if shard is not None:
             self._shardings[loader].choose(shard)
@@ -100,4 +106,7 @@ _BY_BATCH = "by batch, in rank 0's order"
 _READ_BY_ALL = "read by every rank, which keeps its own"
 _WHOLE = "whole (shard=False)"
 _BY_USER = "sharded by their own samplers"
+_DIVIDED = "divided by the program"
+_DRAWN = "drawn differently on each rank"
+_ALL = "each rank takes all that it has"
 _KINDS = (_BY_BATCH, _READ_BY_ALL, _WHOLE, _BY_USER)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from distributed import small
 from torch import distributed, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import nano_loop
 from faults.fault import BEFORE, COLLECTIVE, EPOCH, FIRST, LAST, Fault
@@ -174,7 +174,7 @@ def _evaluating(rank, *, at=2):
 
 
 def _loaders_in_another_order():
-    """Let ranks begin to iterate loaders of different lengths, which looks alike, and part at their ends."""
+    """Let ranks iterate loaders of different lengths."""
 
     def fit(model, optimizer, short, long):
         for loader in (short, long) if small.rank() == 0 else (long, short):
@@ -223,10 +223,15 @@ def _with_optimizer(model):
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+class _Uneven(IterableDataset):
+    def __iter__(self):
+        rank = small.rank()
+        return iter([(torch.full((3,), float(rank)), torch.ones(1))] * (8 + 8 * rank))
+
+
 def _different_lengths():
     def fit(model, optimizer):
-        rows = torch.ones(8 + 8 * small.rank(), 3)
-        return small.fit(model, optimizer, DataLoader(TensorDataset(rows, rows[:, :1]), 4), epochs=1)
+        return small.fit(model, optimizer, DataLoader(_Uneven(), 4), epochs=1)
 
     model, optimizer, _ = small.parts()
     nano(**OPTIONS)(fit)(model, optimizer)
@@ -314,7 +319,7 @@ FAULTS = [
         EPOCH,
         _loaders_in_another_order,
         NanoError,
-        ("rank 0 iterates a loader, and rank 1 does not", "rank 0:", "rank 1:"),
+        ("iterate different loaders", "rank 0 loader 1, rank 1 loader 2", "in one order on every rank"),
     ),
     Fault(
         "ranks call a collective with other sizes",
@@ -434,7 +439,7 @@ FAULTS = [
         NanoError,
         ("rank 1 has Linear.weight, torch.float64", "where rank 0", "torch.float32"),
     ),
-    Fault("loaders of ranks have other lengths", LAST, _different_lengths, words=("rank 0 has returned from fit",)),
+    Fault("streams of ranks have other lengths", LAST, _different_lengths, words=("rank 0 has returned from fit",)),
     Fault("timeout=inf", BEFORE, _timeout(float("inf")), NanoConfigError, ("timeout=inf", "positive")),
     Fault("timeout=nan", BEFORE, _timeout(float("nan")), NanoConfigError, ("timeout=nan", "positive")),
     Fault("timeout=-1", BEFORE, _timeout(-1), NanoConfigError, ("timeout=-1", "positive"), quick=True),

@@ -114,6 +114,9 @@ class ShardingState:
         ``setup_dataloaders(loader, shard=True)`` is for.
     implicit_loaders : bool
         Whether a loader that was not set up was divided.
+    own_shares : dict of str to bool
+        The data sets of which ranks had different items, and so took all that they had: by name, whether the items of
+        one turned up on another, too.
     warnings_given : set of str
         The warnings that the run has given.
     """
@@ -126,6 +129,7 @@ class ShardingState:
     chosen: bool = False
     whole_by_mode: bool = False
     implicit_loaders: bool = False
+    own_shares: dict[str, bool] = field(default_factory=dict)
     warnings_given: set[str] = field(default_factory=set)
 
 

@@ -5,21 +5,33 @@ from __future__ import annotations
 import re
 import weakref
 import zlib
+from array import array
+from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
+from datetime import date, timedelta
+from decimal import Decimal
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 
+from nano_loop.data.random_states import GENERATORS
 from nano_loop.distributed.comm.raw_bytes import raw_bytes
+from nano_loop.patching.walk import named_attributes_of
 
 _MOST = 50_000  # objects that are looked at, so that a digest takes some milliseconds at most
 _ITEMS = 1000  # of a list or a dict
 _ELEMENTS = 1 << 12  # of a tensor or an array, which may be a file that is mapped
 _DEPTH = 12
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.Size)
+_PLAIN = (
+    *(type(None), bool, int, float, complex, range, slice, date, timedelta, Decimal),
+    *(np.generic, torch.dtype, torch.Size),
+)
+_TEXT = (str, bytes, bytearray, array)
+_PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -43,8 +55,9 @@ class Known:
 class Digest:
     """A number that is equal on two ranks that hold the same values, and almost surely differs otherwise.
 
-    It looks into containers, tensors, arrays and the attributes of objects, and at samples of large ones. Of random
-    states, functions and locks only the kind counts.
+    It looks into containers, tensors, arrays and objects, and at samples of large ones. Of an object counts what its
+    class pickles, where that is written in Python, and else its attributes: what it has opened or cached is mostly left
+    out of a pickle. Of random states, functions and locks only the kind counts.
 
     Parameters
     ----------
@@ -52,6 +65,10 @@ class Digest:
         The values.
     known : Known, optional
         Objects of which only the kind counts, too.
+    pickled : bool
+        Whether all objects count as they are pickled, as is right for items: an image, a record of a table.
+    elements : int
+        How many elements of a tensor or an array are looked at.
 
     Attributes
     ----------
@@ -61,15 +78,21 @@ class Digest:
         The objects that were looked into, by their ids.
     """
 
-    def __init__(self, *values: Any, known: Known | None = None) -> None:
+    def __init__(
+        self, *values: Any, known: Known | None = None, pickled: bool = False, elements: int = _ELEMENTS
+    ) -> None:
         self.crc = 0
         self.seen: dict[int, Any] = {}
         self._known = known or Known()
+        self._pickled = pickled
+        self._elements = elements
         self._add(values, 0)
 
     def _add(self, value: Any, depth: int) -> None:
         if isinstance(value, _PLAIN):
             self._note(repr(value))
+        elif isinstance(value, _TEXT):
+            self._note(f"{type(value).__qualname__} {len(value)} {value[:: 1 + len(value) // self._elements]!r}")
         elif isinstance(value, torch.Tensor):
             self._add_tensor(value)
         elif isinstance(value, np.ndarray):
@@ -81,18 +104,28 @@ class Digest:
                 self._add_contents(value, depth + 1)
 
     def _add_contents(self, value: Any, depth: int) -> None:
-        if isinstance(value, (list, tuple)):
-            self._add_items(value, depth)
+        if isinstance(value, (list, tuple, deque)):
+            self._add_items([*value] if isinstance(value, deque) else value, depth)
         elif isinstance(value, dict):
             self._add_items([*value.items()], depth)
         elif isinstance(value, (set, frozenset)):
-            self._note(repr(len(value)))
+            plain = [repr(item) for item in value if isinstance(item, (*_PLAIN, str, bytes))]
+            self._note(repr(len(value) if len(value) > _ITEMS else (len(value), sorted(plain))))
         elif isinstance(value, _NAMED):
             self._note(value.__qualname__)
         elif hasattr(type(value), "iloc"):  # a table of pandas, which has its values in no attribute
             self._note(_ADDRESS.sub("", repr(value)))
-        else:
-            self._add_items(sorted(getattr(value, "__dict__", {}).items(), key=lambda item: str(item[0])), depth)
+        elif not isinstance(value, GENERATORS):
+            self._add_items(self._state_of(value), depth)
+
+    def _state_of(self, value: Any) -> list[Any]:
+        """Return what an object is pickled as, or its attributes."""
+        if self._pickled or _pickles_itself(type(value)):
+            with suppress(Exception):  # as of what can't be pickled
+                reduced = value.__reduce_ex__(4)
+                parts = (reduced,) if isinstance(reduced, str) else reduced
+                return [*parts[1:3], *(list(items) for items in parts[3:5] if items is not None)]
+        return sorted(named_attributes_of(value), key=lambda item: str(item[0]))
 
     def _add_items(self, items: list[Any] | tuple[Any, ...], depth: int) -> None:
         self._note(repr(len(items)))
@@ -102,16 +135,23 @@ class Digest:
     def _add_tensor(self, value: torch.Tensor) -> None:
         self._note(f"{value.dtype} {tuple(value.shape)}")
         if value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized:
-            some = _some(value.detach()).resolve_conj().resolve_neg().contiguous()
+            some = self._some(value.detach()).resolve_conj().resolve_neg().contiguous()
             self.crc = zlib.crc32(raw_bytes(some), self.crc)
 
     def _add_array(self, value: np.ndarray[Any, Any], depth: int) -> None:
         self._note(f"{value.dtype} {value.shape}")
-        some = value.flat[:: 1 + value.size // _ELEMENTS]
+        some = value.flat[:: 1 + value.size // self._elements]
         if value.dtype.hasobject:
             self._add_items(some.tolist(), depth)
         else:
             self.crc = zlib.crc32(some.tobytes(), self.crc)
+
+    def _some(self, value: torch.Tensor) -> torch.Tensor:
+        """Return some elements of a tensor, without a copy of the others."""
+        if value.is_contiguous():
+            return value.view(-1)[:: 1 + value.numel() // self._elements]
+        most = int(self._elements ** (1 / value.dim()))
+        return value[tuple(slice(None, None, 1 + size // most) for size in value.shape)]
 
     def _note(self, content: str) -> None:
         self.crc = zlib.crc32(content.encode(errors="replace"), self.crc)
@@ -122,12 +162,9 @@ def digest(*values: Any) -> int:
     return Digest(*values).crc
 
 
-def _some(value: torch.Tensor) -> torch.Tensor:
-    """Return some elements of a tensor, without a copy of the others."""
-    if value.is_contiguous():
-        return value.view(-1)[:: 1 + value.numel() // _ELEMENTS]
-    most = int(_ELEMENTS ** (1 / value.dim()))
-    return value[tuple(slice(None, None, 1 + size // most) for size in value.shape)]
+def _pickles_itself(kind: type) -> bool:
+    """Whether a class says in Python how its objects are pickled."""
+    return any(isinstance(getattr(kind, name, None), FunctionType) for name in _PICKLING)
 
 
 def _sample(items: Any, count: int) -> Iterable[Any]:

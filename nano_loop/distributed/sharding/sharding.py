@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from nano_loop.data.random_states import generators_of, part_ways
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.sharding.dataset_digest import digest
+from nano_loop.distributed.sharding.dataset_digest import Known, digest
+from nano_loop.distributed.sharding.own_shares import OwnShares, Source
 from nano_loop.distributed.sharding.shared_sampler_rng import AgreedItems, AgreedState
 from nano_loop.errors import error_message
 from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start
@@ -42,13 +44,30 @@ class BatchSharding(LoaderChange):
         eval mode.
     shard : bool or None
         True to shard always, False never; None leaves it to the models' mode, and to whether gradients are on.
+    known : Known, optional
+        See `OwnShares`.
+    number : int
+        The loader's place among those that were set up, from 1 on; 0 for others.
+
+    Notes
+    -----
+    Where the program has divided the data itself, each rank takes all that it has; see `OwnShares`.
     """
 
-    def __init__(self, ranks: Ranks, models: Collection[nn.Module], shard: bool | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        models: Collection[nn.Module],
+        shard: bool | None = None,
+        *,
+        known: Known | None = None,
+        number: int = 0,
+    ) -> None:
         self.ranks = ranks
         self.models = models
         self.shard = shard
-        self.apart = False  # whether the loop has divided the data itself
+        self.own_shares = OwnShares(ranks, known or Known(), number)
+        self.number = number
         self.last_was_whole: bool | None = None  # how the most recent batch was served
         self._lengths = _LengthAdvice(ranks)
 
@@ -62,7 +81,7 @@ class BatchSharding(LoaderChange):
         """Whether an iteration that starts now is served whole."""
         if self.shard is not None:
             return not self.shard
-        return self.apart or not torch.is_grad_enabled() or self._evaluating
+        return not torch.is_grad_enabled() or self._evaluating
 
     @property
     def whole_by_mode(self) -> bool:
@@ -74,13 +93,16 @@ class BatchSharding(LoaderChange):
         attributes: dict[str, Any] = {}
         if self.ranks.loader_cpus and loader.num_workers:
             attributes["worker_init_fn"] = BoundWorker(self.ranks.loader_cpus, loader.worker_init_fn)
-        if sharded_by_user(loader, self.ranks.size):
+        if by_user := _sharding_samplers(loader, self.ranks.size):
+            for sampler in by_user:
+                with suppress(AttributeError):  # of a property
+                    sampler.rank = self.ranks.rank  # in workers, an argument is a copy of rank 0's
             return attributes
         if isinstance(loader.dataset, IterableDataset):
             return {**attributes, "in_order": True}  # every rank has to read the same order
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
-        return {**attributes, name: _ShardedSampler(self, sampler, generators_of(sampler, loader))}
+        return {**attributes, name: _ShardedSampler(self, sampler, generators_of(sampler, loader), Source.of(loader))}
 
     def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
         """See `LoaderChange.iterate`."""
@@ -108,23 +130,32 @@ class BatchSharding(LoaderChange):
         if self._counted_whole(loader):
             return length
         share = self.share_of(length)
-        self._lengths.of_loader(share, length, evaluating=self.whole)
+        if not self.own_shares.apart:
+            self._lengths.of_loader(share, length, evaluating=self.whole)
         return share
 
     def share_of(self, length: int) -> int:
         """Return how many of so many batches this rank takes."""
-        return -(-length // self.ranks.size)
+        return max(length, self.own_shares.steps) if self.own_shares.apart else -(-length // self.ranks.size)
 
-    def divide(self, take: Callable[[int], list[Any]]) -> Iterator[Any]:
+    def divide(self, take: Callable[[int], list[Any]], source: Source) -> Iterator[Any]:
         """Yield this rank's items of those that `take` returns; see `sharded`."""
-        return sharded(take, self.ranks.rank, self.ranks.size)
+        ahead = [take(self.ranks.size)]
+        first = self.own_shares.compare(ahead[0], source)
+        if self.own_shares.apart:
+            groups = itertools.chain(ahead, iter(lambda: take(1), []))
+            del ahead
+            yield from self.own_shares.take_all(itertools.chain.from_iterable(groups), source, first)
+        else:
+            self.ranks.context.sharding.implicit_loaders |= not self.number
+            yield from sharded(lambda n: ahead.pop() if ahead else take(n), self.ranks.rank, self.ranks.size)
 
     def served(self, batch: Any, whole: bool, by_mode: bool) -> None:
         """Take note that a batch has come to the loop, and how."""
         self.last_was_whole = whole
         sharding = self.ranks.context.sharding
         sharding.whole, sharding.whole_by_mode, sharding.chosen = whole, by_mode, self.shard is False
-        if not (whole or self.apart):
+        if not (whole or self.own_shares.apart):
             if sharding.compares_batches and not sharding.delivered:
                 sharding.batch = digest(batch) or 1
             sharding.delivered = True
@@ -133,7 +164,7 @@ class BatchSharding(LoaderChange):
     def _counted_whole(self, loader: Loader) -> bool:
         """Whether what the loop has summed up, or is to sum up next, is of all batches."""
         whole = self.whole if self.last_was_whole is None else self.last_was_whole
-        return self.apart or whole or sharded_by_user(loader, self.ranks.size)
+        return whole or sharded_by_user(loader, self.ranks.size)
 
     @property
     def _evaluating(self) -> bool:
@@ -148,7 +179,7 @@ class BatchSharding(LoaderChange):
             several = itertools.islice(batches, count)
             return list(several) if loader.num_workers else state.call(list, several)
 
-        return self.divide(take)
+        return self.divide(take, Source.of(loader))
 
     def _divide_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
         """Read all batches of a class that iterates by itself, and keep this rank's, unless they are this rank's."""
@@ -159,7 +190,8 @@ class BatchSharding(LoaderChange):
         if iteration.is_changed:
             yield from rest
         else:
-            yield from _Served(self.divide(lambda n: [*itertools.islice(rest, n)]), self, whole=False, by_mode=False)
+            divided = self.divide(lambda n: [*itertools.islice(rest, n)], Source.of(loader))
+            yield from _Served(divided, self, whole=False, by_mode=False)
 
     def _agreed_state(self, loader: Loader) -> AgreedState:
         part_ways(self.ranks)
@@ -208,10 +240,11 @@ class _LengthAdvice:
 class _ShardedSampler(Sampler[Any]):
     """Replaces a loader's sampler or batch sampler."""
 
-    def __init__(self, sharding: BatchSharding, sampler: Any, generators: list[Any]) -> None:
+    def __init__(self, sharding: BatchSharding, sampler: Any, generators: list[Any], source: Source) -> None:
         self._sharding = sharding
         self._sampler = sampler
         self._generators = generators  # and not the loader, which would live as long as its copy
+        self._source = source
         self._whole = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -220,7 +253,10 @@ class _ShardedSampler(Sampler[Any]):
         if self._whole:
             return iter(self._sampler)  # with no other rank: one alone may evaluate
         part_ways(ranks)
-        return self._sharding.divide(AgreedItems(self._sampler, ranks, self._generators).take)
+        source = self._source
+        with suppress(TypeError, NotImplementedError):  # of one without an end
+            source = source._replace(length=len(self._sampler))
+        return self._sharding.divide(AgreedItems(self._sampler, ranks, self._generators).take, source)
 
     def __len__(self) -> int:  # of torch's own iterator
         return len(self._sampler) if self._whole else self._sharding.share_of(len(self._sampler))
@@ -247,11 +283,13 @@ class _Served(Iterator[Any]):
 
 def sharded_by_user(loader: Loader, size: int) -> bool:
     """Whether a loader shards its batches among `size` ranks by itself, as with a `DistributedSampler`."""
-    if isinstance(loader.dataset, IterDataPipe):
-        return True  # torch shards data pipes by itself
+    return bool(_sharding_samplers(loader, size))
+
+
+def _sharding_samplers(loader: Loader, size: int) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)  # which a loader that is being made has not yet
     samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    return any(getattr(sampler, "num_replicas", None) == size and hasattr(sampler, "rank") for sampler in samplers)
+    return [one for one in samplers if getattr(one, "num_replicas", None) == size and hasattr(one, "rank")]
 
 
 def sharded(take: Callable[[int], list[Any]], rank: int, size: int) -> Iterator[Any]:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+import nano_loop
 from distributed import small
-from nano_loop import NanoWarning, TorchNano, nano
+from nano_loop import NanoError, NanoWarning, TorchNano, nano
 from nano_loop.distributed.data_parallel import duplicate_work
 from nano_loop.patching import user_code
 
@@ -146,6 +147,38 @@ def test_loop_that_sets_no_loader_up_is_warned_of_too():
 
 
 @pytest.mark.slow
+class StreamOfRank(IterableDataset):
+    def __iter__(self):
+        rank, size = rank_and_size()
+        return iter([*range(16)][rank::size])
+
+
+def test_stream_that_asks_for_its_rank_is_read_whole_once_where_its_loader_is_an_argument():
+    def fit(model, optimizer, loader):
+        taken = []
+        for x in loader:
+            step(model, optimizer, x.float()[:, None].expand(-1, 3), torch.zeros(len(x), 1))
+            taken += x.tolist()
+        gathered = [None, None]
+        distributed.all_gather_object(gathered, taken)
+        return gathered
+
+    model, optimizer, _ = small.parts()
+    train = nano(**small.OPTIONS)(fit)
+    assert train(model, optimizer, DataLoader(StreamOfRank(), 4)) == [[*range(0, 16, 2)], [*range(1, 16, 2)]]
+    assert train.report["loaders"].code == "divided_by_program"
+
+
+def test_rank_that_iterates_a_loader_in_a_fixed_order_alone_is_told():
+    def fit(model, optimizer, loader):
+        if small.rank() == 0:
+            next(iter(loader))
+        nano_loop.barrier()
+
+    with pytest.raises(NanoError, match=r"rank 0 iterates a loader, and rank 1 does not"):
+        nano(**small.OPTIONS)(fit)(*small.parts())
+
+
 def test_global_loader_is_divided():
     _, steps, caught = run(nano(**small.OPTIONS)(global_loader))
     assert steps == run(global_loader)[1] / 2

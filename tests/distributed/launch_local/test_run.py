@@ -514,8 +514,8 @@ def parting(model, optimizer, loader, stops):
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()
-        if small.rank() == stops:  # as early stopping on the rank's own loss does
-            break
+            if small.rank() == stops:  # as early stopping on the rank's own loss does
+                return
 
 
 class Parting(TorchNano):

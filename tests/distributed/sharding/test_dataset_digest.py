@@ -1,7 +1,11 @@
 """A digest tells apart what ranks have divided, and nothing that they only hold in other objects."""
 
 import copy
+import random
 import threading
+from collections import deque
+from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +26,33 @@ class Files:
         self.me = self
 
 
+class Opening:
+    """Leaves what it has opened and cached out of what is pickled."""
+
+    def __init__(self, path, handle=None):
+        self.path, self.handle = path, handle
+
+    def __getstate__(self):
+        return {"path": self.path}
+
+
+class Record:
+    __slots__ = ("label",)
+
+    def __init__(self, label):
+        self.label = label
+
+
+class InMemory:
+    """Shows its pixels in no attribute, as an image of Pillow does."""
+
+    def __init__(self, pixels):
+        self.pixels = lambda: pixels
+
+    def __getstate__(self):
+        return self.pixels()
+
+
 LONG = [f"{number}.png" for number in range(100_000)]
 
 ALIKE = {
@@ -30,6 +61,8 @@ ALIKE = {
     "not contiguous": lambda: torch.arange(12).view(3, 4).t(),
     "arrays": lambda: {"x": np.arange(10), "names": np.array(["a", None], dtype=object)},
     "sets": lambda: {"a", "b", "c"},
+    "a holder of itself": lambda: Files({"a", Files([])}),
+    "what is not pickled": lambda: Opening("a", {random.random(): object()}),
     "conjugated": lambda: torch.ones(2, dtype=torch.complex64).conj(),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "empty": lambda: torch.empty(0),
@@ -48,6 +81,14 @@ APART = {
     "tensors": lambda rank: TensorDataset(torch.arange(100)[rank::2]),
     "long tensors": lambda rank: torch.arange(1 << 20)[rank::2],
     "arrays": lambda rank: np.arange(1 << 20)[rank::2],
+    "indices of numpy": lambda rank: Subset([], [*np.arange(100)[rank::2]]),
+    "records": lambda rank: Files([Record(label) for label in range(rank, 8, 2)]),
+    "images": lambda rank: Files([InMemory(bytes([rank]))]),
+    "paths": lambda rank: Files([Path(f"{name}.png") for name in range(rank, 8, 2)]),
+    "dates": lambda rank: Files([datetime(2020, 1, 1 + rank)]),
+    "bytes": lambda rank: Files([bytearray([rank])]),
+    "sets": lambda rank: Files({*range(rank, 8, 2)}),
+    "queues": lambda rank: Files(deque(range(rank, 8, 2))),
     "names": lambda rank: Files(["a.png", "b.png"][rank:]),
     "long lists": lambda rank: Files(LONG[rank::2]),
     "numbers": lambda rank: copy.copy(range(rank, 3)),

@@ -1,7 +1,6 @@
-"""Loaders that the loop makes are divided as those of `setup` are, unless the loop has divided their data itself."""
+"""Loaders that the loop makes are divided as those of `setup` are."""
 
 import gc
-import itertools
 import multiprocessing
 import sys
 import threading
@@ -15,13 +14,12 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     Subset,
     TensorDataset,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
@@ -69,6 +67,7 @@ LOADERS = {
     "batch sampler": lambda: DataLoader(numbers(), batch_sampler=BatchSampler(RandomSampler(numbers()), 3, False)),
     "no batches": lambda: DataLoader(numbers(), batch_size=None, shuffle=True),
     "iterable": lambda: DataLoader(Stream(), 3),
+    "data pipe": lambda: DataLoader(IterableWrapper(range(20)), 3),
     "workers": lambda: DataLoader(numbers(), 3, shuffle=True, num_workers=1),
 }
 
@@ -140,56 +139,7 @@ def test_shard_of_a_setup_after_the_first_iteration_counts(team):
     assert team(2)(loop) == [[3, 5, True]] * 2
 
 
-# --- data that the loop has divided itself ---
-
-
-class OfRank(Sampler):
-    """Yields what is this rank's, and asks only then which rank it is."""
-
-    def __iter__(self):
-        rank = torch.distributed.get_rank()
-        return iter(range(rank, 20, 2))
-
-    def __len__(self):
-        return 10
-
-
-class Rows(Dataset):
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-
-DIVIDED = {
-    "subset": lambda rank: DataLoader(Subset(numbers(), range(rank, 20, 2)), 5),
-    "tensors": lambda rank: DataLoader(TensorDataset(torch.arange(20)[rank::2]), 5),
-    "rows of a list": lambda rank: DataLoader(Rows([*range(20)][rank::2]), 5),
-    "sampler": lambda rank: DataLoader(numbers(), 5, sampler=OfRank()),
-    "indices": lambda rank: DataLoader(numbers(), 5, sampler=[*range(20)][rank::2]),
-    "iterable": lambda rank: DataLoader(Stream(rank, 2), 5),
-    "DistributedSampler": lambda rank: DataLoader(numbers(), 5, sampler=DistributedSampler(numbers(), shuffle=False)),
-}
-
-
-@pytest.mark.parametrize("make", DIVIDED.values(), ids=DIVIDED)
-def test_data_that_the_loop_has_divided_is_not_divided_again(team, make):
-    def loop(ranks, make):
-        step, _ = sharding_of(ranks)
-        loader = make(ranks.rank)
-        epochs = [seen(loader), seen(loader)]
-        found = step.final_result()
-        step.undo()
-        return epochs, found, None if isinstance(loader.dataset, IterableDataset) else len(loader)
-
-    for rank, (epochs, found, length) in enumerate(team(2)(loop, make)):
-        assert [[*itertools.chain(*epoch)] for epoch in epochs] == [[*range(rank, 20, 2)]] * 2
-        assert found is None
-        assert length in (None, 2)
+# --- what is divided, and told ---
 
 
 class Caching(Dataset):

@@ -839,6 +839,7 @@ def test_workers_are_bound_and_the_users_init_function_runs(team):
         cpu = max(os.sched_getaffinity(0))
         own = os.sched_getaffinity(0)
         bound = Ranks(ranks.rank, ranks.size, loader_cpus=(cpu,))
+        bound.channel = ranks.channel
         with sharing(bound, DataLoader(Bound(), num_workers=1, worker_init_fn=note_worker)) as loader:
             seen = epochs(loader, 1)[0]
         assert loader.worker_init_fn is note_worker

@@ -1,0 +1,226 @@
+"""Finds data that the program has divided by rank itself: the ranks compare what they are about to divide."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from nano_loop.distributed.comm.channel import ITERATION
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.sharding.dataset_digest import Digest, Known
+from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.user_code import warn_once
+
+_FIRST = 64  # items that are compared one by one
+_MOST = 1 << 16  # samples of a loader that are looked for among the other ranks' first ones
+_ELEMENTS = 1 << 18  # of a tensor among the first items
+_ARRAYS = (torch.Tensor, np.ndarray)
+_COLUMNS = (*_ARRAYS, list, tuple, dict)
+
+
+class Source(NamedTuple):
+    """What yields the items of an iteration.
+
+    Parameters
+    ----------
+    dataset : object
+        The loader's.
+    batched : bool
+        Whether an item is a batch, of indices or of samples.
+    length : int or None
+        The number of items of this rank, where it is known.
+    """
+
+    dataset: Any
+    batched: bool
+    length: int | None = None
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> Source:
+        """Return that of a loader, without a length."""
+        return cls(loader.dataset, loader.batch_sampler is not None)
+
+    @property
+    def name(self) -> str:
+        """The data set's, for messages."""
+        return type(self.dataset).__qualname__
+
+
+class _Seen(NamedTuple):
+    """What one rank is about to divide."""
+
+    loader: int
+    dataset: int
+    items: int
+    samples: list[int]
+    length: int | None
+
+
+class OwnShares:
+    """Compares what the ranks have of one loader, at the start of each of its iterations.
+
+    The program may have divided the data, as by ``Subset(data, range(rank, len(data), size))``, by a sampler that asks
+    for its rank, or by an `IterableDataset` that skips what is for others. To divide such data again would lose a part.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        Who compares.
+    known : Known
+        What the ranks of this run have found to be alike, in all of its loaders.
+    loader : int
+        The loader's place among those that were set up, from 1 on; 0 for others.
+
+    Attributes
+    ----------
+    apart : bool
+        Whether the ranks had different data in the latest iteration.
+    steps : int
+        How many items each of them then takes, where all know how many they have; else 0.
+    """
+
+    def __init__(self, ranks: Ranks, known: Known, loader: int = 0) -> None:
+        self.apart = False
+        self.steps = 0
+        self._ranks = ranks
+        self._known = known
+        self._loader = loader
+        self._looked = 0  # samples, for others' first ones
+        self._dataset: int | None = None  # a digest, from before a rank has cached anything in it
+
+    def compare(self, ahead: Sequence[Any], source: Source) -> list[list[int]]:
+        """Find out whether the ranks have different data. Collective.
+
+        Returns digests of the first samples of each rank, by which those of one are found on another.
+
+        Parameters
+        ----------
+        ahead : sequence
+            The first items of this rank.
+        source : Source
+            What has yielded them.
+
+        Raises
+        ------
+        NanoError
+            If they are of different loaders.
+        """
+        is_new = self._dataset is None
+        if self._dataset is None:
+            looked = Digest(None if isinstance(source.dataset, IterableDataset) else source.dataset, known=self._known)
+            self._dataset = looked.crc
+        dataset = Digest(self._dataset, *_indices(source.dataset)).crc
+        items = Digest(ahead, pickled=True, elements=_ELEMENTS).crc
+        samples = [*itertools.islice(_digests(ahead, source.batched), _FIRST)]
+        seen = self._ranks.gather(_Seen(self._loader, dataset, items, samples, source.length), ITERATION)
+        by_rank = [_Seen(*one) for one in seen]  # which come as tuples from other hosts
+        self._check_loaders([one.loader for one in by_rank])
+        self.apart = len({one[:3] for one in by_rank}) > 1
+        lengths = [one.length for one in by_rank]
+        self.steps = max(lengths) if self.apart and None not in lengths else 0  # type: ignore[type-var,assignment]
+        if len({one.dataset for one in by_rank}) > 1:
+            return []
+        if is_new:
+            self._known.add(looked.seen.values())
+        return [one.samples for one in by_rank]
+
+    def take_all(self, items: Iterator[Any], source: Source, first: list[list[int]]) -> Iterator[Any]:
+        """Yield all that this rank has, and its first items again where other ranks have more.
+
+        Parameters
+        ----------
+        items : iterator
+            All that it has.
+        source : Source
+            What yields them.
+        first : list of list of int
+            What `compare` has returned.
+        """
+        shares = self._ranks.context.sharding.own_shares
+        shares.setdefault(source.name, False)
+        lacking = max(self.steps - (source.length or 0), 0)
+        kept: list[Any] = []
+        count = 0
+        common = [(set(samples), set[int]()) for samples in first[1:] if 1 < len(samples) == len(set(samples))]
+        for item in items:
+            count += 1
+            if len(kept) < lacking:
+                kept.append(item)
+            if common and self._ranks.rank == 0 and self._looked < _MOST and not shares[source.name]:
+                shares[source.name] = self._turn_up(common, [*_digests([item], source.batched)])
+                if shares[source.name]:
+                    self._warn(source.name)
+            yield item
+        if kept:
+            yield from itertools.islice(itertools.cycle(kept), max(self.steps - count, 0))
+
+    def _turn_up(self, common: Sequence[tuple[set[int], set[int]]], samples: list[int]) -> bool:
+        """Whether most of the first samples of another rank have been met on this one, with these."""
+        self._looked += len(samples)
+        for others, met in common:
+            met |= others.intersection(samples)
+        return any(2 * len(met) > len(others) for others, met in common)
+
+    def _check_loaders(self, loaders: list[int]) -> None:
+        if len(set(loaders)) > 1:
+            iterated = ", ".join(f"rank {rank} loader {loader}" for rank, loader in enumerate(loaders))
+            got = f"the ranks iterate different loaders of those that were set up: {iterated}"
+            hint = "Make the loop iterate its loaders in one order on every rank"
+            raise NanoError(error_message(got, "all ranks iterate the same loaders in the same order", hint))
+
+    def _warn(self, name: str) -> None:
+        got = f"the {self._ranks.size} ranks have the same samples of {name} in different orders"
+        allowed = "what ranks have in one order is divided; of this, each rank takes all that it has"
+        hint = "Draw the order from a generator of torch, random or numpy that is the process's or the sampler's own"
+        warn_once(error_message(got, allowed, f"{hint}, or give each rank a part, by nano_loop.global_rank()"))
+
+
+def _indices(dataset: Any) -> Iterator[Any]:
+    """Yield the indices of subsets, which a program may set anew for each epoch."""
+    while isinstance(dataset, Subset):
+        yield dataset.indices
+        dataset = dataset.dataset
+
+
+def _digests(items: Sequence[Any], batched: bool) -> Iterator[int]:
+    """Yield digests of the samples in items, or of their indices."""
+    for item in items:
+        for sample in _samples(item) if batched else [item]:
+            yield Digest(sample, pickled=True).crc
+
+
+def _samples(batch: Any) -> Sequence[Any]:
+    """Return the samples of a batch, by its columns or as they are in a list; or the batch, if it has none."""
+    count = _rows(batch)
+    if count is not None:
+        return [_row(batch, place) for place in range(count)]
+    return batch if isinstance(batch, (list, tuple)) else [batch]
+
+
+def _rows(value: Any) -> int | None:
+    """Return how many rows a column has, or columns that have as many each; None where it is neither."""
+    if isinstance(value, _ARRAYS):
+        return len(value) if value.ndim else None
+    parts = _parts(value)
+    if parts is None:
+        return len(value) if isinstance(value, (list, tuple)) else None
+    counts = {_rows(part) for part in parts}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _row(value: Any, place: int) -> Any:
+    parts = None if isinstance(value, _ARRAYS) else _parts(value)
+    return value[place] if parts is None else [_row(part, place) for part in parts]
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """Return the columns of a dict, or of a list that has some; None for others."""
+    if isinstance(value, dict):
+        return [*value.values()]
+    is_several = isinstance(value, (list, tuple)) and any(isinstance(item, _COLUMNS) for item in value)
+    return [*value] if is_several else None
