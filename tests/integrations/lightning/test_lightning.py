@@ -91,6 +91,13 @@ def test_classes_are_as_before():
     assert type(module.head) is nn.Linear
 
 
+def test_optimizers_are_set_up_for_fit_alone():
+    module, trainer = fitted(Trainer, Regression(), **NANO)
+    assert "fused_optimizer" in trainer.report.applied
+    trainer.validate(module, loader(), verbose=False)
+    assert "fused_optimizer" not in {*trainer.report.applied, *trainer.report.skipped}
+
+
 @pytest.mark.slow
 def test_validate_test_and_predict_are_exact_and_fit_again_goes_on():
     expected, plain = fitted(pl.Trainer, Regression(), **PLAIN)
