@@ -18,7 +18,6 @@ from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding, Verify
 FITTING = "fit"
 #: Lightning's precision plugin enters autocast and converts parameters itself.
 _STEPS = tuple(step for step in STEPS if step not in (ParameterDtype, Precision, Rounding, Verify))
-_STATE = ("callbacks", "loggers", "datamodule")
 
 
 class RunLauncher:
@@ -76,9 +75,8 @@ class _EntryPoint(RunTask):
 def _names(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the user's objects that are sent to workers, by their names."""
     named: dict[str, Any] = {"model": trainer.lightning_module}
-    for name in _STATE:
-        value = getattr(trainer, name, None)
-        items = value if isinstance(value, (list, tuple)) else [value]
-        named |= {f"{name} ({type(one).__name__})": one for one in items if one is not None}
-    named |= {f"argument {place} of fit": value for place, value in enumerate(args[1:], 2) if value is not None}
-    return {**named, **{name: value for name, value in kwargs.items() if value is not None}}
+    state = {"callbacks": trainer.callbacks, "loggers": trainer.loggers, "datamodule": [trainer.datamodule]}
+    for name, values in state.items():
+        named |= {f"{name} ({type(one).__name__})": one for one in values}
+    named |= {f"argument {place} of fit": value for place, value in enumerate(args[1:], 2)}
+    return {name: value for name, value in {**named, **kwargs}.items() if value is not None}

@@ -39,16 +39,10 @@ def register(kind: Any, strategies: Any) -> Callable[..., str]:
     return strategy
 
 
-_INSTALL = {
-    "lightning.pytorch": 'pip install "nano-loop[lightning]"',
-    "pytorch_lightning": 'pip install "nano-loop[pytorch-lightning]"',
-}
-
-
 def lightning_is_missing(package: str, needed_by: str) -> ImportError:
     """Return the error of a module of nano_loop that needs one of Lightning's packages."""
-    expected = f"{needed_by} is over {package}"
-    return ImportError(error_message(f"{package} is not installed", expected, f"Run {_INSTALL[package]}"))
+    got, extra = f"{package} is not installed", needed_by.rpartition(".")[2].replace("_", "-")
+    return ImportError(error_message(got, f"{needed_by} is over it", f'Run pip install "nano-loop[{extra}]"'))
 
 
 def has_no(module: str, name: str) -> AttributeError:

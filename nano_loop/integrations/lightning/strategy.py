@@ -170,10 +170,6 @@ class NanoStrategyMixin(RanksCollectives):
         finally:
             self._nano_run = None
 
-    def setup_environment(self) -> None:
-        """See Lightning: the process group is there already."""
-        self.accelerator.setup_device(self.root_device)
-
     def setup(self, trainer: Any) -> None:
         """See Lightning: set up the module, and its optimizers where it is trained."""
         super().setup(trainer)  # type: ignore[misc]
