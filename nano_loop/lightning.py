@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nano_loop.integrations.lightning.compiled import CompiledMixin
-from nano_loop.integrations.lightning.package import lightning_is_missing, register
-from nano_loop.integrations.lightning.precision import ProductsPrecisionMixin
+from nano_loop.integrations.lightning.package import has_no, lightning_is_missing, register
 from nano_loop.integrations.lightning.strategy import NanoStrategyMixin
 from nano_loop.integrations.lightning.trainer import NanoTrainerMixin
 
 try:
     import lightning.pytorch as pl
-    from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 except ModuleNotFoundError as error:
     raise lightning_is_missing("lightning.pytorch", __name__) from error
 
-__all__ = ["CompiledModule", "NanoStrategy", "ProductsPrecision", "Trainer", "precision", "strategy"]
+__all__ = ["CompiledModule", "NanoStrategy", "Trainer", "strategy"]
 
 
 class NanoStrategy(NanoStrategyMixin, ParallelStrategy):  # type: ignore[misc, unused-ignore]
@@ -29,19 +29,15 @@ class CompiledModule(CompiledMixin, pl.LightningModule):  # type: ignore[misc, u
     """What `Trainer.compile` returns; see `CompiledMixin`."""
 
 
-class ProductsPrecision(ProductsPrecisionMixin, Precision):  # type: ignore[misc, unused-ignore]
-    """What `precision` returns; see `ProductsPrecisionMixin`."""
-
-
-precision = ProductsPrecision.named
-
-
 class Trainer(NanoTrainerMixin, pl.Trainer):  # type: ignore[misc, unused-ignore]
     """Lightning's Trainer with this strategy; see `NanoTrainerMixin`."""
 
     _nano_strategy, _nano_compiled, _nano_lightning_module = NanoStrategy, CompiledModule, pl.LightningModule
-    _nano_precision = ProductsPrecision
 
 
 NanoStrategy.__doc__, Trainer.__doc__ = NanoStrategyMixin.__doc__, NanoTrainerMixin.__doc__  # for `help`
 strategy = register(NanoStrategy, StrategyRegistry)
+
+
+def __getattr__(name: str) -> Any:
+    raise has_no(__name__, name)

@@ -311,6 +311,12 @@ FAULTS = (
         "profiling/rates.py", "    return 4 * math.prod(places)", "    return 2 * math.prod(places)", "tests/profiling"
     ),
     Fault(
+        "runtime/run.py",
+        "return STEPS if task is None else task.steps",
+        "return STEPS",
+        "tests/integrations/lightning/test_trainer.py",
+    ),
+    Fault(
         "runtime/changed_values.py",
         "return any(not torch.equal(parameter.detach().to(copy.dtype), copy) for parameter, copy in copies)",
         "return bool(copies)",

@@ -87,7 +87,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("steps.learning_rate", "steps.loss_scale"), "where the next run of an optimizer goes on"),
         **dict.fromkeys(("steps.compile", "steps.rounding"), "a number for each compilation and each optimizer"),
         "api.context_manager": "the report of what was installed is asked for afterwards",
-        "integrations.lightning.strategy": "libraries drop their Trainers, and users ask for the report afterwards",
         "kernels.build": "a number for each library that is loaded",
         "config.protocol": "a command is for the process, and its variable is there once",
         "distributed.data_parallel.duplicate_work": "how often a line was met, over all calls of a function",

@@ -225,11 +225,4 @@ def image_preset() -> Any:
 
 def put_back_signal_handlers(trainer: Any) -> None:
     """Let a Trainer of Lightning put back the handlers of signals that it has found. It has no public name for it."""
-    connector = getattr(trainer, "_signal_connector", None)
-    if connector is not None:
-        connector.teardown()
-
-
-def connect_again(trainer: Any) -> None:
-    """Let a Trainer of Lightning set up its strategy as when it was made. It has no public name for it."""
-    trainer._accelerator_connector._lazy_init_strategy()
+    trainer._signal_connector.teardown()

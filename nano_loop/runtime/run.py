@@ -59,6 +59,8 @@ class RunTask(Task):
         See `Task`.
     """
 
+    #: The steps of its run, in order.
+    steps: tuple[type[Step], ...] = STEPS
     #: How the user writes the options, around them.
     written: tuple[str, str] = ("@nano(", ")")
     #: How the user sets objects up.
@@ -95,7 +97,7 @@ class Run:
     outer : Run, optional
         The run that this one is inside of, in the same process and with the same report.
     kinds : sequence of type, optional
-        The classes of its steps, in order. By default, all.
+        The classes of its steps, in order. By default, those of the task, or all.
     in_all_threads : bool
         Whether it is for all threads, where they are in no other run; else for the one that enters it.
     """
@@ -122,7 +124,7 @@ class Run:
         self._slot: RankSlot | None = None
         # What trains by itself, and no block says how long, predicts as without nano_loop.
         self._interceptors = CallInterceptors(self._is_inner and self.options.kind.parameters is None)
-        self._kinds = _default_steps() if kinds is None else kinds
+        self._kinds = _default_steps(task) if kinds is None else kinds
         self._steps: list[Step] = []
         self.in_all_threads = in_all_threads
         #: Looks at steps of optimizers, from the entry on; None in a run inside another one.
@@ -336,10 +338,12 @@ class Run:
         return StepResult(step.name, "skipped", reason.detail, code=reason.code, asked_for=asked_for)
 
 
-def _default_steps() -> tuple[type[Step], ...]:
-    """Return all steps; none in a script that `nano-loop tune` times without nano_loop."""
+def _default_steps(task: RunTask | None) -> tuple[type[Step], ...]:
+    """Return those of a task, or all; none in a script that `nano-loop tune` times without nano_loop."""
     command = take_command()
-    return () if command is not None and command.arguments.get("is_plain") else STEPS
+    if command is not None and command.arguments.get("is_plain"):
+        return ()
+    return STEPS if task is None else task.steps
 
 
 _SET_UP = "Call run.setup(model, optimizer) before the first step"

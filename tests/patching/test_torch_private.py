@@ -46,7 +46,6 @@ def test_trainer_puts_its_signal_handlers_back():
     trainer = Mock()
     private.put_back_signal_handlers(trainer)
     trainer._signal_connector.teardown.assert_called_once_with()
-    private.put_back_signal_handlers(None)
 
 
 def test_transforms_are_told_from_plain_calls():
@@ -207,9 +206,3 @@ def test_modes_are_known():
         assert private.in_mode()
         assert private.in_dispatch_mode()
     assert not private.in_dispatch_mode()
-
-
-def test_trainer_sets_up_its_strategy_again():
-    trainer = Mock()
-    private.connect_again(trainer)
-    trainer._accelerator_connector._lazy_init_strategy.assert_called_once_with()

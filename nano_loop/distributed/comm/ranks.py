@@ -243,6 +243,11 @@ class Ranks:
         )
 
     @property
+    def have_joined(self) -> bool:
+        """Whether values can travel between them."""
+        return self._channel is not None
+
+    @property
     def channel(self) -> Channel:
         """How values travel between the ranks; None until they have joined."""
         if self._channel is None:

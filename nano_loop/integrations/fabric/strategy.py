@@ -1,13 +1,13 @@
-"""What Fabric has to know of the ranks, so that `all_reduce`, `broadcast`, `barrier` and their like work in a run."""
+"""What Fabric and Lightning have to know of the ranks, so that `all_reduce` and the like work in a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from nano_loop.config.precisions import PRECISIONS
 from nano_loop.distributed.comm.ranks import Ranks
@@ -23,7 +23,7 @@ from nano_loop.integrations.fabric.fabric import (
 
 
 class RanksEnvironment(ClusterEnvironment):
-    """Gives Fabric the place of this rank, which nano_loop has found: in the ranks of the run, while there is one."""
+    """Gives Fabric and Lightning the place of this rank: in the ranks of the run to come, or of the one under way."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -71,29 +71,61 @@ class RanksEnvironment(ClusterEnvironment):
         """Return which host this is, where all have as many ranks."""
         return self.ranks.rank // self.ranks.local_size
 
+    @contextmanager
+    def among(self, ranks: Ranks) -> Iterator[None]:
+        """Return a context in which the ranks are those of a run."""
+        before, self.ranks = self.ranks, ranks
+        try:
+            yield
+        finally:
+            self.ranks = before
 
-class RanksStrategy(DDPStrategy):
-    """Collectives among the ranks of a run; models are not wrapped, for gradients are averaged by hooks.
 
-    Collectives over all ranks wait in Python, so that Ctrl-C and a rank that has failed end them.
+class RanksCollectives:
+    """What strategies of Fabric and Lightning have in common: the CPU, and collectives among the ranks of a run.
+
+    Collectives over all ranks wait in Python, so that Ctrl-C and a rank that has failed end them. Outside of a run they
+    do nothing.
     """
 
-    # Fabric starts no process.
-    launcher = property(lambda self: None)
-
-    def __init__(self, environment: RanksEnvironment, precision: Any) -> None:
-        super().__init__(cluster_environment=environment, precision=precision)
-        self.environment = environment
+    cluster_environment: Any
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of the run."""
-        return self.environment.ranks
+        """The ranks of the run that is under way, or of the one to come."""
+        ranks: Ranks = self.cluster_environment.ranks
+        return ranks
 
     @property
     def root_device(self) -> torch.device:
         """The CPU."""
         return torch.device("cpu")
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce `tensor` in place over all ranks, and return it; what is no tensor comes back as it is."""
+        return reduced(self.ranks, tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
+
+    reduce = all_reduce  # Lightning's name
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked along a new first dimension; with one rank, the tensor."""
+        return tensor if self.ranks.size == 1 else gathered(self.ranks, tensor, group, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return what rank `src` has as `obj`."""
+        return self.ranks.broadcast(obj, src) if self.ranks.have_joined else obj
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        if self.ranks.have_joined:
+            self.ranks.barrier()
+
+
+class RanksStrategy(RanksCollectives, DDPStrategy):
+    """Fabric's strategy for several ranks. It wraps no models, for gradients are averaged by hooks."""
+
+    # Fabric starts no process.
+    launcher = property(lambda self: None)
 
     def setup_environment(self) -> None:
         """Do nothing: the process group is made when a run begins."""
@@ -101,23 +133,6 @@ class RanksStrategy(DDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Return `module` itself."""
         return module
-
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce `tensor` in place over all ranks, and return it; what is no tensor comes back as it is."""
-        return reduced(self.ranks, tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return the tensors of all ranks, stacked along a new first dimension."""
-        return gathered(self.ranks, tensor, group, sync_grads)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return what rank `src` has as `obj`."""
-        return self.ranks.broadcast(obj, src) if distributed.is_initialized() else obj
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks."""
-        if distributed.is_initialized():
-            self.ranks.barrier()
 
 
 def fabric_arguments(precision: str, ranks: Ranks) -> dict[str, Any]:
@@ -130,7 +145,7 @@ def fabric_arguments(precision: str, ranks: Ranks) -> dict[str, Any]:
     if ranks.size == 1:
         alone = SingleDeviceStrategy(torch.device("cpu"), precision=plugin)
         return {"accelerator": "cpu", "devices": 1, "strategy": alone, "plugins": [LightningEnvironment()]}
-    strategy = RanksStrategy(RanksEnvironment(ranks), plugin)
+    strategy = RanksStrategy(cluster_environment=RanksEnvironment(ranks), precision=plugin)
     return {"accelerator": "cpu", "devices": ranks.local_size, "strategy": strategy}
 
 
@@ -143,22 +158,13 @@ class RanksFabric(Fabric):
         Fabric.__init__(self, **fabric_arguments(precision, ranks))
         if ranks.size > 1:
             Fabric.launch(self)  # starts nothing, and lets Fabric's collectives be called
-        self._nano_ranks = ranks
         self._nano_fabric = frozenset(set(vars(self)) - own)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what travels: all but Fabric's own attributes, which are made anew where it arrives."""
         return {name: value for name, value in vars(self).items() if name not in self._nano_fabric}
 
-    @contextmanager
-    def _among(self, ranks: Ranks) -> Iterator[None]:
+    def _among(self, ranks: Ranks) -> AbstractContextManager[None]:
         """Let Fabric's collectives be those of a run."""
-        if not isinstance(self.strategy, RanksStrategy):
-            yield
-            return
-        environment = self.strategy.environment
-        environment.ranks = ranks
-        try:
-            yield
-        finally:
-            environment.ranks = self._nano_ranks
+        strategy = self.strategy
+        return strategy.cluster_environment.among(ranks) if isinstance(strategy, RanksStrategy) else nullcontext()

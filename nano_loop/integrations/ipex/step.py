@@ -70,7 +70,7 @@ class Ipex(Step):
     @override
     def observe(self, parts: TrainingObjects) -> None:
         """Time the steps of the run, with or without IPEX, if a fitting IPEX is installed."""
-        if self._watch is None and parts.optimizers and parts.loaders and _fits_torch(_installed_version()):
+        if self._watch is None and parts.optimizers and parts.loaders and _fits_torch():
             self._watch = Stopwatch(parts.optimizers[0])
             self.undoing.callback(self._watch.close)
             self._kind = _kind_of_run(self.options, parts)
@@ -104,11 +104,7 @@ class Ipex(Step):
             If IPEX does not support this version of torch or this CPU.
         """
         self._check_instructions()
-        version = _installed_version()
-        if version is None:
-            expected = f"IPEX is not installed, and works with torch 2.8 only (this is torch {_torch_version()})"
-            raise ImportError(error_message(self._request, expected, self._install()))
-        self._check_version(version)
+        self._check_version()
         if any(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
             expected = "IPEX's passes over TorchScript make the backward of scripted models fail under autocast"
             raise NanoConfigError(error_message(self._request, expected, "Leave it out, or pass the model unscripted"))
@@ -118,25 +114,25 @@ class Ipex(Step):
     def apply(self, parts: TrainingObjects) -> str:
         self._import_quietly()
         repair()
-        return f"kernels of IPEX {_installed_version()}, until the process ends; weights stay plain fp32, not packed"
+        return f"kernels of IPEX {_version(_DISTRIBUTION)}, until the process ends; weights stay plain fp32, not packed"
 
     @property
     def _request(self) -> str:
         """The argument or the environment variable that requested IPEX."""
         return self.options.as_written["use_ipex"]
 
-    def _install(self) -> str:
-        here = _torch_version()
-        replaced = "" if _minor(here) == "2.8" else f", which replaces torch {here} by 2.8.0"
-        return f'Leave it out, or run pip install "nano-loop[ipex]"{replaced}'
-
-    def _check_version(self, version: str) -> None:
-        """Raise if IPEX was built for another torch: its import would print a message and end the process."""
-        if _fits_torch(version):
+    def _check_version(self) -> None:
+        """Raise if IPEX is missing or is for another torch: its import would print a message and end the process."""
+        if _fits_torch():
             return
-        torch_version = _torch_version()
-        expected = f"IPEX {_minor(version)} works with torch {_minor(version)} only, and this is torch {torch_version}"
-        raise NanoConfigError(error_message(self._request, expected, self._install()))
+        version, here = _version(_DISTRIBUTION), _version("torch")
+        replaced = "" if _minor(here) == "2.8" else f", which replaces torch {here} by 2.8.0"
+        advice = f'Leave it out, or run pip install "nano-loop[ipex]"{replaced}'
+        if not version:
+            expected = f"IPEX is not installed, and works with torch 2.8 only (this is torch {here})"
+            raise ImportError(error_message(self._request, expected, advice))
+        expected = f"IPEX {_minor(version)} works with torch {_minor(version)} only, and this is torch {here}"
+        raise NanoConfigError(error_message(self._request, expected, advice))
 
     def _check_instructions(self) -> None:
         if self.machine.architecture in ("x86_64", "AMD64") and "avx2" in self.machine.instruction_sets:
@@ -169,22 +165,16 @@ def _silent() -> Iterator[None]:
         logging.disable(before)
 
 
-def _installed_version() -> str | None:
+def _version(distribution: str) -> str:
+    """Return the version that is installed, or an empty string."""
     try:
-        return metadata.version(_DISTRIBUTION)
-    except (metadata.PackageNotFoundError, TypeError):  # which it raises where sys.path holds bytes
-        return None
+        return metadata.version(distribution)
+    except (metadata.PackageNotFoundError, TypeError):  # TypeError: sys.path holds bytes
+        return str(torch.__version__) if distribution == "torch" else ""  # torch may have been built in place
 
 
-def _torch_version() -> str:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:  # built in place
-        return str(torch.__version__)
-
-
-def _fits_torch(version: str | None) -> bool:
-    return version is not None and _minor(version) == _minor(_torch_version())
+def _fits_torch() -> bool:
+    return _minor(_version(_DISTRIBUTION)) == _minor(_version("torch"))
 
 
 def _minor(version: str) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.patching.torch_private import put_back_signal_handlers
-from nano_loop.runtime.objects.report import LastPrinted
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding, Verify
@@ -20,8 +18,6 @@ from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding, Verify
 FITTING = "fit"
 #: Lightning's precision plugin enters autocast and converts parameters itself.
 _STEPS = tuple(step for step in STEPS if step not in (ParameterDtype, Precision, Rounding, Verify))
-_STATE = ("callbacks", "loggers", "datamodule")
-InRun = Callable[[Run], AbstractContextManager[None]]
 
 
 class RunLauncher:
@@ -29,40 +25,27 @@ class RunLauncher:
 
     Parameters
     ----------
-    serve : callable
-        Takes the Trainer that begins.
-    settings : callable
-        Returns the settings of a run, with ``alone=True`` in this process alone.
-    in_run : callable
-        Returns a context in which the Trainer trains in a run.
-    printed : LastPrinted
-        What the Trainer's last run has printed.
+    strategy : NanoStrategyMixin
+        Whose Trainer is launched.
     """
 
     #: Lightning asks in a notebook.
     is_interactive_compatible = True
 
-    def __init__(
-        self, serve: Callable[[Any], None], settings: Callable[..., Settings], in_run: InRun, printed: LastPrinted
-    ) -> None:
-        self._serve, self._settings, self._in_run, self._printed = serve, settings, in_run, printed
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
         """Run an entry point of the Trainer, and return what it returns in this process.
 
         ``fit`` runs in all processes. The others run in this one, with all cores, unless torchrun or its like has
         started the processes: then they run in all.
         """
-        if trainer is not None:
-            self._serve(trainer)
-        fits = trainer is None or trainer.state.fn == FITTING
-        alone = not fits and found_launch(os.environ) is None
-        settings = self._settings(alone=alone)
-        names = {} if trainer is None else _names(trainer, args, kwargs)
-        task = _EntryPoint(settings, names, self._in_run, (function, args, kwargs))
+        alone = trainer.state.fn != FITTING and found_launch(os.environ) is None
+        settings = self._strategy.settings(alone=alone)
+        task = _EntryPoint(settings, trainer, function, args, kwargs)
         launcher = Alone(settings.options) if alone else None
-        run = Run(settings, task, launcher=launcher, printed=self._printed)
-        return run.complete()
+        return Run(settings, task, launcher=launcher, printed=self._strategy.nano_printed).complete()
 
     def kill(self, signum: int) -> None:
         """See Lightning, which calls it at Ctrl-C: the run has ended its processes by then."""
@@ -73,28 +56,27 @@ class _EntryPoint(RunTask):
 
     steps = _STEPS
 
-    def __init__(self, settings: Any, names: dict[str, Any], in_run: InRun, call: Any) -> None:
-        super().__init__(settings, names, Loop("fit", "self"))
-        self._in_run, self._call = in_run, call
+    def __init__(self, settings: Settings, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        super().__init__(settings, _names(trainer, args, kwargs), Loop("fit", "self"))
+        self._trainer, self._call = trainer, (function, args, kwargs)
 
     def do(self, run: Run) -> Any:
         """See `RunTask.do`."""
         function, args, kwargs = self._call
-        with self._in_run(run):
+        with self._trainer.strategy.in_run(run):
             try:
                 return function(*args, **kwargs)
             except BaseException:
                 # Lightning does it when the run has ended, and would set the run's own handler of Ctrl-C for good.
-                put_back_signal_handlers(getattr(function, "__self__", None))
+                put_back_signal_handlers(self._trainer)
                 raise
 
 
 def _names(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the user's objects that are sent to workers, by their names."""
     named: dict[str, Any] = {"model": trainer.lightning_module}
-    for name in _STATE:
-        value = getattr(trainer, name, None)
-        items = value if isinstance(value, (list, tuple)) else [value]
-        named |= {f"{name} ({type(one).__name__})": one for one in items if one is not None}
-    named |= {f"argument {place} of fit": value for place, value in enumerate(args[1:], 2) if value is not None}
-    return {**named, **{name: value for name, value in kwargs.items() if value is not None}}
+    state = {"callbacks": trainer.callbacks, "loggers": trainer.loggers, "datamodule": [trainer.datamodule]}
+    for name, values in state.items():
+        named |= {f"{name} ({type(one).__name__})": one for one in values}
+    named |= {f"argument {place} of fit": value for place, value in enumerate(args[1:], 2)}
+    return {name: value for name, value in {**named, **kwargs}.items() if value is not None}

@@ -1,91 +1,57 @@
-"""The registration of the strategy with one of Lightning's packages, and the error where it is missing."""
+"""What is the same for both of Lightning's packages: names of the strategy, and errors of nano_loop's module."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 from nano_loop.errors import error_message
-from nano_loop.integrations.lightning.strategy import reports_by_name
-from nano_loop.runtime.objects.report import SetupReport
 
 
-class StrategyName(str):
-    """The name of a strategy with options, for libraries that keep, copy and pickle the arguments of a Trainer.
-
-    Each Trainer makes a new strategy by the name. Where the name is unpickled, it is registered, too.
-
-    Parameters
-    ----------
-    kind : type
-        The class of the strategy.
-    options : dict
-        Its options.
-    """
-
-    _kind: Any
-    _options: dict[str, Any]
-
-    def __new__(cls, kind: Any, options: dict[str, Any]) -> StrategyName:
-        """Check the options, and register the name."""
-        kind(**options)
-        words = ", ".join([kind.__module__, *(f"{name}={value!r}" for name, value in sorted(options.items()))])
-        # Lightning turns capitals into small letters, which values may differ by.
-        name = super().__new__(cls, f"nano-{hashlib.sha256(words.encode()).hexdigest()[:16]}")
-        name._kind, name._options = kind, options
-        if name not in kind.nano_registry:
-            kind.nano_registry.register(str(name), kind, description=_DESCRIPTION, nano_name=str(name), **options)
-        return name
-
-    @property
-    def report(self) -> SetupReport | None:
-        """The report of the last run of a Trainer with this strategy; None before the first."""
-        return reports_by_name.get(str(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._kind, self._options)
-
-
-_DESCRIPTION = "CPU training, accelerated by nano_loop"
-
-
-def register(kind: Any, strategies: Any) -> Callable[..., StrategyName]:
+def register(kind: Any, strategies: Any) -> Callable[..., str]:
     """Let Lightning's Trainer find the strategy by its name, and return what names it with options."""
-    kind.nano_registry = strategies
-    if "nano" not in strategies:
-        strategies.register("nano", kind, description=_DESCRIPTION)
+    description = "CPU training, accelerated by nano_loop"
+    strategies.register("nano", kind, description, override=True)
 
-    def strategy(**options: Any) -> StrategyName:
-        """Return the strategy "nano" with options, as a string: ``Trainer(strategy=strategy(precision="auto"))``.
+    def strategy(**options: Any) -> str:
+        """Return a name of the strategy "nano" with options: ``Trainer(strategy=strategy(precision="auto"))``.
+
+        It is for libraries that keep, copy and pickle the arguments of their Trainers: each makes a new strategy by the
+        name. A process that unpickles one calls this function first, with the same options.
 
         Parameters
         ----------
         **options
             Those of `NanoStrategyMixin`.
 
-        Returns
-        -------
-        StrategyName
-            It can be pickled and copied, and serves many Trainers. Its ``report`` is that of the last run.
-
         Raises
         ------
         NanoConfigError
             If options are invalid.
         """
-        return StrategyName(kind, options)
+        kind(**options)
+        values = [f"{name}={value!r}" for name, value in sorted(options.items())]
+        name = ", ".join(["nano", *values]).lower()  # as Lightning looks for it
+        if name not in strategies or strategies[name]["init_params"] != options:  # Lightning raises in the second case
+            strategies.register(name, kind, description, **options)
+        return name
 
     return strategy
 
 
-_INSTALL = {
-    "lightning.pytorch": 'pip install "nano-loop[lightning]"',
-    "pytorch_lightning": 'pip install "nano-loop[pytorch-lightning]"',
-}
-
-
 def lightning_is_missing(package: str, needed_by: str) -> ImportError:
     """Return the error of a module of nano_loop that needs one of Lightning's packages."""
-    expected = f"{needed_by} is over {package}"
-    return ImportError(error_message(f"{package} is not installed", expected, f"Run {_INSTALL[package]}"))
+    got, extra = f"{package} is not installed", needed_by.rpartition(".")[2].replace("_", "-")
+    return ImportError(error_message(got, f"{needed_by} is over it", f'Run pip install "nano-loop[{extra}]"'))
+
+
+def has_no(module: str, name: str) -> AttributeError:
+    """Return the error for a name that a module of nano_loop does not have, or no longer has."""
+    got = f"module {module!r} has no attribute {name!r}"
+    if name not in ("precision", "ProductsPrecision"):
+        return AttributeError(got)
+    advice = (
+        "Write Trainer(precision='bf16-products') or NanoStrategy(precision='bf16-products'), and in Fabric's place "
+    )
+    advice += "nano_loop.TorchNano(precision='bf16-products')"
+    return AttributeError(error_message(got, "the plugin was removed, and runs of nano_loop round products", advice))

@@ -15,7 +15,7 @@ from nano_loop.config.leftovers import REMOVED
 from nano_loop.distributed.launch_external.environment import found_launch, local_size
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message, shown
 from nano_loop.integrations.lightning.compiled import refuse_compiled_twice
-from nano_loop.integrations.lightning.precision import PRODUCTS
+from nano_loop.integrations.lightning.strategy import PRODUCTS
 from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.option_attributes import OptionAttributes
 from nano_loop.runtime.settings import Settings
@@ -60,11 +60,11 @@ class NanoTrainerMixin(OptionAttributes):
         If arguments are invalid.
     """
 
+    strategy: Any
     #: The strategy, and the LightningModule of `compile`, over the classes of the same package.
     _nano_strategy: ClassVar[Any]
     _nano_compiled: ClassVar[Any]
     _nano_lightning_module: ClassVar[type]
-    _nano_precision: ClassVar[type]
 
     def __init__(
         self,
@@ -88,8 +88,7 @@ class NanoTrainerMixin(OptionAttributes):
             num_processes, devices = overriding["num_processes"], None
         devices = _devices(accelerator, num_processes, devices)
         if precision in (PRODUCTS, "auto"):
-            others["plugins"] = [*_as_list(others.get("plugins")), self._nano_precision()]
-            precision = None
+            options["precision"], precision = precision, 32
         super().__init__(  # type: ignore[call-arg]
             **others,
             accelerator="cpu",
@@ -101,17 +100,22 @@ class NanoTrainerMixin(OptionAttributes):
     @property
     def report(self) -> SetupReport | None:
         """The steps that the last run applied and skipped. None before the first."""
-        report: SetupReport | None = self.strategy.report  # type: ignore[attr-defined]
+        report: SetupReport | None = self.strategy.report
         return report
+
+    @property
+    def precision(self) -> str:
+        """Lightning's name of the precision, or ``"bf16-products"``."""
+        return str(self.strategy.nano_precision)
 
     @property
     def num_processes(self) -> int:
         """The number of processes on this host."""
-        return int(self.strategy.num_processes)  # type: ignore[attr-defined]
+        return int(self.strategy.num_processes)
 
     @property
     def _nano_settings(self) -> Settings:  # type: ignore[override]
-        settings: Settings = self.strategy.settings()  # type: ignore[attr-defined]
+        settings: Settings = self.strategy.settings()
         return settings
 
     @classmethod
@@ -192,9 +196,3 @@ def _devices(accelerator: Any, num_processes: Any, devices: Any) -> Any:
         return here if devices in (None, "auto") else devices
     Settings.read({"num_processes": num_processes})  # raises for what is no number of processes
     return num_processes
-
-
-def _as_list(plugins: Any) -> list[Any]:
-    if plugins is None:
-        return []
-    return list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]

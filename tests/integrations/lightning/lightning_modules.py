@@ -1,7 +1,11 @@
-"""Small LightningModules for the tests, over either of Lightning's packages."""
+"""Small LightningModules for the tests, over either of Lightning's packages, and how the tests train them."""
 
 import functools
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+PLAIN, NANO = {"accelerator": "cpu"}, {"verbose": False, "auto_lr": False}
+ROOT = Path(__file__).parents[3]
 #: Lightning's advice, and a name of torch's that it still uses.
 ADVICE = [
     pytest.mark.filterwarnings("ignore:.*(does not have many workers|log_every_n_steps|dataloader is not resumable)"),
@@ -34,6 +40,22 @@ def imported(package):
 def ours(package):
     """Return nano_loop's module for one of Lightning's packages."""
     return importlib.import_module(f"nano_loop.{package.partition('.')[0]}")
+
+
+def fitted(trainer, module, data=None, epochs=2, ckpt_path=None, **settings):
+    """Fit a module by a Trainer of this class, and return both; `data` is a loader or a datamodule."""
+    fitting = trainer(**{**QUIET, "max_epochs": epochs, **settings})
+    data = loader(shuffle=True) if data is None else data
+    fitting.fit(module, data, loader() if isinstance(data, DataLoader) else None, ckpt_path=ckpt_path)
+    return module, fitting
+
+
+def executed(program, folder, *before):
+    """Run a script, or what `before` makes of it, such as torchrun."""
+    (folder / "script.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, *before, "script.py"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=folder, env=environment)
 
 
 def numbers(samples=32, seed=1):
@@ -148,35 +170,18 @@ def gan_class(pl):
     return Gan
 
 
-def loops(pl, module):
-    """Loops by their names: what makes a module and callbacks, and settings of the Trainer."""
-    callbacks = pl.callbacks
-    return {
-        "accumulation and clipping": (lambda: (module(), []), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
-        "manual optimization": (lambda: (gan_class(pl)(), []), {}),
-        "weight averaging": (
-            lambda: (module(), [callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)]),
-            {"max_epochs": 3},
-        ),
-        "thawing": (
-            lambda: (module(32, 0.001, "Momentum"), [callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)]),
-            {"max_epochs": 3},
-        ),
-    }
+def data_class(pl, batches=None):
+    class Dealing(pl.LightningDataModule):
+        """Deals rows in turn, or by `batches`, so that the batches of all ranks are together those of one process."""
 
+        def train_dataloader(self):
+            rank, count = self.trainer.global_rank, self.trainer.world_size
+            return batches(8 // count) if batches else loader(8 // count, sampler=Dealt(32, rank, count))
 
-def saving_class(pl):
-    class Saving(pl.Callback):
-        """Saves a checkpoint in the middle of an epoch."""
+        def val_dataloader(self):
+            return loader()
 
-        def __init__(self, path):
-            self.path = path
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, index):
-            if trainer.global_step == 6:
-                trainer.save_checkpoint(self.path)
-
-    return Saving
+    return Dealing
 
 
 def weights(module):
