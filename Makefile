@@ -60,7 +60,7 @@ ANY_TORCH := $(CLUSTERS) $(LIBRARIES) tests/cli tests/cpu $(wildcard tests/distr
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
-.PHONY: help demo test test-all test-benchmarks test-ray test-ipex test-libraries lint docs docs-serve docs-faults docs-options docs-results planted-faults bench bench-overhead clean ready ready-ipex ready-jax wheel
+.PHONY: help demo test test-all test-benchmarks test-ray test-ipex test-libraries test-newest lint docs docs-serve docs-faults docs-options docs-results planted-faults bench bench-overhead clean ready ready-ipex ready-jax wheel
 .PHONY: test-libraries-2.13 test-libraries-2.8
 .NOTPARALLEL:
 
@@ -73,6 +73,7 @@ help:
 	@echo "make test-ipex   the tests that depend on torch, with IPEX and its torch, in .venv-ipex: a download of several GB"
 	@echo "make test-libraries   run programs of other libraries, in .venv-libraries-2.13 and, with another torch, in"
 	@echo "             .venv-libraries-2.8: a download of several GB, which make test-libraries-2.13 leaves out"
+	@echo "make test-newest   tests of several processes with the wheel and the newest of all it needs but torch, in .venv-newest"
 	@echo "make lint    ruff, mypy, and that imports run downwards"
 	@echo "make planted-faults   plant the faults of tests/planted_faults.py one by one, and see that tests find them"
 	@echo "make docs    build the site of the documentation, to site; make docs-serve shows it while you write"
@@ -119,6 +120,21 @@ test-libraries-2.13 test-libraries-2.8: test-libraries-%:
 	$(if $(MISSING),$(error $(MISSING)))
 	$(if $(filter 3.10,$(VERSION)),$(error The libraries need Python 3.11 or later. Name one: make PYTHON=python3.12 $@))
 	@+$(MAKE) --no-print-directory VENV=.venv-libraries-$* REQUIREMENTS=requirements/libraries-$*.txt TESTS=$(LIBRARIES) test-all
+
+# What pip installs today, but for torch: nothing here pins it, so it is installed anew each time. The tests stand in a
+# folder without the package's sources, which would be imported in the place of the wheel.
+NEWEST := .venv-newest
+test-newest: export OMP_WAIT_POLICY := passive
+test-newest:
+	$(if $(MISSING),$(error $(MISSING)))
+	@ls dist/*.whl >/dev/null 2>&1 || $(MAKE) --no-print-directory wheel
+	@"$(PYTHON)" -m venv --clear $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install -qq --progress-bar off $$(grep '^torch==' requirements/default.txt) \
+	    "$$(ls dist/*manylinux*.whl dist/*-none-any.whl 2>/dev/null | head -1)[cli]" hypothesis pytest pytest-timeout pytest-xdist
+	@$(NEWEST)/bin/python -m pip freeze
+	@rm -rf build/newest && mkdir -p build/newest && cp -r tests setup.cfg build/newest
+	@cd build/newest && ../../$(NEWEST)/bin/$(subst -m,python -m,$(PYTEST)) -m "not slow" \
+	    $(addprefix tests/distributed/,payload launch launch_local) $(ARGS)
 
 # The limit of the users' suite, for `make bench ARGS="--suite users"`.
 ready-jax:
@@ -197,5 +213,5 @@ $(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py $(wildc
 	@printf '%s' "$(CURDIR)" > $@
 
 clean:
-	@rm -rf $(VENV) .venv-ipex .venv-jax .venv-libraries-* $(DEMO_VENV) $(BENCH_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(KERNELS)/prebuilt build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-ipex .venv-jax .venv-libraries-* .venv-newest $(DEMO_VENV) $(BENCH_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(KERNELS)/prebuilt build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -227,8 +227,8 @@ class Declarations:
     worker_init: Callable[[], object] | None = option(  # noqa: RUF009
         None,
         checks.worker_init,
-        "Function that each worker process calls before it reads the arguments: what your program has patched or "
-        "registered in code is not there in a worker.",
+        "Function that each worker process calls before it reads the arguments: what your program has patched in "
+        "torch, or registered with it, is not there in a worker.",
     )
     timeout: float = option(600.0, checks.seconds, "Seconds that a process waits for another.")
     verbose: bool | Literal["all"] = option(

@@ -130,7 +130,7 @@ def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worke
             (folder / WORKER_INIT).mkdir()
             dump(worker_init, folder / WORKER_INIT, {"worker_init": worker_init})
         (folder / PAYLOAD).mkdir()
-        written = dump(payload, folder / PAYLOAD, names)
+        written = dump(payload, folder / PAYLOAD, names, with_modules=True)
     except NanoError as error:
         raise NanoWorkerError(str(error), rank=0) from error
     is_first = worker_init is None and not (folder / EDITED).exists()

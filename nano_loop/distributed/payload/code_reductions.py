@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import io
+import marshal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, ModuleType, prepare_class, resolve_bases
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, prepare_class, resolve_bases
 from typing import Any
 
 import cloudpickle
@@ -20,6 +21,9 @@ from torch.nn.utils import parametrize
 from nano_loop.distributed.payload.buffers import Reduction, reduced
 from nano_loop.patching.members import named_buffers_of, named_parameters_of
 from nano_loop.patching.torch_private_compiler import compile_call, compile_context, compiled_call, uncompiled
+from nano_loop.patching.walk import named_attributes_of
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which a class has that Python code defines
 
 # --- modules ---
 
@@ -101,15 +105,64 @@ def _set_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
 # --- functions ---
 
 
+def reduce_code(code: CodeType) -> Reduction:
+    """Pickle code with its file and its lines, some of which versions of cloudpickle leave out."""
+    return marshal.loads, (marshal.dumps(code),)
+
+
 def reduce_function(function: FunctionType) -> Reduction | None:
     """Let a function be found behind the decorator that has replaced it in its module, and be compiled again."""
     outer = None
     for inner in _importable_chain(function):
+        if inner is function and outer is not None:
+            return getattr, (outer, "__wrapped__")
         if inner is function:
-            return outer and (getattr, (outer, "__wrapped__"))
-        outer = inner
+            is_found = at_its_name(function) is function
+            return None if is_found else (_imported, (function.__module__, function.__qualname__))
+        if inner.__globals__.get("__name__") not in by_value():  # the script's are not there in another process
+            outer = inner
     context = compile_context(function)
-    return context and (_call, (context, uncompiled(function)))
+    return (_call, (context, uncompiled(function))) if context else _reduce_unnamed(function)
+
+
+def _reduce_unnamed(function: FunctionType) -> Reduction | None:
+    """Let a function that no name finds have its module's own global variables, of which cloudpickle makes a copy."""
+    module = sys.modules.get(function.__globals__.get("__name__", ""))
+    if module is None or vars(module) is not function.__globals__ or not vars(module).get("__spec__"):
+        return None
+    if at_its_name(function) is function or not _is_named(module):
+        return None
+    cells = [None if is_empty(cell) else (cell.cell_contents,) for cell in function.__closure__ or ()]
+    attributes = {name: getattr(function, name) for name in _OF_FUNCTIONS}
+    make = function_of, (module.__name__, function.__code__, function.__name__)
+    return *make, (vars(function), attributes, cells), None, None, _set_function
+
+
+_OF_FUNCTIONS = ("__defaults__", "__kwdefaults__", "__annotations__", "__qualname__", "__module__", "__doc__")
+
+
+def function_of(module: str, code: CodeType, name: str) -> FunctionType:
+    """Return a new function with the global variables of a module, and with empty cells."""
+    scope = vars(importlib.import_module(module))
+    return FunctionType(code, scope, name, None, tuple(CellType() for _ in code.co_freevars))
+
+
+def is_empty(cell: CellType) -> bool:
+    """Whether a variable of an outer function is not assigned yet."""
+    try:
+        return not [cell.cell_contents]
+    except ValueError:
+        return True
+
+
+def _set_function(function: FunctionType, state: tuple[dict[str, Any], dict[str, Any], list[Any]]) -> None:
+    own, attributes, cells = state
+    vars(function).update(own)
+    for name, value in attributes.items():
+        setattr(function, name, value)
+    for cell, contents in zip(function.__closure__ or (), cells, strict=True):
+        if contents is not None:
+            (cell.cell_contents,) = contents
 
 
 def with_slots(value: type, reduction: Reduction) -> Reduction:
@@ -128,7 +181,7 @@ def in_main(value: type | FunctionType, reduction: Reduction) -> Reduction:
 
     There `pickle` looks for it, when a worker saves an object of the class, or sends it to a child process.
     """
-    if sys.modules.get(value.__module__) is not sys.modules["__main__"] or _at_its_name(value) is not value:
+    if sys.modules.get(value.__module__) is not sys.modules["__main__"] or at_its_name(value) is not value:
         return reduction
     make, arguments, *others = reduction
     return _made_in_main, (value.__module__, value.__qualname__, make, arguments), *others
@@ -148,14 +201,18 @@ def is_sent_by_name(function: Callable[..., Any]) -> bool:
 
 def _importable_chain(function: FunctionType) -> Iterator[FunctionType]:
     """Yield what another process finds where `function` says that it is from, and what that wraps, outermost first."""
-    by_value = any(f"{function.__module__}.".startswith(f"{name}.") for name in _by_value())
-    outer = None if by_value else _at_its_name(function)
+    is_sent = any(f"{function.__module__}.".startswith(f"{name}.") for name in by_value())
+    outer = None if is_sent else at_its_name(function)
     while isinstance(outer, FunctionType):
         yield outer
         outer = vars(outer).get("__wrapped__")
 
 
-def _at_its_name(value: type | FunctionType) -> Any:
+def _imported(module: str, name: str) -> Any:
+    return attrgetter(name)(importlib.import_module(module))
+
+
+def at_its_name(value: type | FunctionType) -> Any:
     """Return what this process has under the module and the name of a class or a function; None if nothing."""
     there: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
@@ -178,6 +235,34 @@ def reduce_imported(module: ModuleType) -> Reduction | None:
     return place and (getattr, place)
 
 
+class NamedObjects:
+    """Finds objects without data that a module holds by a name, such as ``MISSING = object()``: they are sent by it."""
+
+    def __init__(self) -> None:
+        self._places: dict[type, dict[int, tuple[ModuleType, str]]] = {}
+
+    def place_of(self, value: Any) -> tuple[ModuleType, str] | None:
+        """Return the module and the name of an object; None for any other."""
+        kind = type(value)
+        if kind not in self._places:
+            self._places[kind] = self._places_of(kind)
+        place = self._places[kind].get(id(value))
+        return place if place and next(named_attributes_of(value), None) is None else None
+
+    def _places_of(self, kind: type) -> dict[int, tuple[ModuleType, str]]:
+        own: list[Any] = [kind.__reduce_ex__, kind.__reduce__]
+        if own != [object.__reduce_ex__, object.__reduce__] or (kind is not object and not kind.__flags__ & _HEAP_TYPE):
+            return {}
+        modules = [*sys.modules.values()] if kind is object else [sys.modules.get(kind.__module__)]
+        return {
+            id(value): (module, name)
+            for module in modules
+            if isinstance(module, ModuleType) and _is_named(module) and vars(module).get("__spec__")
+            for name, value in [*vars(module).items()]
+            if type(value) is kind
+        }
+
+
 def imported_for(value: Any) -> str | None:
     """Return the module that another process imports for what is pickled by its name: code, or the module itself."""
     if isinstance(value, ModuleType):
@@ -193,10 +278,10 @@ def reduce_operator(operator: Any) -> Reduction:
 
 def _is_named(module: ModuleType) -> bool:
     """Return whether another process gets the same module by its name."""
-    return sys.modules.get(module.__name__) is module and module.__name__ not in _by_value()
+    return sys.modules.get(module.__name__) is module and module.__name__ not in by_value()
 
 
-def _by_value() -> tuple[str, ...]:
+def by_value() -> tuple[str, ...]:
     """Return the modules whose contents are sent: the script, and those that the user has registered."""
     return ("__main__", *cloudpickle.list_registry_pickle_by_value())
 

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nano_loop.distributed.payload.buffers import reduce_storage
-from nano_loop.distributed.payload.code_reductions import imported_for, in_main, with_slots
+from nano_loop.distributed.payload.code_reductions import NamedObjects, imported_for, in_main, with_slots
 from nano_loop.distributed.payload.reductions import REDUCTIONS
 from nano_loop.patching.members import buffers_of
 
@@ -36,6 +36,7 @@ class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=take)
         #: The modules of what is pickled by its name, in the order in which they are met.
         self.modules: dict[str, None] = {}
+        self._named_objects = NamedObjects()
         self._changing: dict[int, torch.UntypedStorage] = {}  # storages that training writes, by their ids
 
     def reducer_override(self, value: Any) -> Any:
@@ -46,6 +47,9 @@ class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._changing[id(storage)] = storage
         if kind is torch.UntypedStorage and value.device.type == "cpu":
             return reduce_storage(value, id(value) in self._changing)
+        if (place := self._named_objects.place_of(value)) is not None:
+            self.modules[place[0].__name__] = None
+            return getattr, place
         reduce = next((reduce for base, reduce in REDUCTIONS.items() if issubclass(kind, base)), lambda value: None)
         reduction = reduce(value) or super().reducer_override(value)
         if reduction is NotImplemented and (module := imported_for(value)):

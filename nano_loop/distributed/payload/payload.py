@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +13,12 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from nano_loop.distributed.payload.faithful_pickler import FaithfulPickler
+from nano_loop.distributed.payload.module_state import ModuleState
+from nano_loop.distributed.payload.reached_modules import ReachedModules
 from nano_loop.distributed.payload.shared_files import SharedFiles, mapped_buffers
+from nano_loop.distributed.payload.state_taken import take_state
 from nano_loop.distributed.payload.unpicklable import find_unpicklable
-from nano_loop.errors import NanoError, error_message
+from nano_loop.errors import NanoError, NanoWarning, error_message
 
 _MAIN_OF_SPAWNED = "__mp_main__"  # in a child that multiprocessing has spawned
 
@@ -34,7 +38,7 @@ class Written(NamedTuple):
     modules: list[str]
 
 
-def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> Written:
+def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: bool = False) -> Written:
     """Write `call` to ``folder/payload``, and its large storages and arrays to files beside it.
 
     Nothing of `call` is changed, and no large storage or contiguous array is copied in this process's memory. One that
@@ -49,6 +53,8 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> Written:
         An existing, empty folder in the shared-memory file system.
     names : mapping of str to Any
         The arguments of the user's call by name, for the message where one of them cannot be pickled.
+    with_modules : bool
+        Whether the data of the modules that `call` reaches are written, too, for `load` to set them there.
 
     Raises
     ------
@@ -57,18 +63,41 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> Written:
         folder has no room.
     """
     try:
-        with SharedFiles(folder) as files, _main_by_value():
-            pickler = FaithfulPickler(files, files.take)
-            pickler.dump(call)
-            return Written(files.copied, [*pickler.modules])
+        with _main_by_value():
+            reached = ReachedModules([call]) if with_modules else None
+            written, not_compared = _written(call, reached, folder)
+            if reached is not None and reached.add(written.modules):  # by what an argument has pickled
+                for path in folder.iterdir():
+                    path.unlink()
+                written, not_compared = _written(call, reached, folder)
     except NanoError:
         raise
     except Exception as error:  # what a user's __reduce__ may raise is anything
         with _main_by_value():
             raise NanoError(_refusal(call, names, error)) from error
+    if not_compared:
+        got = "; ".join(f"{name} {why}" for name, why in not_compared.items())
+        expected, hint = "worker processes have it as after a new import", "If they need more, set it in worker_init"
+        warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
+    return written
 
 
-def load(folder: Path) -> Any:
+def _written(call: Any, reached: ReachedModules | None, folder: Path) -> tuple[Written, Mapping[str, str]]:
+    with SharedFiles(folder) as files:
+        pickler = FaithfulPickler(files, files.take)
+        state = None if reached is None else ModuleState(reached)
+        if state is not None:
+            FaithfulPickler(files, files.take).dump(state.places)
+            pickler.memo = state.memo
+            files.write(_memoizing(len(state.memo)))
+            pickler.dump(state.contents)
+            pickler.memo = state.memo_of_arguments(pickler.memo.copy())
+        pickler.dump(call)
+    modules = dict.fromkeys([*pickler.modules, *(reached.modules if reached else ())])
+    return Written(files.copied, [*modules]), state.not_compared if state else {}
+
+
+def load(folder: Path, *, with_modules: bool = False) -> Any:
     """Read what `dump` has written.
 
     Large arrays and tensors share their memory with all other processes that have loaded them, as long as nobody
@@ -79,9 +108,35 @@ def load(folder: Path) -> Any:
     ----------
     folder : Path
         The folder that was given to `dump`.
+    with_modules : bool
+        As in `dump`. What differs in this process's modules is set first.
     """
     with (folder / "payload").open("rb") as file:
-        return pickle.load(file, buffers=mapped_buffers(folder))
+        places = pickle.load(file) if with_modules else []
+        unpickler = _Unpickler(file, buffers=mapped_buffers(folder))
+        if with_modules:
+            take_state(places, unpickler.load_knowing)
+        return unpickler.load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows objects beforehand, by their numbers in the memo."""
+
+    def load_knowing(self, objects: Sequence[Any]) -> Any:
+        """Read a pickle that may refer to objects by their numbers."""
+        self._objects = objects
+        self.load()  # what `_memoizing` has written
+        return self.load()
+
+    def persistent_load(self, number: Any) -> Any:
+        """Return an object by its number."""
+        return self._objects[number]
+
+
+def _memoizing(count: int) -> bytes:
+    """Return a pickle that puts so many objects of `persistent_load` into the memo: an unpickler's cannot be set."""
+    puts = (pickle.BININT + number.to_bytes(4, "little") + pickle.BINPERSID for number in range(count))
+    return b"".join(put + pickle.MEMOIZE + pickle.POP for put in puts) + pickle.NONE + pickle.STOP
 
 
 @contextmanager

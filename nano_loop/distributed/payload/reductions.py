@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import warnings
 from collections.abc import Callable, Mapping
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from nano_loop.distributed.payload.buffers import Reduction, reduce_array, reduce_typed_storage, reduced, typed_storages
 from nano_loop.distributed.payload.code_reductions import (
+    reduce_code,
     reduce_function,
     reduce_imported,
     reduce_module,
@@ -104,6 +105,7 @@ REDUCTIONS: dict[type, Callable[[Any], Reduction | None]] = {
     Optimizer: _reduce_optimizer,
     DataLoader: _reduce_loader,
     np.ndarray: reduce_array,
+    CodeType: reduce_code,
     FunctionType: reduce_function,
     torch.jit.ScriptFunction: reduce_scripted_function,
     ModuleType: reduce_imported,

@@ -20,8 +20,8 @@ from nano_loop.distributed.launch_local import kept_server as servers
 pytestmark = pytest.mark.usefixtures("nothing_left")
 # Not in the caller's process, where it would stay.
 SOURCE = """
-import os
-PROCESS = os.getpid()
+import os, sys
+PROCESS = sys.process_of_imports = os.getpid()  # workers take over what a module has, and not this
 
 class Thing:
     pass
@@ -68,7 +68,7 @@ def used(*things, **options):
 
     @nano(**small.OPTIONS | options)
     def train(model, things):
-        imported = {sys.modules[type(thing).__module__].PROCESS for thing in things}
+        imported = {sys.process_of_imports for thing in things}
         return broadcast((imported, os.getpid(), os.getppid()), 1)
 
     imported, own, parent = train(nn.Linear(1, 1), things)

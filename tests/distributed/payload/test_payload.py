@@ -710,7 +710,7 @@ def by_value(x):
 
 
 def with_scripted_global():
-    return type(by_value)(by_value.__code__, globals(), "not_importable")
+    return type(by_value)(by_value.__code__, {"__name__": "__main__", "module_lock": module_lock}, "not_importable")
 
 
 LOCK = "is a _thread.lock and cannot be pickled (TypeError: cannot pickle '_thread.lock' object)"

@@ -1,0 +1,205 @@
+"""The modules whose objects a call reaches in a worker, and what of them its functions name.
+
+A module of the program, from outside of site-packages, is reached by its classes and functions, by the code that names
+it, and by other modules of the program. One of a library is reached where the program's code names an object of it.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from itertools import islice
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nano_loop.distributed.payload.code_reductions import by_value
+from nano_loop.patching.walk import CONTAINERS, attributes_of, items_of, walk
+
+#: Packages whose state is the process's, which a worker takes over in other ways, or their own.
+NOT_COMPARED = {
+    *sys.stdlib_module_names,
+    *("nano_loop", "torch", "numpy", "cloudpickle", "lightning_fabric", "lightning", "pytorch_lightning", "ray"),
+    *("pytest", "_pytest", "IPython", "ipykernel"),
+}
+_LONGEST = 100  # items of a container that are looked into
+_MOST = 20_000  # objects that are looked at
+_LIBRARIES = ("site-packages", "dist-packages")
+
+
+class ReachedModules:
+    """See the module.
+
+    Parameters
+    ----------
+    roots : iterable
+        What is sent to a worker.
+
+    Attributes
+    ----------
+    modules : dict of str to module
+        Those of the program, and those of libraries, by name.
+    named : set of (str, str)
+        The modules, and the attributes of theirs, that functions of `roots`, or functions that these call, name.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.modules: dict[str, ModuleType] = {}
+        self.named: set[tuple[str, str]] = set()
+        self._walk(roots)
+
+    def add(self, names: Iterable[str]) -> bool:
+        """Add modules by name, with what they reach; return whether there is one of the program among them."""
+        modules = [module for name in names if (module := sys.modules.get(name)) and is_program(module)]
+        new = [module for module in modules if module.__name__ not in self.modules]
+        self._walk(new)
+        return bool(new)
+
+    def _walk(self, roots: Iterable[Any]) -> None:
+        for _ in walk(roots, self._contents, most=_MOST):
+            pass
+
+    def _contents(self, value: Any) -> Iterable[Any]:
+        kind = type(value)  # isinstance would run a __class__ property of the user's
+        if issubclass(kind, ModuleType):
+            return self._of_module(value)
+        if kind is FunctionType:
+            return self._of_function(value)
+        if issubclass(kind, type):
+            return self._of_class(value)
+        if issubclass(kind, (MethodType, staticmethod, classmethod)):
+            return (value.__func__, getattr(value, "__self__", None))
+        if issubclass(kind, property):
+            return (value.fget, value.fset)
+        if issubclass(kind, functools.partial):
+            return (value.func, value.args, value.keywords)
+        if issubclass(kind, CONTAINERS):
+            return (kind, *islice(items_of(value), _LONGEST))
+        if kind.__module__ == "builtins" or issubclass(kind, (torch.Tensor, np.ndarray, Optimizer)):
+            return (kind,)
+        if issubclass(kind, nn.Module) and package_of(kind) == "torch":
+            return tuple(value.children())
+        return (kind, value.__wrapped__ if is_cache(value) else None, *attributes_of(value))
+
+    def _of_module(self, module: ModuleType) -> Iterator[Any]:
+        name = module.__name__
+        if not is_program(module):
+            return
+        self.modules[name] = module
+        yield sys.modules.get(name.rpartition(".")[0])
+        for value in [*vars(module).values()]:
+            kind = value if isinstance(value, (type, FunctionType)) else type(value)
+            yield value if isinstance(value, ModuleType) else sys.modules.get(str(kind.__module__))
+
+    def _of_class(self, kind: type) -> Iterator[Any]:
+        module = sys.modules.get(kind.__module__)
+        if module is None or not (is_program(module) or is_sent(module)):
+            return
+        yield from (module, type(kind), *kind.__bases__, *vars(kind).values())
+
+    def _of_function(self, function: FunctionType) -> Iterator[Any]:
+        """Yield what a function of the program names: global variables, attributes of these, what it imports."""
+        yield getattr(function, "__wrapped__", None)
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # not assigned yet
+                yield cell.cell_contents
+        module = sys.modules.get(function.__globals__.get("__name__", ""))
+        if module is None or not (is_program(module) or is_sent(module)):
+            self._add_library(module)
+            return
+        yield from (module, function.__defaults__, function.__kwdefaults__)
+        names, imported = _named_in(function.__code__)
+        owners: list[Any] = [*_imported(imported, module)]
+        for name in names & function.__globals__.keys():
+            self.named.add((module.__name__, name))
+            owners.append(function.__globals__[name])
+        for owner in walk(owners, lambda owner: self._attributes(owner, names), depth=8):
+            self._note_library(owner)
+            yield owner
+
+    def _attributes(self, owner: Any, names: frozenset[str]) -> Iterator[Any]:
+        """Yield the attributes of a module or a class that code may name."""
+        if not isinstance(owner, (ModuleType, type)) or package_of(owner) in NOT_COMPARED:
+            return
+        for name in names & vars(owner).keys():
+            value = vars(owner)[name]
+            if isinstance(owner, ModuleType):
+                self.named.add((owner.__name__, name))
+                if not isinstance(value, (ModuleType, type, FunctionType)):
+                    self._add_library(owner)
+            yield value
+
+    def _note_library(self, value: Any) -> None:
+        """Note the module of a library that an object is from which the program names."""
+        kind = value if isinstance(value, (type, FunctionType)) else type(value)
+        if not isinstance(value, ModuleType):
+            self._add_library(sys.modules.get(str(kind.__module__)))
+        if isinstance(value, type):
+            self._add_library(sys.modules.get(type(value).__module__))
+
+    def _add_library(self, module: Any) -> None:
+        if isinstance(module, ModuleType) and not is_program(module) and _is_comparable(module):
+            self.modules[module.__name__] = module
+
+
+def is_program(module: ModuleType) -> bool:
+    """Whether a module is the program's own, and another process imports it."""
+    return _is_comparable(module) and not any(part in str(module.__file__) for part in _LIBRARIES)
+
+
+def is_sent(module: ModuleType) -> bool:
+    """Whether a module's contents are sent: the script's, and those that the user has registered."""
+    return any(f"{module.__name__}.".startswith(f"{name}.") for name in (*by_value(), "__mp_main__"))
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a function keeps what it has returned, by `functools.lru_cache`."""
+    return type(value) is _CACHE
+
+
+def package_of(value: ModuleType | type) -> str:
+    """Return the first part of the name of a module, or of that of a class."""
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return str(name).partition(".")[0]
+
+
+_CACHE = type(lru_cache(lambda: None))
+
+
+def _is_comparable(module: ModuleType) -> bool:
+    name = module.__name__
+    if type(module) is not ModuleType or sys.modules.get(name) is not module or is_sent(module):
+        return False
+    spec = module.__spec__
+    return spec is not None and spec.name == name and bool(spec.has_location) and package_of(module) not in NOT_COMPARED
+
+
+def _imported(names: Iterable[str], module: ModuleType) -> Iterator[ModuleType | None]:
+    """Yield the modules that code of another one imports, by names that may be relative to the packages around it."""
+    package = str(vars(module).get("__package__") or "")
+    parents = ["", *(f"{'.'.join(package.split('.')[:end])}." for end in range(1, package.count(".") + 2) if package)]
+    for name in names:
+        parts = name.split(".")
+        for parent in parents:
+            yield from (sys.modules.get(parent + ".".join(parts[: end + 1])) for end in range(len(parts)))
+
+
+@lru_cache(maxsize=1000)
+def _named_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of variables and attributes in code, and those of the modules that it imports."""
+    names = {*code.co_names}
+    imported = {step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner, more = _named_in(constant)
+            names |= inner
+            imported |= more
+    return frozenset(names), frozenset(imported)

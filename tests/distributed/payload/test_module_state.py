@@ -1,0 +1,363 @@
+"""What the program has set in imported modules is there in workers, too, or the run says that it is not."""
+
+import contextlib
+import importlib
+import itertools
+import sys
+import textwrap
+import warnings
+
+import pytest
+
+from nano_loop.distributed.payload import module_state
+from nano_loop.distributed.payload.payload import dump, load
+from nano_loop.errors import NanoWarning
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def imported(folder, names):
+    """Import modules of a folder anew."""
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield [importlib.import_module(name) for name in names]
+    finally:
+        sys.path.remove(str(folder))
+        for name, module in [*sys.modules.items()]:
+            if str(getattr(module, "__file__", None)).startswith(str(folder)):
+                held = vars(sys.modules.pop(name)).get("held")
+                file = getattr(held, "file", held)
+                if hasattr(file, "close"):
+                    file.close()
+
+
+def loaded(ranks, folder):
+    with imported(folder, ()):
+        return repr(load(folder / "sent", with_modules=True)())
+
+
+@pytest.fixture
+def in_worker(team, tmp_path):
+    """Return what ``read()`` of a module returns here after a change, and what it returns in a worker."""
+
+    def outcome(sources, change, call="m.read", imports=None):
+        sources = sources if isinstance(sources, dict) else {f"state_{next(_numbers)}": sources}
+        for name, source in sources.items():
+            path = tmp_path / f"{name.replace('.', '/')}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(textwrap.dedent(source))
+        names = imports or [name.removesuffix(".__init__") for name in sources]
+        with imported(tmp_path, names) as modules:
+            before = repr(modules[-1].read())
+        with imported(tmp_path, names) as modules:
+            scope = {"__name__": "__main__", "m": modules[-1], "sys": sys}
+            exec(textwrap.dedent(change), scope)
+            (tmp_path / "sent").mkdir()
+            dump(eval(call, scope), tmp_path / "sent", {}, with_modules=True)
+            here = repr(modules[-1].read())
+        there = team(2)(loaded, tmp_path)[1]
+        assert before != here or not change, "the change is not seen"
+        return here, there
+
+    return outcome
+
+
+CASES = {
+    "an attribute": ("MARGIN = 1.0\ndef read(): return MARGIN", "m.MARGIN = 4.0"),
+    "a new attribute": ("def read(): return globals().get('MARGIN')", "m.MARGIN = 4.0"),
+    "a dict": ("cfg = {'a': 1, 'b': {'c': 2}}\ndef read(): return cfg", "m.cfg['b']['c'] = 3; del m.cfg['a']"),
+    "a dict that another one holds": (
+        "cfg = {'model': {'width': 1}}\nmodel = cfg['model']\ndef read(): return model, model is cfg['model']",
+        "m.cfg['model']['width'] = 2",
+    ),
+    "a dict in the place of another": ("cfg = {'a': 1}\ndef read(): return cfg", "m.cfg = {'b': [1, (2, {3})]}"),
+    "the order of a dict": ("cfg = {'a': 1, 'b': 2}\ndef read(): return cfg", "m.cfg['a'] = m.cfg.pop('a')"),
+    "a list": ("callbacks = [1]\nothers = callbacks\ndef read(): return others", "m.callbacks.append(2)"),
+    "a set": ("seen = {1}\nothers = seen\ndef read(): return others", "m.seen.add(2)"),
+    "an attribute of a class": (
+        "class Options:\n    margin = 1\ndef read(): return Options.margin",
+        "m.Options.margin = 4",
+    ),
+    "an attribute of a nested class": (
+        "class Outer:\n    class Inner:\n        margins = [1]\ndef read(): return Outer.Inner.margins",
+        "m.Outer.Inner.margins.append(4)",
+    ),
+    "a method": ("class A:\n    def f(self): return 1\ndef read(): return A().f()", "m.A.f = lambda self: 2"),
+    "a function of the script around a module's": (
+        "def f(): return 1\ndef read(): return f()",
+        "import functools\nf = m.f\nm.f = functools.wraps(f)(lambda: 10 * f())",
+    ),
+    "what a decorator of the project keeps": (
+        "import functools\ndef counted(function):\n    seen = []\n    @functools.wraps(function)\n    def inner():\n"
+        "        seen.append(function())\n        return seen\n    return inner\n"
+        "@counted\ndef f(): return 1\ndef read(): return len(f())",
+        "m.f(); m.f()",
+    ),
+    "a function in the place of another": ("def f(): return 1\ndef read(): return f()", "m.f = lambda: 2"),
+    "an instance": (
+        "class Options:\n    def __init__(self): self.margin = 1\noptions = Options()\nheld = [options]\n"
+        "def read(): return options.margin, held[0] is options",
+        "m.options.margin = 4",
+    ),
+    "a singleton that is made late": (
+        "class Options:\n    margin = 1\n    _instance = None\n    @classmethod\n    def get(cls):\n"
+        "        cls._instance = cls._instance or cls()\n        return cls._instance\n"
+        "def read(): return Options.get().margin",
+        "m.Options.get().margin = 4",
+    ),
+    "singletons of a metaclass": (
+        "class Single(type):\n    made = {}\n    def __call__(cls):\n"
+        "        if cls not in cls.made: cls.made[cls] = super().__call__()\n        return cls.made[cls]\n"
+        "class State(metaclass=Single):\n    def __init__(self): self.config = None\n"
+        "def read(): return State().config, len(Single.made)",
+        "m.State().config = {'lr': 0.1}",
+    ),
+    "slots": (
+        "class Options:\n    __slots__ = ('margin', '__dict__')\n    def __init__(self): self.margin, self.b = 1, 2\n"
+        "options = Options()\ndef read(): return options.margin, options.b",
+        "m.options.margin = 4; m.options.c = 5",
+    ),
+    "a frozen dataclass": (
+        "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass A:\n    x: int = 1\na = A()\n"
+        "def read(): return a",
+        "m.a = m.A(2)",
+    ),
+    "a namespace": (
+        "import argparse, types\na, b = argparse.Namespace(x=1), types.SimpleNamespace(y=1)\ndef read(): return a, b",
+        "m.a.x = m.b.y = 2",
+    ),
+    "a dict with attributes that refuses to be changed": (
+        "class Node(dict):\n    def __init__(self, **items):\n        super().__init__(**items)\n"
+        "        self.__dict__['frozen'] = False\n"
+        "    def __setitem__(self, key, value):\n        if self.frozen: raise TypeError(key)\n"
+        "        super().__setitem__(key, value)\n    def __setattr__(self, key, value): self[key] = value\n"
+        "cfg = Node(a=1, b=Node(c=2))\ndef read(): return cfg, cfg.frozen, type(cfg['b'])",
+        "m.cfg['b']['c'] = 3; m.cfg.__dict__['frozen'] = True",
+    ),
+    "a registry with a function of the script": (
+        "LOSSES = {}\ndef read(): return {name: loss() for name, loss in LOSSES.items()}",
+        "m.LOSSES['mine'] = lambda: 4",
+    ),
+    "a registry with functions of modules": (
+        "import math\ndef own(): return 1\nmore = {'a': own}\n"
+        "def read(): return {name: (f.__name__, f is own) for name, f in more.items()}",
+        "import math\nm.more['b'] = math.sqrt\nm.more['c'] = m.own",
+    ),
+    "a registry with an instance of the script's class": (
+        "LOSSES = {}\ndef read(): return [loss() for loss in LOSSES.values()]",
+        "class Loss:\n    def __init__(self): self.x = 4\n    def __call__(self): return self.x\n"
+        "m.LOSSES['mine'] = Loss()",
+    ),
+    "a registry with a closure of the module": (
+        "FACTOR, LOSSES = 1, {}\ndef add(name, x):\n    def loss(): return FACTOR * x\n    LOSSES[name] = loss\n"
+        "add('a', 1)\ndef read():\n    global FACTOR\n    FACTOR = 10\n    return [loss() for loss in LOSSES.values()]",
+        "m.add('b', 4)",
+    ),
+    "what a closure holds": (
+        "def make():\n    state = {'x': 1}\n    def get(): return state['x']\n    def put(x): state['x'] = x\n"
+        "    return get, put\nget, put = make()\ndef read(): return get()",
+        "m.put(4)",
+    ),
+    "a default": ("def f(seen=[]): return seen\ndef read(): return f()", "m.f().append(1)"),
+    "an attribute of a function": ("def f(): return f.x\nf.x = 1\ndef read(): return f()", "m.f.x = 2"),
+    "a tensor": (
+        "import torch\nscale = torch.ones(2)\nheld = (scale,)\ndef read(): return held[0].tolist(), held[0] is scale",
+        "m.scale += 1",
+    ),
+    "a parameter of another shape": (
+        "import torch\nw = torch.nn.Parameter(torch.ones(2))\ndef read(): return w, w.requires_grad",
+        "m.w.data = m.torch.zeros(3, dtype=m.torch.float64); m.w.requires_grad_(False)",
+    ),
+    "an array": ("import numpy as np\na = np.zeros(3)\nb = a\ndef read(): return b", "m.a[1] = 5"),
+    "a model": (
+        "import torch\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(1, 1)\ndef read(): return model.weight.tolist()",
+        "m.torch.nn.init.constant_(m.model.weight, 4)",
+    ),
+    "a generator of random numbers": (
+        "import random, numpy as np\na, b = random.Random(0), np.random.default_rng(0)\n"
+        "def read(): return a.getstate()[1][-1], b.bit_generator.state['state']['state']",
+        "m.a.random(); m.b.random()",
+    ),
+    "a context variable": (
+        "from contextvars import ContextVar\nmargin = ContextVar('margin', default=1)\ndef read(): return margin.get()",
+        "m.margin.set(4)",
+    ),
+    "a thread's own": (
+        "import threading\nlocal = threading.local()\nlocal.x = 1\ndef read(): return local.x",
+        "m.local.x = 2",
+    ),
+    "containers of the standard library": (
+        "import collections as c\na, b, d = c.OrderedDict(x=1), c.defaultdict(list), c.deque([1])\n"
+        "e = c.Counter('ab')\n"
+        "def read(): return a, b, d, e, list(reversed(a)), b['new']",
+        "m.a['y'] = 2; m.a.move_to_end('x'); m.b['z'].append(1); m.d.append(2); m.e.update('a')",
+    ),
+    "one that holds itself": (
+        "cfg = {}\ncfg['self'] = cfg\ndef read(): return len(cfg), cfg['self'] is cfg",
+        "m.cfg['x'] = 1",
+    ),
+    "an instance with an idle lock": (
+        "import threading\nclass A:\n    def __init__(self): self.lock, self.x = threading.Lock(), 1\n"
+        "a = None\ndef read():\n    if a is None: return None\n    with a.lock: return a.x",
+        "m.a = m.A()",
+    ),
+    "a not-a-number, and a zero's sign": (
+        "a, b = float('nan'), 0.0\ndef read(): return a, b, str(b)",
+        "m.b = -0.0",
+    ),
+    "a key that is no number": (
+        "import torch\ndtypes = {torch.float32: 1}\ndef read(): return dtypes",
+        "m.dtypes[m.torch.float64] = 2",
+    ),
+    "the module's own flags": (
+        """
+        class Flag:
+            def __init__(self, name, value): self.name, self.value = name, value
+            def __getstate__(self): raise TypeError("can't pickle Flag objects")
+            def __copy__(self): raise TypeError
+        class FlagValues:
+            def __init__(self): self.__dict__["__flags"] = {}
+            def __getattr__(self, name):
+                flags = self.__dict__["__flags"]
+                if name not in flags: raise AttributeError(name)
+                return flags[name].value
+            def __setattr__(self, name, value): raise TypeError(name)
+            def __getstate__(self): raise TypeError("can't pickle FlagValues")
+        FLAGS = FlagValues()
+        def read(): return sorted(FLAGS.__dict__["__flags"]), getattr(FLAGS, "lr", None)
+        """,
+        "m.FLAGS.__dict__['__flags']['lr'] = m.Flag('lr', 0.1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_worker_has(in_worker, name):
+    here, there = in_worker(*CASES[name])
+    assert here == there
+
+
+def test_modules_that_others_name_are_reached(in_worker):
+    """By an attribute, by an import in a function, relative to a package, and by the class of an object alone."""
+    sources = {
+        "reached.__init__": "X = 1",
+        "reached.sub": "X = 1\ndef of(): return X",
+        "reached.far": "X = 1",
+        "reached_class": "X = 1\nclass A:\n    def read(self): return X",
+        "reached_top": "import reached\nfrom reached.sub import of\nfrom reached_class import A\na = A()\n"
+        "def read():\n    from reached import far\n    return reached.X, of(), far.X, a.read()",
+    }
+    change = "for name in ('reached', 'reached.sub', 'reached.far', 'reached_class'): sys.modules[name].X = 2"
+    here, there = in_worker(sources, change)
+    assert here == there == "(2, 2, 2, 2)"
+
+
+def test_objects_of_modules_are_the_same_ones_in_arguments(in_worker):
+    """In attributes, defaults, closures and containers: sentinels, dicts, locks, instances."""
+    source = """
+    import threading
+    MISSING, cfg, lock = object(), {"a": 1}, threading.Lock()
+    class Options: pass
+    options = Options()
+    class Call:
+        def __init__(self, *args): self.args = args
+        def __call__(self): return [a is b for a, b in zip(self.args, (MISSING, cfg, lock, options))]
+    def read(): return None
+    """
+    there = in_worker(source, "", "m.Call(m.MISSING, m.cfg, m.lock, m.options)")[1]
+    assert there == "[True, True, True, True]"
+
+
+def test_a_sentinel_of_a_module_that_is_not_compared_is_the_same_one(in_worker):
+    source = "import dataclasses\ndef read(): return None\nclass Call:\n    pass"
+    change = "import dataclasses\ncall = lambda default=dataclasses.MISSING: default is dataclasses.MISSING"
+    assert in_worker(source, change + "\nm.read = lambda: 1", "call")[1] == "True"
+
+
+def test_what_a_library_holds_is_found_by_the_code_that_names_it(in_worker, tmp_path):
+    """What it imports after the program, and by a name of the script's."""
+    sources = {
+        "libraries.site-packages.flags_of_library": "FLAGS, OTHER = {'lr': 1}, {}\ndef define(): FLAGS['lr'] = 2",
+        "names_library": """
+        import os, sys
+        sys.path.append(os.path.join(os.path.dirname(__file__), "libraries", "site-packages"))
+        import flags_of_library
+        def read(): return flags_of_library.FLAGS
+        """,
+    }
+    (tmp_path / "libraries").mkdir()
+    path = sys.path.copy()
+    try:
+        here, there = in_worker(sources, "m.flags_of_library.define()", imports=["names_library"])
+    finally:
+        sys.path[:] = path
+    assert here == there == "{'lr': 2}"
+
+
+# --- what cannot be sent ---
+
+
+def test_code_that_cannot_be_sent_is_an_error_that_names_it(in_worker):
+    source = "LOSSES = {}\ndef read(): return sorted(LOSSES)"
+    change = "file = m.held = open(__import__('os').devnull, 'w')\nm.LOSSES['mine'] = lambda: file.fileno()"
+    with pytest.raises(AssertionError, match=r"state_\d+\.LOSSES\['mine'\] is a function.*worker_init"):
+        in_worker(source, change)
+
+
+UNCOMPARED = {
+    "a file": ("import os\nheld = open(os.devnull, 'w')\ndef read(): return x, held.name", "m.x = 2"),
+    "a generator": ("def make():\n    yield 1\nheld = make()\ndef read(): return x, held.__name__", "m.x = 2"),
+    "a warm cache": (
+        "import functools\n@functools.lru_cache\ndef held(): return {'a': 1}\ndef read(): return x, bool(held)",
+        "m.x = 2; m.held()",
+    ),
+    "an instance with a file": (
+        "import os\nclass A:\n    def __init__(self): self.file, self.step = open(os.devnull, 'w'), 1\nheld = A()\n"
+        "def read(): return x, held.file.name",
+        "m.x = 2; m.held.step = 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCOMPARED)
+def test_what_cannot_be_compared_is_one_warning_where_it_is_named(in_worker, name):
+    source, change = UNCOMPARED[name]
+    with pytest.warns(NanoWarning, match=r"state_\d+\.held") as caught:
+        here, there = in_worker("x = 1\n" + source, change)
+    assert len(caught) == 1
+    assert here == there
+
+
+@pytest.mark.parametrize(
+    "held",
+    ["open(__import__('os').devnull, 'w')", "(i for i in ())", "threading.Lock()", "logging.getLogger('a')", "print"],
+)
+def test_what_no_function_names_is_silent(in_worker, held):
+    source = f"import logging, threading\nx, held = 1, {held}\ndef read(): return x"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NanoWarning)
+        here, there = in_worker(source, "m.x = 2")
+    assert here == there == "2"
+
+
+def test_locks_loggers_and_cold_caches_are_as_new(in_worker):
+    source = (
+        "import functools, logging, threading\nx, lock, log = 1, threading.RLock(), logging.getLogger('a')\n"
+        "event = threading.Event()\n@functools.cache\ndef f(): return 1\n"
+        "def read():\n    with lock: return x, log.name, event.is_set(), f.__name__"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NanoWarning)
+        here, there = in_worker(source, "m.x = 2")
+    assert here == there
+
+
+def test_what_is_large_is_not_sent_and_is_named(in_worker, monkeypatch):
+    monkeypatch.setattr(module_state, "LARGEST", 1000)
+    source = "import torch\nx, held, tensor = 1, {'a': [*range(300)]}, torch.zeros(300)\n"
+    source += "def read(): return x, len(held), tensor.shape"
+    with pytest.warns(NanoWarning, match=r"\.held has over .*\.tensor has over"):
+        here, there = in_worker(source, "m.x = 2; m.held['a'][0] = 5; m.tensor += 1")
+    assert here == there
