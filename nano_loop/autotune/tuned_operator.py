@@ -10,6 +10,7 @@ from torch import Tensor
 from nano_loop.autotune.decisions import Decision, Decisions, measure_or_guess
 from nano_loop.autotune.tuner import Race, Tuner
 from nano_loop.kernels.replacement import Algorithms, Choose
+from nano_loop.patching.deterministic_mode import may_depend_on_times
 
 #: What `_kind` looks into.
 _COMPOSED = (Tensor, tuple, list, float)
@@ -40,6 +41,8 @@ class TunedOperator(NamedTuple):
         decisions = Decisions(tuner, self.has_gradients)
 
         def choose(call: Any, algorithms: Algorithms, guess: str) -> str:
+            if not may_depend_on_times():
+                return guess
             return decisions.algorithm(
                 _kind(call),
                 lambda: guess,

@@ -29,6 +29,9 @@ FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 #: groups. The public functions that call it are imported by name, so a replacement of them would not be seen.
 FLATTENED_STATES = ("torch.distributed.checkpoint.state_dict", "_unflatten_optim_state_dict")
 
+#: What all public functions that switch the deterministic mode call, also where a script has imported them by name.
+SETTER_OF_DETERMINISM = (torch._C, "_set_deterministic_algorithms")
+
 #: Operators without public names: attention by blocks on the CPU, and bags of rows with a gradient.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 BAGS_KERNEL = "_embedding_bag"

@@ -24,6 +24,7 @@ from nano_loop.kernels.linear import linear, product, rounded_product
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.kernels.rounding import ATTENTION, CONVOLUTION, LSTM, PRODUCT, RULE, Rounding
+from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import closure_of, hook_before_steps, requires_closure, with_closure
 from nano_loop.patching.operators.operators import gives_kernels
@@ -133,7 +134,8 @@ class Bf16Products(Step):
         self._kinds: set[_Kind] = set()
         self._optimizers: Any = WeakIdKeyDictionary()
         self._steps = 0
-        self._models: dict[str, None] = {}  # the names of their classes
+        self._models: Any = WeakIdKeyDictionary()
+        self._names: dict[str, None] = {}  # of their classes
         self._all_round: bool | None = None
         self._budget: Budget | None = None
         self._trial: StepTrial[bool] | None = None
@@ -170,12 +172,8 @@ class Bf16Products(Step):
     def apply(self, parts: TrainingObjects) -> str:
         self.undoing.enter_context(line_searches_in_fp32())
         for model in parts.models:
-            for kind in _KINDS:
-                if kind.is_for(model) and (kind.kernel is None or kind.kernel.unavailable is None):
-                    self._put_in_force(kind)
-            interceptor = self.interceptors.for_model(model, self.name)
-            interceptor.rules = {**interceptor.rules, RULE: self._rounding}
-            self._models[class_name(model)] = None
+            self._begin_with(model)
+            self._models[model], self._names[class_name(model)] = True, None
         for optimizer in parts.optimizers:
             if optimizer not in self._optimizers:
                 self._optimizers[optimizer] = True
@@ -189,20 +187,36 @@ class Bf16Products(Step):
         self._rounding.forget()
         return self.options.kind.summary
 
+    def _begin_with(self, model: nn.Module) -> None:
+        """Let the products of a model round that are large."""
+        for kind in _KINDS:
+            if kind.is_for(model) and (kind.kernel is None or kind.kernel.unavailable is None):
+                self._put_in_force(kind)
+        interceptor = self.interceptors.for_model(model, self.name)
+        interceptor.rules = {**interceptor.rules, RULE: self._rounding}
+
+    @override
+    def forget_times(self) -> None:
+        self._leave_trial()
+        for model in [*self._models]:
+            self._begin_with(model)
+        self._rounding.forget()
+        self._steps = 0
+
     def _may_measure(self) -> bool:
         """Whether measured times may decide: not in ranks, which would not compute alike."""
         is_wanted = bool(self.options.tune_operators) and not self.options.compile
-        return is_wanted and self.ranks.size == 1 and not torch.are_deterministic_algorithms_enabled()
+        return is_wanted and self.ranks.size == 1
 
     @override
     def final_result(self) -> StepResult | None:
         """Return why no product was computed in bf16 at the end, or None."""
-        names = ", ".join(self._models)
+        names = ", ".join(self._names)
         if self._trial is not None and not self._trial.setting:
             fp32, rounded = (f"{self._trial.medians[setting] * 1e3:.3g} ms" for setting in (False, True))
             detail = f"fp32 for {names}: {fp32} a step, and {rounded} with bf16 inside of products"
             return StepResult(self.name, "measured", detail, code="slower")
-        if self._has_rounded or self._rounding.fewest or not self._models:
+        if self._has_rounded or self._rounding.fewest or not self._names:
             return None
         return StepResult(self.name, "measured", f"fp32 for {names}: no product is faster in bf16", code="too_small")
 
@@ -230,7 +244,7 @@ class Bf16Products(Step):
             self._in_fp32 /= time.perf_counter() - self._began
             if self._kinds and self._budget is not None:
                 _settled.append(self)
-        if self in _settled and self._budget is not None:
+        if self in _settled and self._budget is not None and may_depend_on_times():
             if not _trials:
                 self._begin_trial(optimizer, self._budget)
             elif self is _trials[0] and optimizer is self._timed():

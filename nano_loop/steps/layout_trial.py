@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nano_loop.config.options import Options
+from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import calls_only_forward
 from nano_loop.precision.verification.recorded_calls import RecordedCalls, loss_of
@@ -20,6 +20,7 @@ from nano_loop.precision.verification.traces import RandomStates, run_backward, 
 
 #: Seconds of steps in a layout that are enough, and how many steps there are at least and at most.
 _ENOUGH, _FEWEST, _MOST = 0.2, 3, 9
+_DETERMINISTIC = "torch.use_deterministic_algorithms is on"
 
 
 class LayoutTrial:
@@ -75,6 +76,9 @@ class LayoutTrial:
         """
         if self.recorded is None or not self.recorded.is_ready:
             return None
+        if not may_depend_on_times():
+            self.forget()
+            return None
         with tensors_kept(tensors):
             times = self.recorded.guarded(self._times)
         if times is None:
@@ -82,6 +86,12 @@ class LayoutTrial:
         in_nhwc = times[True] < times[False]
         self._result = f"{_name(in_nhwc)}: {times[True] * 1e3:.3g} ms a step in NHWC, {times[False] * 1e3:.3g} in NCHW"
         return in_nhwc
+
+    def forget(self) -> None:
+        """Time nothing, now and later, and say so."""
+        self._reason, self._result = _DETERMINISTIC, ""
+        if self.recorded is not None:
+            self.recorded.end()
 
     def _times(self) -> dict[bool, float]:
         """Return the least seconds of forward and backward, by whether the layout is NHWC."""
@@ -111,8 +121,8 @@ def _reason_not_to_time(model: nn.Module, options: Options) -> str:
         return "tune_operators is off"
     if options.compile:
         return "compiled models are not measured"
-    if torch.are_deterministic_algorithms_enabled():
-        return "torch.use_deterministic_algorithms is on"
+    if not may_depend_on_times():
+        return _DETERMINISTIC
     if not all(map(calls_only_forward, model.modules())):
         return "the model has hooks, which a copy would call"
     return "" if any(parameter.requires_grad for parameter in parameters_of(model)) else "no parameter is trained"

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from nano_loop.autotune.budget import Budget
+from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.patch_table import shared_change, users
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 #: The part of the time for measurements that is left for operators, or that of the number of threads.
 HALF = 0.5
+_DETERMINISTIC = "torch.use_deterministic_algorithms is on"
 
 
 class NumThreads(Step):
@@ -43,8 +45,8 @@ class NumThreads(Step):
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.options.exact:
             return SkipReason("exact", "sums of other numbers of threads differ in bits, and exact is on")
-        if torch.are_deterministic_algorithms_enabled():
-            return SkipReason("deterministic", "torch.use_deterministic_algorithms is on")
+        if not may_depend_on_times():
+            return SkipReason("deterministic", _DETERMINISTIC)
         if self.ranks.size > 1:
             # What each rank computes of all gradients, such as their norm, would differ in bits between ranks.
             return SkipReason("several_processes", "ranks keep to one number, so that they compute the same")
@@ -70,11 +72,18 @@ class NumThreads(Step):
         return f"1 or {max(self._trial.settings)}, measured in the first steps"
 
     @override
+    def forget_times(self) -> None:
+        if self._trial is not None:
+            self._trial.forget()
+
+    @override
     def final_result(self) -> StepResult | None:
         """Return the number with which the loop has gone on, and what steps have taken with both."""
         trial = self._trial
         if trial is None:
             return None
+        if not may_depend_on_times():
+            return StepResult(self.name, "measured", f"{trial.setting}: {_DETERMINISTIC}", code="deterministic")
         if not trial.medians:
             return StepResult(self.name, "measured", f"{trial.setting}: too few steps to tell", code="too_few_steps")
         times = ", ".join(f"{time * 1e3:.3g} ms a step with {number}" for number, time in trial.medians.items())

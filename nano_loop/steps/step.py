@@ -147,6 +147,9 @@ class Step(ABC):
         """Return a context in which the step does not average the gradients of `models`, as most steps never do."""
         return nullcontext()
 
+    def forget_times(self) -> None:  # noqa: B027
+        """Go on as before all measurements. Called when torch's deterministic mode is switched on during the run."""
+
     def final_result(self) -> StepResult | None:
         """Return a final result for the report at the end of the run, before `undo`, or None."""
         return None

@@ -11,9 +11,11 @@ from typing import Generic, TypeVar
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.tuner import HOPELESS, NEARLY_ALWAYS
+from nano_loop.patching.deterministic_mode import may_depend_on_times
 
 #: How many times as fast the other setting has to be, by the medians, and how many times as long a step has to take
 #: for another measurement.
@@ -82,13 +84,22 @@ class StepTrial(Generic[_Setting]):
         """Note the end of a step. Those of the thread that has made this object count."""
         if threading.get_ident() != self._thread:
             return
-        if self._end is not None:
+        if not may_depend_on_times():
+            self.forget()
+        elif self._end is not None:
             seconds = time.perf_counter() - self._end
             if self._is_measuring:
                 self._take(seconds)
             else:
                 self._watch(seconds)
         self._end = time.perf_counter()  # to change the setting takes time, too
+
+    def forget(self) -> None:
+        """Go on in the first setting, as before any measurement."""
+        self.setting, self._other = self.settings
+        self.medians, self._settled, self._end = {}, None, None
+        self._times = {setting: [] for setting in self._times}
+        self._wait()
 
     def _watch(self, seconds: float) -> None:
         """Begin a measurement, or go on with it, if there is a reason and time for it."""
@@ -178,6 +189,11 @@ class ThreadTrial(StepTrial[int]):
     def close(self) -> None:
         """Remove the hook. The number of threads stays."""
         self._hook.remove()
+
+    @override
+    def forget(self) -> None:
+        if threading.get_ident() == self._thread and torch.get_num_threads() == self._now:
+            super().forget()
 
     def _note(self, *_: object) -> None:
         if threading.get_ident() == self._thread and torch.get_num_threads() != self._now:

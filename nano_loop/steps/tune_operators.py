@@ -16,6 +16,7 @@ from nano_loop.autotune.tuner import Tuner
 from nano_loop.cpu.waits import BUSY, Waits
 from nano_loop.kernels.rnn import rnn
 from nano_loop.kernels.rounding import RULE
+from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.ownership import Rule
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -100,7 +101,7 @@ class TuneOperators(Step):
             return SkipReason("compiled", "compiled models are not measured")
         if self.options.log_casts:
             return SkipReason("log_casts", "log_casts would list what is measured")
-        if torch.are_deterministic_algorithms_enabled():
+        if not may_depend_on_times():
             detail = "measured choices may differ between runs, and torch.use_deterministic_algorithms is on"
             return SkipReason("deterministic", detail)
         return None

@@ -48,3 +48,10 @@ def set_num_threads(monkeypatch):
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def deterministic():
+    """Return what switches torch's deterministic mode on, as a loop may do at any time. The test ends without it."""
+    yield lambda: torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(False)

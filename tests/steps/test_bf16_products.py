@@ -506,6 +506,23 @@ def test_products_are_fp32_where_steps_are_faster_without_bf16(clock, models):
 
 
 @here
+def test_deterministic_mode_lets_large_products_round_again_that_were_slower(clock, deterministic):
+    model, used = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), []
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    settings = {"precision": "auto", "fast_linear": False, "fast_chains": False, "verbose": False}
+    with nano_loop.accelerated(model, optimizer, **settings):
+        for step in range(2 * module._LOOKS_UNTIL + 120):
+            if step == module._LOOKS_UNTIL + 60:
+                deterministic()
+            used.append(in_force())
+            clock.now += 1.05 if used[-1][0] else 1.0
+            model(torch.randn(1024, 256)).square().mean().backward()
+            optimizer.step()
+    assert used[module._LOOKS_UNTIL + 59] == (0, 0)
+    assert used[module._LOOKS_UNTIL + 60 :] == [(1, 1)] * (module._LOOKS_UNTIL + 60)
+
+
+@here
 def test_products_stay_in_bf16_where_steps_are_as_slow_in_fp32(clock):
     used, report = trained_by(clock, lambda users: 1.0 if users else 0.98)
     assert used.count(0) == module._ROUNDS

@@ -166,6 +166,22 @@ def test_deterministic_algorithms_and_compiled_models_are_not_timed(step):
         assert trial.recorded is None
 
 
+@pytest.mark.parametrize("after", [0, 2])
+def test_mode_that_the_loop_switches_on_leaves_the_guess_or_brings_it_back(takes, deterministic, after):
+    takes(0.5)
+
+    def loop(model, optimizer, loader):
+        for step, batch in enumerate(loader):
+            if step == after:
+                deterministic()
+            fit(model, optimizer, [batch])
+
+    made = parts(steps=4)
+    measured = run(made, loop)[1]
+    assert made[0].seen == [False, after > 0, False, False]
+    assert measured.detail == "NCHW, not timed: torch.use_deterministic_algorithms is on"
+
+
 def test_all_ranks_go_on_in_the_layout_that_rank_0_has_found_faster(takes, tmp_path):
     def loop(model, optimizer, loader):
         for x, y in loader:

@@ -99,3 +99,23 @@ def test_steps_of_other_threads_do_not_count(loop):
     thread.start()
     thread.join()
     assert (loop.trial.measured, torch.get_num_threads()) == (0, MORE)
+
+
+def test_deterministic_mode_brings_back_the_first_number_and_ends_measurements(loop, deterministic):
+    loop.steps(500, {1: 0.5, MORE: 1.0})
+    assert torch.get_num_threads() == 1
+    deterministic()
+    loop.numbers.clear()
+    loop.steps(500, {1: 0.5, MORE: 1.0})
+    assert set(loop.numbers[1:]) == {MORE}
+    torch.use_deterministic_algorithms(False)
+    loop.steps(500, {1: 0.5, MORE: 1.0})
+    assert torch.get_num_threads() == 1
+
+
+def test_deterministic_mode_leaves_a_number_that_the_loop_has_set(loop, deterministic):
+    loop.steps(500, {1: 0.5, MORE: 1.0})
+    torch.set_num_threads(3)
+    deterministic()
+    loop.trial.forget()
+    assert torch.get_num_threads() == 3

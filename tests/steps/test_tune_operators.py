@@ -181,6 +181,43 @@ def test_deterministic_algorithms_keep_to_the_first_guesses(step):
         torch.use_deterministic_algorithms(False)
 
 
+@measured
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "auto", 32])
+def test_mode_that_the_loop_switches_on_keeps_to_the_first_guesses(
+    measuring, monkeypatch, deterministic, precision, is_stored
+):
+    """Whether or not there is a choice of an earlier run. Another algorithm is always faster here."""
+    monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
+    found = []
+
+    def other(race, guess, *_):
+        found.append(guess)
+        return Choice(next(name for name in race.algorithms if name != guess), guess, {})
+
+    monkeypatch.setattr(tuner, "fastest", other)
+
+    def trained(switch=lambda: None, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.Tanh(), nn.Flatten(2), nn.LayerNorm(64))
+
+        def loop(*arguments):
+            switch()
+            return fit(*arguments)
+
+        train = nano(precision=precision, channels_last=True, verbose=False, **options)(loop)
+        return train(model, torch.optim.SGD(model.parameters(), 0.01), torch.randn(4, 2, 8, 10, 10))
+
+    expected = trained(tune_operators=False)
+    if is_stored:
+        trained()
+        assert found
+    found.clear()
+    assert all(map(torch.equal, trained(deterministic), expected))
+    assert not found
+
+
 # --- several processes ---
 
 

@@ -60,6 +60,7 @@ class KernelStep(Step):
     def begin(self) -> None:
         self._has_calls = False  # whether a model that was set up calls the replaced operators
         self._in_force: ExitStack | None = None
+        self._models: Any = WeakIdKeyDictionary()
         self._optimizers: Any = WeakIdKeyDictionary()
         self._steps = self._calls = 0
 
@@ -114,7 +115,16 @@ class KernelStep(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
+        self._begin_with(parts.models)
         for model in parts.models:
+            self._models[model] = True
+        if self._is_in_fp32:
+            self._watch(parts)
+        reason = self._kernel.unavailable
+        return self.says if reason is None else f"{self.says_without_kernel}{for_report(reason)}"
+
+    def _begin_with(self, models: Iterable[nn.Module]) -> None:
+        for model in models:
             interceptor = self.interceptors.for_model(model, self.name)
             if self.takes_fp32:
                 interceptor.rules = {**interceptor.rules, rule_of(self._kernel): self.rule}
@@ -123,10 +133,11 @@ class KernelStep(Step):
             for context in self.contexts():
                 self._in_force.enter_context(context)
         self._steps, self._calls = 0, self._kernel.calls
-        if self._is_in_fp32:
-            self._watch(parts)
-        reason = self._kernel.unavailable
-        return self.says if reason is None else f"{self.says_without_kernel}{for_report(reason)}"
+
+    @override
+    def forget_times(self) -> None:
+        if self._models and self._in_force is None:  # since no call of these was faster
+            self._begin_with([*self._models])
 
     @property
     def rule(self) -> Choose:
