@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from nano_loop.kernels.convolution.pixel_means import gradients_in_nhwc
 from nano_loop.kernels.dropout.bernoulli import same_draws
-from nano_loop.kernels.dropout.drawing_order import drawn_as_nchw, drawn_as_they_lie
+from nano_loop.kernels.dropout.drawing_order import drawn_as_nchw, in_call, is_converted, mark
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
@@ -57,6 +58,7 @@ class ChannelsLast(Step):
         self._trials: list[LayoutTrial] = []
         self._optimizers: Any = WeakIdKeyDictionary()
         self._chosen: list[tuple[int, bool]] = []  # the places of trials, and whether NHWC was faster
+        self._draws: list[None] = []  # what is in force for models in NHWC
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -79,9 +81,6 @@ class ChannelsLast(Step):
             self.undoing.enter_context(replaced(convolution, "forward", _converting_its_input))
         self.undoing.enter_context(gradients_in_nhwc())
         models = _unscripted(parts)
-        by_the_user = any(map(_lies_as_nhwc, parts.parameters()))
-        for context in (drawn_as_they_lie,) if by_the_user else (drawn_as_nchw, same_draws):
-            self.undoing.enter_context(context())
         if self.options.channels_last == "auto":
             for model in models:
                 self._open_trial(model)
@@ -96,9 +95,12 @@ class ChannelsLast(Step):
 
     def _turn(self, model: nn.Module, to_nhwc: bool) -> int:
         """Let a model compute in NHWC from now on, or in NCHW, and return how many convolutions it has."""
-        wrapper = _converting_inputs(_converted(parameters_of(model))) if to_nhwc else _as_they_are
-        self.interceptors.add(model, self.name, wrapper)
         convolutions = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
+        channels = frozenset(convolution.in_channels for convolution in convolutions)
+        wrapper = _converting_inputs(_converted(parameters_of(model)), channels) if to_nhwc else _as_they_are
+        self.interceptors.add(model, self.name, wrapper)
+        if to_nhwc and not self._draws:
+            self._draws = [self.undoing.enter_context(context()) for context in (drawn_as_nchw, same_draws)]
         for convolution in convolutions:
             if to_nhwc and id(convolution) not in _converting:
                 undone_with(convolution, self.undoing).callback(_converting.discard, id(convolution))
@@ -201,22 +203,31 @@ def _lies_as_nhwc(tensor: Tensor) -> bool:
 
 
 def _as_they_are(call: Call) -> Call:
-    return call
+    def unconverted(function: Call, /, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if torch.compiler.is_compiling() else in_call(is_converted=False):
+            return call(function, *args, **kwargs)
+
+    return unconverted
 
 
-def _converting_inputs(dimensions: frozenset[int]) -> Any:
+def _converting_inputs(dimensions: frozenset[int], channels: frozenset[int]) -> Any:
+    """Convert what a convolution may take: other inputs, such as images that the model itself permutes, stay."""
+
     def convert(tensor: Tensor) -> Tensor:
         images = tensor.dim() in dimensions and tensor.layout is torch.strided and tensor.is_floating_point()
-        return in_channels_last(tensor) if images else tensor
+        if not images or (channels and 0 not in channels and tensor.size(1) not in channels):  # 0: not known yet
+            return tensor
+        return _marked(in_channels_last(tensor), tensor)
 
     def layer(call: Call) -> Call:
         def with_converted_inputs(function: Call, /, *args: Any, **kwargs: Any) -> Any:
             substitution = Substitution(convert)
-            args, kwargs = substitution(args), substitution(kwargs)
-            try:
-                return Substitution(_in_plain_layout)(call(function, *args, **kwargs))
-            finally:
-                substitution.restore()
+            with nullcontext() if torch.compiler.is_compiling() else in_call(is_converted=True):
+                args, kwargs = substitution(args), substitution(kwargs)
+                try:
+                    return Substitution(_in_plain_layout)(call(function, *args, **kwargs))
+                finally:
+                    substitution.restore()
 
         return with_converted_inputs
 
@@ -224,17 +235,26 @@ def _converting_inputs(dimensions: frozenset[int]) -> Any:
 
 
 def _converting_its_input(forward: Call) -> Call:
-    def convert_and_forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def convert_and_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         # torch would compile what depends on a module's id anew for each block of a model.
         if (
             call_state.accelerated
             and (torch.compiler.is_dynamo_compiling() or id(self) in _converting)
             and input.dim() in _FORMATS
         ):
-            input = in_channels_last(input)
+            converted = in_channels_last(input)
+            output = forward(self, converted, *args, **kwargs)
+            return _marked(output, input, also_plainly=_lies_as_nhwc(self.weight))
         return forward(self, input, *args, **kwargs)
 
     return convert_and_forward
+
+
+def _marked(output: Tensor, input: Tensor, also_plainly: bool = False) -> Tensor:
+    """Note whether an output is NHWC because of the conversion alone: in the plain loop it lies as its input."""
+    if not (torch.compiler.is_compiling() or in_functorch()):
+        mark(output, not (also_plainly or (_lies_as_nhwc(input) and not is_converted(input))))
+    return output
 
 
 def _view_or_reshape(view: Call) -> Call:

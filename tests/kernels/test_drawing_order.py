@@ -100,6 +100,84 @@ def test_model_that_the_user_has_converted_draws_as_before():
     compare(model, torch.rand(4, 3, 16, 16))
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Permuting(nn.Module):
+    """Lays images out as NHWC itself, in ways of ConvNeXt, Swin, CvT, and models of images whose channels are last."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.conv, self.inner = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.block, self.scale = Block(), nn.Parameter(torch.full((8, 1, 1), 0.5))
+        self.norm = self.block.norm
+        self.of_model = forward
+
+    def forward(self, x):
+        return self.of_model(self, x)
+
+
+def attention(model, x):
+    heads = model.conv(x).flatten(2).transpose(1, 2).unflatten(2, (2, 4)).transpose(1, 2)
+    return F.dropout((heads @ heads.mT).permute(0, 3, 1, 2) + 1)
+
+
+def recomputed(reentrant):
+    def forward(model, x):
+        return checkpoint(lambda y: F.dropout(model.block(y)), model.conv(x), use_reentrant=reentrant)
+
+    return forward
+
+
+OWN = {
+    "dropout behind a block": lambda model, x: F.dropout(model.block(model.conv(x))),
+    "dropout2d": lambda model, x: F.dropout2d(model.block(model.conv(x))),
+    "in place": lambda model, x: F.dropout(model.block(model.conv(x)) * 1, inplace=True),
+    "by hand": lambda model, x: torch.empty_like(model.block(model.conv(x))).bernoulli_(0.9) * model.scale,
+    "sum with a scaled block": lambda model, x: F.dropout(model.scale * model.block(y := model.conv(x)) + y),
+    "sum with what is before": lambda model, x: F.dropout((y := model.conv(x)) + F.dropout(model.block(y))),
+    "convolution behind a block": lambda model, x: F.dropout(model.inner(model.block(model.conv(x)))),
+    "before tokens": lambda model, x: F.dropout(model.norm(model.conv(x).permute(0, 2, 3, 1))),
+    "mask of attention": attention,
+    "checkpoint": recomputed(False),
+    "reentrant checkpoint": recomputed(True),
+    "images with channels last": lambda model, x: F.dropout(model.conv(F.dropout(x.permute(0, 3, 1, 2) + 1))),
+}
+if gives_kernels():
+    OWN["noise"] = lambda model, x: model.inner(model.block(y := model.conv(x))) * torch.randn_like(model.block(y))
+
+
+@pytest.mark.parametrize("options", [{}, {"channels_last": True}, {"channels_last": "auto"}, {"exact": True}], ids=str)
+@pytest.mark.parametrize("name", OWN)
+def test_tensors_that_the_model_permutes_itself_are_drawn_as_they_lie(name, options):
+    """With a model beside it whose convolution is converted."""
+    torch.manual_seed(0)
+    model, other = Permuting(OWN[name]), nn.Conv2d(3, 3, 1)
+    x = torch.rand(2, 16, 16, 3) if name.startswith("images") else torch.rand(2, 3, 16, 16)
+    twin = copy.deepcopy(model)
+
+    def context():
+        return accelerated([model, other], verbose=False, **options)
+
+    torch.testing.assert_close(run(model, x, context), run(twin, x), rtol=1e-4, atol=1e-4)
+
+
+def test_without_gradients_a_model_that_permutes_first_draws_as_it_lies():
+    model, x = Permuting(lambda model, x: F.dropout(model.norm(x).permute(0, 3, 1, 2))), torch.rand(2, 16, 16, 8)
+    outs = []
+    for context in (nullcontext(), accelerated(model, channels_last=True, verbose=False)):
+        torch.manual_seed(0)
+        with context, torch.no_grad():
+            outs.append(model(x))
+    torch.testing.assert_close(*outs)
+
+
 def test_what_was_not_set_up_draws_as_without_a_run():
     outside = torch.rand(4, 8, 16, 16).to(memory_format=torch.channels_last)
     draws = []

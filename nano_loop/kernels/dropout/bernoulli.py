@@ -76,7 +76,7 @@ def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.T
     def bernoulli_(
         keys: torch.DispatchKeySet, tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        if is_drawn_as_nchw(tensor):
+        if is_drawn_as_nchw(tensor, generator):
             return tensor.copy_(bernoulli_(keys, contiguous_like(tensor), p, generator=generator))
         if users(vectorized_draws) and _supports(tensor, p, generator):
             filled = attempt(fill, tensor, p, generator or torch.default_generator)

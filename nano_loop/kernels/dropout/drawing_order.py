@@ -2,12 +2,16 @@
 
 torch fills a tensor in the order of its memory. With `channels_last`, dropout behind a convolution would thus have
 other masks than in the plain loop, and `torch.randn_like` other noise. Here a contiguous tensor is filled and copied.
+
+That is for layouts which `channels_last` has made: a tensor that the model itself permutes is NHWC in the plain loop,
+too. The autograd graph tells: convolutions are marked, and the nearest one or the nearest permutation decides.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,36 +19,120 @@ from torch import Tensor
 
 from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.ownership import belongs_to_set_up_model
-from nano_loop.patching.patch_table import shared_change, users
+from nano_loop.patching.patch_table import process_wide, shared_change, users
+from nano_loop.patching.torch_private_autograd import in_backward
 
 #: The operators that fill a tensor, besides ``bernoulli_.float``, which `nano_loop.kernels.dropout.bernoulli` replaces.
 _FILLING = ("uniform_", "normal_", "exponential_")
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+#: The key of the mark in the metadata of a node.
+_MARK = "nano_loop: NHWC by channels_last"
+_PERMUTATIONS = frozenset(("PermuteBackward0", "TransposeBackward0"))
+_MOST_NODES, _MOST_DRAWS = 256, 1 << 16
+#: By the generator's state: a checkpoint draws again from the same state, and may then see less of the graph.
+_decided: dict[int, bool] = process_wide("whether numbers were drawn as NCHW, by the state before", {})
+
+
+class _Call(threading.local):
+    """The call into a model that this thread is in.
+
+    Attributes
+    ----------
+    is_converted : bool or None
+        Whether `channels_last` converts the model. None: that is not known, as in compiled code.
+    is_unmarked : bool
+        Whether the latest tensor that was converted has no node to mark. It decides where there is no graph.
+    latest : tuple
+        The address of the latest empty tensor that was made like one in NHWC, and whether `channels_last` made that so.
+    """
+
+    is_converted: bool | None = None
+    is_unmarked = False
+    latest = (0, False)
+
+
+_call = _Call()
 
 
 @contextmanager
 def drawn_as_nchw() -> Iterator[None]:
-    """Draw the numbers of the set-up models' NHWC tensors in the order of NCHW, also those of their dropout masks.
+    """Draw numbers in the order of NCHW where `channels_last` has made a tensor NHWC, also those of dropout masks.
 
     Before torch 2.9, which does not return its kernels, only dropout masks are drawn so.
     """
     with ExitStack() as stack:
-        for operator in _FILLING if gives_kernels() else ():
-            stack.enter_context(overridden(operator, _in_order, "CPU"))
+        stack.enter_context(shared_change(drawn_as_nchw, _decisions_forgotten))
+        if gives_kernels():
+            stack.enter_context(overridden("empty_like", _noting, "CPU"))
+            for operator in _FILLING:
+                stack.enter_context(overridden(operator, _in_order, "CPU"))
         yield
 
 
-def drawn_as_they_lie() -> AbstractContextManager[None]:
-    """Return a context with draws in the order of memory after all: for a model that is NHWC in the plain loop, too."""
-    return shared_change(drawn_as_they_lie, nullcontext)
+@contextmanager
+def _decisions_forgotten() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        _decided.clear()
 
 
-def is_drawn_as_nchw(tensor: Tensor) -> bool:
+@contextmanager
+def in_call(is_converted: bool) -> Iterator[None]:
+    """Surround an outermost call into a model that `channels_last` converts or not."""
+    before = _call.is_converted, _call.is_unmarked
+    _call.is_converted, _call.is_unmarked = is_converted, False
+    try:
+        yield
+    finally:
+        _call.is_converted, _call.is_unmarked = before
+
+
+def mark(tensor: Tensor, is_converted: bool) -> None:
+    """Note of an input, or of the output of a convolution, whether it is NHWC by `channels_last` alone."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[_MARK] = is_converted
+    _call.is_unmarked = is_converted and node is None
+
+
+def is_converted(tensor: Tensor) -> bool:
+    """Whether a tensor in NHWC is so by `channels_last`, and not in the plain loop."""
+    nodes: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
+    while nodes and len(seen) < _MOST_NODES:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if _MARK in node.metadata:
+            return bool(node.metadata[_MARK])
+        if node.name() in _PERMUTATIONS:
+            return False
+        seen.add(node)
+        nodes += [before for before, _ in reversed(node.next_functions)]  # a sum lies as its first term
+    return _call.is_unmarked
+
+
+def is_drawn_as_nchw(tensor: Tensor, generator: torch.Generator | None = None) -> bool:
     """Whether a tensor is NHWC because of nano_loop, so that the plain loop draws its numbers in another order."""
-    if tensor.dim() not in _FORMATS or tensor.is_contiguous():
+    if tensor.dim() not in _FORMATS or tensor.is_contiguous() or not users(drawn_as_nchw):
         return False
-    lies_as_nhwc = tensor.is_contiguous(memory_format=_FORMATS[tensor.dim()])
-    return lies_as_nhwc and not users(drawn_as_they_lie) and belongs_to_set_up_model()
+    if not tensor.is_contiguous(memory_format=_FORMATS[tensor.dim()]) or not belongs_to_set_up_model():
+        return False
+    state = hash((generator or torch.default_generator).get_state().numpy().tobytes())
+    if in_backward():
+        return _decided.get(state, True)
+    if len(_decided) >= _MOST_DRAWS:
+        _decided.clear()
+    decided = _decided[state] = _is_made_by_us(tensor)
+    return decided
+
+
+def _is_made_by_us(tensor: Tensor) -> bool:
+    if not _call.is_converted or not gives_kernels():
+        return _call.is_converted is not False
+    address, decided = _call.latest
+    return decided if address == tensor.data_ptr() else is_converted(tensor)
 
 
 def contiguous_like(tensor: Tensor) -> Tensor:
@@ -52,12 +140,26 @@ def contiguous_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+def _noting(original: Kernel | None) -> Callable[..., Tensor]:
+    """Note like which tensor an empty one is made, as dropouts and ``randn_like`` do before they fill it."""
+    if original is None:
+        raise TypeError("torch gives no kernel to call")
+
+    def empty_like(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = original(keys, tensor, *args, **kwargs)
+        if _call.is_converted and tensor.dim() in _FORMATS and not made.is_contiguous():
+            _call.latest = made.data_ptr(), is_converted(tensor)
+        return made
+
+    return empty_like
+
+
 def _in_order(original: Kernel | None) -> Callable[..., Tensor]:
     if original is None:
         raise TypeError("torch gives no kernel to call")
 
     def fill(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if is_drawn_as_nchw(tensor):
+        if is_drawn_as_nchw(tensor, kwargs.get("generator")):
             return tensor.copy_(original(keys, contiguous_like(tensor), *args, **kwargs))
         filled: Tensor = original(keys, tensor, *args, **kwargs)
         return filled
