@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from nano_loop.data.collate import ARRAYS, collate
 from nano_loop.data.indexed_attributes import Row, indexed_sample, rows_in
+from nano_loop.patching.torch_private_loaders import collates_as_torch
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -37,11 +38,16 @@ class WholeBatches(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, positions: Sequence[Any]) -> Any:
-        """Return the batch, by the samples if they do not fit together or one is out of range: its error is torch's."""
+        """Return the batch, by the samples where these do not fit together, or where the program collates them itself.
+
+        Of a position that is out of range, the error is torch's.
+        """
         try:
-            return batch_of(self.dataset, _array(positions))
+            if collates_as_torch():
+                return batch_of(self.dataset, _array(positions))
         except (IndexError, OverflowError, RuntimeError, TypeError, ValueError):
-            return collate([self.dataset[position] for position in positions])
+            pass
+        return collate([self.dataset[position] for position in positions])
 
 
 def leaves_of(dataset: Any) -> Iterator[Any]:

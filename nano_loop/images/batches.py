@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import default_collate, get_worker_info
 
 from nano_loop.images.pipelines import Conversion, Plan, applied
-from nano_loop.patching.torch_private_loaders import shared_storage
+from nano_loop.patching.torch_private_loaders import registered_collates, shared_storage
 
 
 class Pending(NamedTuple):
@@ -71,12 +71,23 @@ def pending(value: Any, plan: Plan) -> Pending | None:
 def collate(samples: Sequence[Any]) -> Any:
     """Collate samples as `default_collate` does, and apply the rest of the pipeline to pending images."""
     first = samples[0]
+    if registered_collates():
+        return default_collate([_finished(sample) for sample in samples])
     if isinstance(first, Pending):
         return _batch(samples)
     if type(first) is tuple:
         columns = [*zip(*samples, strict=True)]
         return [_batch(column) if isinstance(column[0], Pending) else default_collate([*column]) for column in columns]
     return default_collate([*samples])
+
+
+def _parts(sample: Any) -> tuple[Any, ...]:
+    return sample if type(sample) is tuple else (sample,)
+
+
+def _finished(sample: Any) -> Any:
+    parts = tuple(part.finished() if isinstance(part, Pending) else part for part in _parts(sample))
+    return parts if type(sample) is tuple else parts[0]
 
 
 def _batch(images: Sequence[Pending]) -> Any:

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from nano_loop.images.pipelines import Plan, compositions, plan_of
 from nano_loop.images.store import Store
 from nano_loop.patching.objects.loaders import LoaderChange
 from nano_loop.patching.torch_private import image_preset
+from nano_loop.patching.torch_private_loaders import is_default_collate
 from nano_loop.patching.walk import CONTAINERS, items_of, walk
 
 #: torchvision's datasets whose items are ``(self.transform(image), target)``: the image goes into the batch as it is.
@@ -92,7 +93,7 @@ class CachedImages(LoaderChange):
         """See `LoaderChange.attributes`."""
         if refusal(loader):
             return {}
-        batched = loader.collate_fn is default_collate and loader.batch_sampler is not None
+        batched = is_default_collate(loader.collate_fn) and loader.batch_sampler is not None
         changed: dict[str, Any] = {"dataset": Images(loader.dataset, self._store, self._exact, batched)}
         if batched:
             from nano_loop.images.batches import collate

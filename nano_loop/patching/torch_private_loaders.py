@@ -7,14 +7,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
+from torch.utils.data._utils import collate as _module
 from torch.utils.data._utils.collate import (
-    collate,
+    collate_float_fn,
+    collate_int_fn,
     collate_numpy_array_fn,
+    collate_numpy_scalar_fn,
+    collate_str_fn,
     collate_tensor_fn,
     default_collate_fn_map,
 )
 
+_TORCHS: dict[Any, Any] = {
+    torch.Tensor: collate_tensor_fn,
+    np.ndarray: collate_numpy_array_fn,
+    (np.bool_, np.number, np.object_): collate_numpy_scalar_fn,
+    float: collate_float_fn,
+    int: collate_int_fn,
+    str: collate_str_fn,
+    bytes: collate_str_fn,
+}
+_collate = _module.collate
+#: What samples of tensors and arrays consist of. numpy's scalars are those of an array of one dimension.
+_KINDS = (torch.Tensor, np.ndarray, np.memmap, tuple, list, dict, int, float, *np.sctypeDict.values())
 _KEPT_ITERATOR = "_iterator"
 
 
@@ -41,7 +57,7 @@ def default_collate_by(batch: Sequence[Any], of_arrays: Callable[[Sequence[Any]]
 
     Functions that the user has registered for arrays or tensors apply instead.
     """
-    functions = dict(default_collate_fn_map)
+    functions: dict[Any, Any] = dict(default_collate_fn_map)
     if (functions.get(np.ndarray), functions.get(torch.Tensor)) == (collate_numpy_array_fn, collate_tensor_fn):
 
         def collate_arrays(arrays: Sequence[Any], *, collate_fn_map: Any) -> Any:
@@ -49,7 +65,28 @@ def default_collate_by(batch: Sequence[Any], of_arrays: Callable[[Sequence[Any]]
             return collate_numpy_array_fn(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
 
         functions[np.ndarray] = collate_arrays
-    return collate(batch, collate_fn_map=functions)
+    return _module.collate(batch, collate_fn_map=functions)
+
+
+def is_default_collate(function: Any) -> bool:
+    """Whether this is torch's function, and none that the program has put in its place."""
+    return function is default_collate and getattr(function, "__globals__", None) is vars(_module)
+
+
+def registered_collates() -> list[Any]:
+    """Return the classes for which `default_collate` has another function than torch's, at this moment."""
+    functions: dict[Any, Any] = default_collate_fn_map
+    if _module.collate is not _collate:
+        return [object]
+    return [key for key in {**_TORCHS, **functions} if functions.get(key) is not _TORCHS.get(key)]
+
+
+def collates_as_torch() -> bool:
+    """Whether `default_collate` stacks tensors and arrays, in tuples, lists and dicts, as torch does."""
+    try:
+        return not any(issubclass(kind, key) for key in registered_collates() for kind in _KINDS)
+    except TypeError:  # a key that says nothing of classes
+        return False
 
 
 def shared_storage(size: int) -> torch.UntypedStorage:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 from nano_loop.data.collate import collate
 from nano_loop.data.whole_batches import WholeBatches, is_supported, leaves_of
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.loaders import LoaderChange, changed
+from nano_loop.patching.torch_private_loaders import collates_as_torch, is_default_collate
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
@@ -66,7 +67,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _refusal(loader: DataLoader[Any]) -> SkipReason | None:
-    if loader.collate_fn is not default_collate:
+    if not is_default_collate(loader.collate_fn):
         return SkipReason("collate_fn", "the loader has its own collate_fn")
     if loader.num_workers:
         return SkipReason("workers", f"the loader has {loader.num_workers} workers")
@@ -75,6 +76,8 @@ def _refusal(loader: DataLoader[Any]) -> SkipReason | None:
 
 def _single_samples(loader: DataLoader[Any]) -> str | None:
     """Return that samples are fetched one by one and why, or None if whole batches are."""
+    if not collates_as_torch():
+        return f"samples {ONE_BY_ONE}, for the program has registered a function with torch's collate"
     leaves = [*leaves_of(loader.dataset)]
     others = dict.fromkeys(type(leaf).__name__ for leaf in leaves if not is_supported(leaf))
     if others or not leaves:

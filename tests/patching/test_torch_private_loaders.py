@@ -1,7 +1,11 @@
 """Private names of torch's loaders are still there, and do what is expected of them."""
 
+from collections.abc import Sequence
+from unittest.mock import Mock
+
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import collate
 
 from nano_loop.patching import torch_private_loaders as private
 
@@ -19,6 +23,18 @@ def test_loader_keeps_its_iterator_and_ends_its_workers():
     assert private.kept_iterator(loader) is None
     process.join(10)
     assert process.exitcode is not None
+
+
+def test_functions_of_collate_are_torchs_until_the_program_registers_others(monkeypatch):
+    assert private.registered_collates() == []
+    assert private.collates_as_torch()
+    assert private.is_default_collate(DataLoader([1]).collate_fn)
+    monkeypatch.setitem(collate.default_collate_fn_map, Mock, list)
+    assert (private.registered_collates(), private.collates_as_torch()) == ([Mock], True)
+    monkeypatch.setitem(collate.default_collate_fn_map, Sequence, list)
+    assert not private.collates_as_torch()
+    monkeypatch.setattr(collate, "default_collate", lambda samples: samples)
+    assert not private.is_default_collate(DataLoader([1]).collate_fn)
 
 
 def test_shared_storage_is_of_processes():

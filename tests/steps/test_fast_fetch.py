@@ -2,7 +2,9 @@
 
 import re
 from collections import namedtuple
+from collections.abc import Sequence
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from torch.utils.data import (
     default_collate,
     random_split,
 )
+from torch.utils.data._utils import collate as collate_of_torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from nano_loop.data.collate import collate
@@ -382,6 +385,68 @@ def test_function_that_is_registered_for_arrays_or_tensors_is_obeyed(step, monke
         with monkeypatch.context() as patch:
             patch.setitem(default_collate_fn_map, kind, lambda values, *, collate_fn_map: "registered")
             assert next(iter(loader)) == "registered"
+
+
+def doubled(values, *, collate_fn_map):
+    return [default_collate([*each]) * 2 for each in zip(*values, strict=True)]
+
+
+REGISTERED = {
+    "Tensor": (torch.Tensor, lambda values, *, collate_fn_map: torch.stack([*values]) * 2),
+    "tuple": (tuple, doubled),
+    "a base class of tuple": (Sequence, doubled),
+    "object": (object, lambda values, *, collate_fn_map: len(values)),
+    "numpy's arrays": (np.ndarray, lambda values, *, collate_fn_map: torch.tensor(np.stack(values)) * 2),
+    "numpy's numbers": (np.float64, lambda values, *, collate_fn_map: torch.tensor(values) * 2),
+    "dict": (dict, lambda values, *, collate_fn_map: torch.tensor(len(values[0]))),
+    "a class of the program's": (Mock, lambda values, *, collate_fn_map: None),
+}
+IN_MEMORY = {
+    "tensors": TensorDataset(torch.rand(8, 3), torch.arange(8)),
+    "arrays": StackDataset(np.arange(24.0).reshape(8, 3), np.arange(8.0)),
+    "parts": StackDataset(a=TensorDataset(torch.rand(8, 3)), b=TensorDataset(torch.arange(8))),
+}
+
+
+@pytest.mark.parametrize("when", ["before the set-up", "before the first epoch", "before the second", "in the second"])
+@pytest.mark.parametrize("kind", REGISTERED)
+@pytest.mark.parametrize("data", IN_MEMORY)
+def test_function_that_the_program_registers_at_any_time_collates(step, monkeypatch, data, kind, when):
+    def batches(setup):
+        with monkeypatch.context() as patch:
+            made, loader, iterator = [], DataLoader(IN_MEMORY[data], 4), None
+            for moment in ("before the set-up", "before the first epoch", "before the second", "in the second"):
+                if moment == when:
+                    patch.setitem(default_collate_fn_map, *REGISTERED[kind])
+                if moment == "before the set-up":
+                    setup(loader)
+                elif moment == "in the second":
+                    made += iterator
+                else:
+                    iterator = iter(loader)
+                    made += iterator if moment == "before the first epoch" else [next(iterator)]
+        return made
+
+    expected = batches(lambda loader: None)
+    found = batches(lambda loader: step(FastFetch).apply(TrainingObjects(loaders=[loader])))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["default_collate", "collate"])
+def test_function_in_the_place_of_torchs_collate_is_called(step, monkeypatch, dataset, name):
+    loaders = [DataLoader(dataset, 4)]
+    step(FastFetch).apply(TrainingObjects(loaders=loaders))
+    monkeypatch.setattr(collate_of_torch, name, lambda samples, **_: "the program's")
+    loaders.append(DataLoader(dataset, 4))
+    step(FastFetch).apply(TrainingObjects(loaders=loaders))
+    found = [next(iter(loader)) == "the program's" for loader in loaders]
+    assert found == [name == "collate", True]
+
+
+def test_report_says_that_samples_are_collated_by_the_program(step, monkeypatch, dataset):
+    monkeypatch.setitem(default_collate_fn_map, tuple, doubled)
+    words = step(FastFetch).apply(TrainingObjects(loaders=[DataLoader(dataset, 4)]))
+    assert "the program has registered a function with torch's collate" in words
 
 
 def test_writing_into_a_batch_of_arrays_does_not_reach_them(step):
