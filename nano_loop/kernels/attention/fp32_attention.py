@@ -23,7 +23,7 @@ KERNEL = CompiledKernel(
     "fp32_attention",
     {
         "fp32_attention_forward": (*(_STRIDED,) * 5, FP32, BYTES),
-        "fp32_attention_backward": (*(_STRIDED,) * 5, FP32, *(_STRIDED,) * 3, BYTES),
+        "fp32_attention_backward": (*(_STRIDED,) * 8, BYTES),
     },
 )
 #: The name of the rule of models whose attention may be computed by the functions.
@@ -82,7 +82,6 @@ def backward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    log_sums: Tensor,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
@@ -90,9 +89,8 @@ def backward(
     gradients = [blocked_attention.laid_out_as(tensor) for tensor in (query, key, value)]
     of_out, mask = blocked_attention.with_columns(of_out), _expanded(mask, query, key)
     laid_out = zip(_TENSORS, (query, key, value, of_out, *gradients, of_out), strict=True)
-    call, log_sums = _call(is_causal, scale, mask, **dict(laid_out)), log_sums.contiguous()
-    memory = _memory(call, True)
-    KERNEL("fp32_attention_backward", call, of_out, query, key, value, mask, log_sums, *gradients, memory)
+    call = _call(is_causal, scale, mask, **dict(laid_out))
+    KERNEL("fp32_attention_backward", call, of_out, query, key, value, mask, *gradients, _memory(call, True))
     return tuple(gradients)
 
 
@@ -141,7 +139,7 @@ def backward_if_faster(
         return kernel(of_out, query, key, value, out, log_sums, 0.0, is_causal, attn_mask=mask, scale=scale)
 
     def in_c(of_out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-        return backward(of_out, query, key, value, mask, log_sums, is_causal, number)
+        return backward(of_out, query, key, value, mask, is_causal, number)
 
     tensors = (of_out, query, key, value, mask)
     gradients: tuple[Tensor, ...] | None = _computed("attention_backward", tensors, is_causal, by_torch, in_c)

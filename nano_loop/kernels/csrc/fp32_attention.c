@@ -1,7 +1,7 @@
 /* Attention of fp32 tensors, softmax(query keyᵀ · scale + mask) value, and its gradients.
 
    A thread computes whole heads. It packs keys and values once, and computes some rows of scores at a time, which stay in the
-   cache. The backward computes them again from the logarithm of the sum of each row. */
+   cache. The backward computes them again, with the sum of each row: its logarithm beside a large score is lost in fp32. */
 #include "exponential.h"
 #include "fp32_tiles.h"
 #include "logarithm.h"
@@ -93,9 +93,9 @@ static void score(const Call *call, const float *query, const Packed *keys, cons
     }
 }
 
-/* Makes a row of scores exponentials, of which the largest is 1, and returns the logarithm of the sum of those of the scores.
-   Where no key is seen all are 0, as is the logarithm in torch. */
-INLINE float exponentials(float *scores, int64_t count, float *sum) {
+/* Makes a row of scores exponentials, of which the largest is 1, returns their sum, and writes the largest score. Where no
+   key is seen all are 0. */
+INLINE float exponentials(float *scores, int64_t count, float *largest_score) {
     Vector largest = (Vector){0} + LOWEST, total = {0};
     for (int64_t j = 0; j < count; j += WIDTH) largest = CHOOSE(at(scores + j) > largest, at(scores + j), largest);
     float most_of_row = LOWEST;
@@ -106,8 +106,8 @@ INLINE float exponentials(float *scores, int64_t count, float *sum) {
         put(scores + j, numbers);
         total += numbers;
     }
-    *sum = sum_of(total);
-    return *sum == 0 ? 0 : most_of_row + (float)logarithm(*sum);
+    *largest_score = most_of_row;
+    return sum_of(total);
 }
 
 /* Numbers of memory that a thread takes. */
@@ -137,9 +137,11 @@ static void forward_of_head(const Call *call, int64_t batch, int64_t head, const
         int64_t rows = least(BLOCK, call->rows - row), seen = keys_of(call, row, rows);
         float totals[BLOCK];
         score(call, query, &keys, mask, row, rows, scores);
-        for (int64_t i = 0; i < rows; i++)
+        for (int64_t i = 0; i < rows; i++) {
+            float largest, sum = totals[i] = exponentials(scores + i * width, padded(seen), &largest);
             log_sums[(batch * call->heads + head) * call->rows + row + i] =
-                exponentials(scores + i * width, padded(seen), totals + i);
+                sum == 0 ? 0 : largest + (float)logarithm(sum); /* 0 as in torch */
+        }
         multiply(rows, call->size, seen, scores, width, 1, &values, sums, size, 0);
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < size; j += WIDTH)
@@ -149,8 +151,8 @@ static void forward_of_head(const Call *call, int64_t batch, int64_t head, const
 }
 
 static void backward_of_head(const Call *call, int64_t batch, int64_t head, const float *of_out, const float *query,
-                             const float *key, const float *value, const float *mask, const float *log_sums,
-                             float *of_query, float *of_key, float *of_value, float *own) {
+                             const float *key, const float *value, const float *mask, float *of_query, float *of_key,
+                             float *of_value, float *own) {
     int64_t width = padded(call->keys), size = padded(call->size), of_keys = call->keys * size;
     float *next = own;
     key += place(call->key, batch, head), value += place(call->value, batch, head);
@@ -170,11 +172,11 @@ static void backward_of_head(const Call *call, int64_t batch, int64_t head, cons
         score(call, query, &keys, mask, row, rows, shares);
         multiply(rows, seen, call->size, of_rows, call->of_out[2], 1, &values, slopes, width, 0);
         for (int64_t i = 0; i < rows; i++) {
-            float log_sum = log_sums[(batch * call->heads + head) * call->rows + row + i];
             float *share = shares + i * width, *slope = slopes + i * width;
+            float largest, sum = exponentials(share, padded(seen), &largest), by_sum = sum == 0 ? 0 : 1 / sum;
             Vector products = {0};
             for (int64_t j = 0; j < padded(seen); j += WIDTH) {
-                put(share + j, exponential(at(share + j) - log_sum));
+                put(share + j, at(share + j) * by_sum);
                 products += at(share + j) * at(slope + j);
             }
             float mean = sum_of(products);
@@ -203,10 +205,10 @@ void fp32_attention_forward(const Call *call, const float *query, const float *k
 
 /* Writes the gradients of query, key and value. */
 void fp32_attention_backward(const Call *call, const float *of_out, const float *query, const float *key,
-                             const float *value, const float *mask, const float *log_sums, float *of_query,
-                             float *of_key, float *of_value, float *scratch, int threads) {
+                             const float *value, const float *mask, float *of_query, float *of_key, float *of_value,
+                             float *scratch, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t head = 0; head < call->batch * call->heads; head++)
-        backward_of_head(call, head / call->heads, head % call->heads, of_out, query, key, value, mask, log_sums,
+        backward_of_head(call, head / call->heads, head % call->heads, of_out, query, key, value, mask,
                          of_query, of_key, of_value, scratch + omp_get_thread_num() * numbers_of(call, 1));
 }

@@ -220,7 +220,7 @@ def attention(recorder, sizes, is_causal=False, has_mask=False, seed=0):
     gradients = torch.autograd.grad(exact, wide, of_out.double())
     torch.set_num_threads(4)  # the most by which a call is repeated, which need memory
     out, log_sums = fp32_attention.forward(query, key, value, mask, is_causal, 0.3)
-    results = (out, log_sums, *fp32_attention.backward(of_out, query, key, value, mask, log_sums, is_causal, 0.3))
+    results = (out, log_sums, *fp32_attention.backward(of_out, query, key, value, mask, is_causal, 0.3))
     torch.set_num_threads(before)
     for found, numbers in zip(results, (exact, scores.logsumexp(-1), *gradients), strict=True):
         recorder.expect(
