@@ -3,7 +3,12 @@
 import copy
 import os
 import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -235,5 +240,50 @@ def test_cache_folder_that_another_user_can_change_is_not_inductors(step, monkey
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     made = step(Compile, compile={"backend": "eager"})
     made.apply(TrainingObjects([Net()]))
-    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, inductor_folder())
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.parent == Path(tempfile.gettempdir())
+    assert str(folder) != inductor_folder()
     made.undo()
+    assert not folder.exists()
+
+
+WATCHED = """
+import os, sys
+import torch
+from nano_loop import nano
+
+def train(model, optimizer, x):
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+def watch(event, arguments):
+    if is_in_run and any(str(argument).startswith(folder) for argument in arguments):
+        print(event, arguments)
+
+model, is_in_run, folder = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), False, sys.argv[1]
+optimizer = torch.optim.SGD(model.parameters(), 0.1)  # with which torch makes the folder
+sys.addaudithook(watch)
+is_in_run = True
+nano(compile=True, verbose=False)(train)(model, optimizer, torch.randn(4, 8))
+is_in_run = False
+print(*os.listdir(folder))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("has_home", [True, False])
+def test_nothing_is_opened_or_made_in_the_folder_of_inductor_that_others_may_have_made(monkeypatch, tmp_path, has_home):
+    """Below it are headers that each compilation would include."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" if has_home else "/dev/null/none"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folder = Path(inductor_folder())
+    done = subprocess.run([sys.executable, "-c", WATCHED, folder], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+    assert any((tmp_path / "home/nano_loop/torchinductor").rglob("*.so")) == has_home
+    assert {path.name for path in tmp_path.iterdir()} <= {"home", folder.name}
