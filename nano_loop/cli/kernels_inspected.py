@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,10 +11,13 @@ from nano_loop.config.environment import kernels_choice
 from nano_loop.errors import NanoConfigError
 from nano_loop.kernels.compiler import (
     OPENMP,
+    SOURCES,
+    Level,
     UnavailableError,
     chosen_level,
     compile_library,
     compiler_command,
+    damage_of,
     library_name,
     packaged,
 )
@@ -26,7 +29,7 @@ class Kernels(NamedTuple):
 
     level: str | None  # None: none
     origin: str = ""  # where they are from
-    reason: str = ""  # why there are none
+    reason: str = ""  # why there are none, or not all
     output: str = ""  # all that a compiler which failed has printed
 
 
@@ -39,7 +42,7 @@ def inspect_kernels(environ: Mapping[str, str], instruction_sets: Collection[str
         level = chosen_level(kernels_choice(environ), instruction_sets)
         file, cache = library_name(OPENMP, level), cache_path()
         if packaged(file).exists():
-            return Kernels(level.name, "in the package")
+            return Kernels(level.name, "in the package", "; ".join(_damages(level)))
         if cache is not None and (cache / file).exists():
             return Kernels(level.name, "in the cache folder")
         with tempfile.TemporaryDirectory() as making:
@@ -49,3 +52,11 @@ def inspect_kernels(environ: Mapping[str, str], instruction_sets: Collection[str
         return Kernels(None, reason=str(error), output=error.output)
     except NanoConfigError:
         return None
+
+
+def _damages(level: Level) -> Iterator[str]:
+    """Yield what is wrong with libraries of the package, which a run does not load."""
+    for source in sorted(SOURCES.glob("*.c")):
+        library = packaged(library_name(source.stem, level))
+        if library.exists() and (damage := damage_of(library)) is not None:
+            yield damage

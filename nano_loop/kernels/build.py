@@ -33,6 +33,7 @@ from nano_loop.kernels.compiler import (
     chosen_level,
     compile_library,
     compiler_command,
+    damage_of,
     library_name,
     packaged,
 )
@@ -208,7 +209,8 @@ def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
     Raises
     ------
     UnavailableError
-        If no compiler is found, the compiler fails, or torch's OpenMP runtime is not that of the library.
+        If no compiler is found, the compiler fails, the package's library is damaged, or torch's OpenMP runtime is not
+        that of the library.
     """
     file = library_name(name, level())
     reason = why_none() if is_threaded else None
@@ -216,6 +218,9 @@ def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
         raise UnavailableError(reason)
     try:
         if packaged(file).exists():
+            damage = damage_of(packaged(file))
+            if damage is not None:
+                raise UnavailableError(f"{damage}: install nano_loop again")
             return _opened(str(packaged(file)), is_threaded)
         return _cached(name, file, is_threaded)
     except (OSError, NanoError) as error:

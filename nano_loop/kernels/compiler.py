@@ -11,6 +11,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,10 @@ _FLAGS = ("-O3", "-fPIC", "-fno-trapping-math", "-fno-math-errno")
 _PARALLEL = ("-fopenmp",)
 _DIRECTIVE = b"omp parallel"
 _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
+# What is read of a library: kind, machine, places of segments and of sections, number of segments, size and number of
+# sections; and the place of a segment and its size.
+_HEADER, _SEGMENT = struct.Struct("<6s12xH12xQQ8xHHH2x"), struct.Struct("<8xQ16xQ16x")
+_ELF, _X86_64 = b"\x7fELF\2\1", 62
 _SECONDS = 60.0  # of the compiler, for one file in a run
 _SECONDS_OF_INSTALLATION = 600.0
 # What a compiler prints because of an error before.
@@ -133,6 +138,26 @@ def sources_digest() -> str:
 def packaged(file: str) -> Path:
     """Return where the package has a library, if it has it."""
     return PREBUILT / file
+
+
+def damage_of(library: Path) -> str | None:
+    """Return why a library of the package is not to be loaded, or None.
+
+    To load one that is cut off ends the process, without a word: the loader maps what its headers name.
+    """
+    try:
+        with library.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            header = opened.read(_HEADER.size).ljust(_HEADER.size, b"\0")
+            kind, machine, segments, sections, count, of_section, number = _HEADER.unpack(header)
+            if kind != _ELF or machine != _X86_64:
+                return f"{library.name} is no library for x86-64"
+            opened.seek(segments)
+            table = opened.read(count * _SEGMENT.size).ljust(count * _SEGMENT.size, b"\xff")
+    except OSError as error:
+        return f"{library.name} cannot be read ({error})"
+    end = max(sections + of_section * number, *(sum(segment) for segment in _SEGMENT.iter_unpack(table)), _HEADER.size)
+    return f"{library.name} is cut off, at byte {size:,}" if end > size else None
 
 
 def compiler_command() -> list[str]:

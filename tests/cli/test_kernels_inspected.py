@@ -28,8 +28,12 @@ def failing(monkeypatch, tmp_path):
 def test_libraries_of_the_package_need_no_compiler(failing, monkeypatch, tmp_path):
     package = tmp_path / "package"
     package.mkdir()
-    (package / library_name("openmp", LEVELS[-1])).touch()
+    library = package / library_name("openmp", LEVELS[-1])
+    library.write_bytes(compiler._HEADER.pack(compiler._ELF, compiler._X86_64, 0, 0, 0, 0, 0))
     assert inspect_kernels({}, AVX2) == Kernels("v3", "in the package")
+    other = package / library_name("norms", LEVELS[-1])
+    other.touch()
+    assert inspect_kernels({}, AVX2) == Kernels("v3", "in the package", f"{other.name} is no library for x86-64")
 
 
 def test_what_is_in_the_cache_folder_needs_no_compiler(failing, monkeypatch, tmp_path):

@@ -1,9 +1,13 @@
 """Libraries are those of the level, run on torch's threads, and are compiled only where the package has none."""
 
+import functools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +81,95 @@ def test_library_of_the_package_is_used_and_others_are_compiled_for_its_level(co
     assert build.summary() == f"C kernels {level.name}"
     assert [*compiled_here.iterdir()] == []
     assert build.for_report(CompiledKernel("norms", {}).unavailable) == "no C compiler was found (no-such-cc)"
+
+
+CUT_OFF = "is cut off, at byte "
+DAMAGES = {
+    "half of it": (lambda content: content[: len(content) // 2], CUT_OFF),
+    "all but the last 4 KB": (lambda content: content[:-4096], CUT_OFF),
+    "all but a byte": (lambda content: content[:-1], CUT_OFF),
+    "segments alone": (
+        lambda content: content[:40] + bytes(8) + content[48:60] + bytes(2) + content[62:4096],
+        "is cut off",
+    ),
+    "its header": (lambda content: content[:64], CUT_OFF),
+    "part of its header": (lambda content: content[:20], CUT_OFF),
+    "nothing": (lambda content: b"", "is no library"),
+    "text": (lambda content: b"version https://git-lfs.github.com/spec/v1\n", "is no library"),
+    "that of another processor": (lambda content: content[:18] + b"\xb7\0" + content[20:], "is no library"),
+    "that of 32 bits": (lambda content: content[:4] + b"\1" + content[5:], "is no library"),
+}
+
+
+@functools.cache
+def content_of(name):
+    with tempfile.TemporaryDirectory() as making:
+        library = Path(making, "library.so")
+        compiler.compile_library(name, SUPPORTED[-1], library)
+        return library.read_bytes()
+
+
+@pytest.fixture
+def package(compiled_here, monkeypatch, tmp_path):
+    """Give an empty package, and put libraries into it by ``package(name, change)``."""
+    made = tmp_path / "nano_loop/kernels/prebuilt"
+    made.mkdir(parents=True)
+    monkeypatch.setattr(compiler, "PREBUILT", made)
+    monkeypatch.setenv("NANO_LOOP_KERNELS", SUPPORTED[-1].name)
+    forget_libraries()
+
+    def put(name, change=lambda content: content):
+        (made / library_name(name, SUPPORTED[-1])).write_bytes(change(content_of(name)))
+
+    yield put
+    forget_libraries()
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="the CPU has no AVX2")
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["openmp", "cross_entropy"])
+def test_damaged_library_of_the_package_is_not_loaded(package, monkeypatch, name, damage):
+    """To load one that is cut off ends the process by a signal."""
+    change, reason = DAMAGES[damage]
+    for each in {name, "openmp"}:
+        package(each, change if each == name else lambda content: content)
+    monkeypatch.setenv("CC", "no-such-cc")
+    found = CompiledKernel("cross_entropy", {}).unavailable
+    assert found.startswith(f"{name}-{SUPPORTED[-1].name}-")
+    assert reason in found
+    assert found.endswith("install nano_loop again")
+    assert build.summary() == (f"no C kernels: {found}" if name == "openmp" else f"C kernels {SUPPORTED[-1].name}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SUPPORTED, reason="the CPU has no AVX2")
+def test_run_with_a_damaged_package_trains_and_its_report_says_why_by_torchs_kernels(package, tmp_path):
+    for name in ("openmp", "norms", "bernoulli"):
+        package(name, DAMAGES["half of it"][0] if name != "openmp" else lambda content: content)
+    source = Path(build.__file__).parents[1]
+    shutil.copytree(
+        source, tmp_path / "nano_loop", ignore=shutil.ignore_patterns("prebuilt", "__pycache__"), dirs_exist_ok=True
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "CC": "no-such-cc"}
+    command = [sys.executable, "-W", "ignore", "-c", LOADED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environ)
+    assert done.stdout.count("is cut off, at byte") == 2
+    assert done.stdout.endswith("no_kernel no_kernel\n")
+
+
+LOADED = """
+import torch
+from nano_loop import nano
+def train(model, optimizer):
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.rand(64, 256)).square().mean().backward()
+        optimizer.step()
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Dropout(), torch.nn.LayerNorm(256))
+train = nano(precision="bf16", verbose=False)(train)
+train(model, torch.optim.AdamW(model.parameters()))
+print(train.report, train.report["fast_dropout"].code, train.report["fast_norm"].code)
+"""
 
 
 @pytest.mark.skipif(LEVELS[0] not in SUPPORTED, reason="the CPU has no bf16 instructions of AVX-512")

@@ -32,6 +32,14 @@ def no_kernels(inspected: Inspected) -> Iterator[Finding]:
     )
 
 
+def kernels_are_damaged(inspected: Inspected) -> Iterator[Finding]:
+    """Find libraries of the package that were not written to their end."""
+    kernels = inspected.kernels
+    if kernels is not None and kernels.level is not None and kernels.reason:
+        advice = "Install nano_loop again: pip install --force-reinstall --no-deps nano_loop"
+        yield Finding("damaged-kernels", f"the package is damaged: {kernels.reason}", _LOST, advice)
+
+
 def cache_is_closed(inspected: Inspected) -> Iterator[Finding]:
     """Find a cache folder that this user cannot write to, or alone, or that has no place."""
     cache = inspected.cache
@@ -61,4 +69,4 @@ def cache_is_not_executable(inspected: Inspected) -> Iterator[Finding]:
         )
 
 
-FINDINGS = (no_kernels, cache_is_closed, cache_is_not_executable)
+FINDINGS = (no_kernels, kernels_are_damaged, cache_is_closed, cache_is_not_executable)

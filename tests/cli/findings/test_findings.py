@@ -42,6 +42,10 @@ FAULTS = {
         *({"kernels": Kernels(None, reason="no C compiler was found")}, True),
         *("no C compiler was found", "longer", "Install gcc"),
     ),
+    "damaged-kernels": (
+        *({"kernels": Kernels("v4", "in the package", "norms.so is cut off, at byte 9")}, True),
+        *("norms.so is cut off, at byte 9", "longer", "pip install --force-reinstall"),
+    ),
     "requirement": (TORCH, True, "nano-loop needs torch>=2.8, and 2.7.1+cpu is installed", "", ""),
 }
 

@@ -20,6 +20,7 @@ def test_nothing_is_lost_with_kernels_and_a_place_for_them(found, kernels):
     ("change", "name", "hurts"),
     [
         ({"kernels": Kernels(None, reason="no C compiler was found")}, "no-kernels", True),
+        ({"kernels": Kernels("v4", "in the package", "norms.so is cut off")}, "damaged-kernels", True),
         ({"kernels": Kernels(None), "environ": {"NANO_LOOP_KERNELS": "off"}}, "kernels-off", False),
         ({"kernels": COMPILED, "cache": CacheFolder("/cache", False, True)}, "cache-folder", True),
         ({"kernels": PACKED, "cache": CacheFolder("/cache", False, True)}, "cache-folder", False),
