@@ -135,7 +135,7 @@ def batch_first_of_an_LSTM(program):
 
 @row()
 def padding_idx_of_an_embedding(program):
-    program.set(program.model.embedding, padding_idx=int(program.loader.dataset.tensors[1][0, 0]))
+    program.set(program.model.embedding, padding_idx=int(program.loader.dataset.words[0, 0]))
 
 
 @row()
@@ -145,7 +145,7 @@ def max_norm_of_an_embedding(program):
 
 @row()
 def scale_grad_by_freq_of_an_embedding(program):
-    program.loader.dataset.tensors[1][:, 1] = program.loader.dataset.tensors[1][:, 0]
+    program.loader.dataset.words[:, 1] = program.loader.dataset.words[:, 0]
     program.set(program.model.embedding, scale_grad_by_freq=True)
 
 

@@ -52,14 +52,14 @@ def deterministic(program):
 @row()
 def inference_between_steps(program):
     with torch.inference_mode():
-        program.seen.append(program.call(*program.loader.dataset.tensors[:2]).clone())
+        program.seen.append(program.call(*program.samples).clone())
 
 
 @row()
 def a_step_without_gradients(program):
     with torch.no_grad():
-        program.seen.append(program.call(*program.loader.dataset.tensors[:2]))
-        program.seen.append(program.call(*program.loader.dataset.tensors[:2]))
+        program.seen.append(program.call(*program.samples))
+        program.seen.append(program.call(*program.samples))
 
 
 @row()

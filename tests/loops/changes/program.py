@@ -6,13 +6,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from ..pairs import untouched
 
 CLASSES, CHANNELS, WORDS, WIDTH, HEADS, LENGTH = 12, 16, 1024, 32, 2, 8
 #: As large as the tensors of this model are, which are too small to pay.
-SIDE, SAMPLES, BATCH = 8, 12, 6
+SIDE, SAMPLES, BATCH = 8, 16, 8
 #: The change is made before the third step, and undone before the fifth.
 EPOCHS, CHANGED, UNDONE = 3, 1, 2
 
@@ -55,11 +55,23 @@ class EveryKernel(nn.Module):
         return F.dropout(self.lstm(self.gru(x)[0])[0].mean(1), 0.1, self.training)
 
 
+class Samples(Dataset):
+    """Images and sentences in memory, as a program's own class indexes them."""
+
+    def __init__(self):
+        self.images, self.words = torch.randn(SAMPLES, 3, SIDE, SIDE), torch.randint(WORDS, (SAMPLES, LENGTH))
+        self.targets = torch.randint(CLASSES, (SAMPLES,))
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        return self.images[index], self.words[index], self.targets[index]
+
+
 def built():
     """The arguments of the loop."""
     model = EveryKernel()
-    images = torch.randn(SAMPLES, 3, SIDE, SIDE)
-    words, targets = torch.randint(WORDS, (SAMPLES, LENGTH)), torch.randint(CLASSES, (SAMPLES,))
     of_words = [model.embedding, model.rms_norm, model.queries, model.attention, model.layer_norm, model.gru, model.lstm]
     of_images = [model.convolution, model.batch_norm, model.depthwise, model.group_norm]
     # With a small eps, gradients of almost 0 become steps whose signs are those of rounding errors.
@@ -67,8 +79,8 @@ def built():
         "model": model,
         "sgd": torch.optim.SGD(parameters(of_images), lr=0.1, momentum=0.9),
         "adamw": torch.optim.AdamW(parameters(of_words), lr=0.01, eps=1e-2),
-        "adagrad": torch.optim.Adagrad(parameters([model.mlp, model.head]), lr=0.02, eps=1e-2),
-        "loader": DataLoader(TensorDataset(images, words, targets), BATCH, shuffle=True),
+        "adagrad": torch.optim.Adagrad(parameters([model.mlp, model.head]), lr=0.01, eps=1e-2),
+        "loader": DataLoader(Samples(), BATCH, shuffle=True),
     }
 
 
@@ -101,6 +113,11 @@ class Program:
         self.threads = torch.get_num_threads()
 
     @property
+    def samples(self):
+        """The images and the words of all samples."""
+        return self.loader.dataset.images, self.loader.dataset.words
+
+    @property
     def optimizers(self):
         return self.sgd, self.adamw, self.adagrad
 
@@ -130,7 +147,7 @@ class Program:
         """Note the outputs for the samples, as a validation sees them."""
         self.model.eval()
         with torch.no_grad():
-            self.seen.append(self.call(*self.loader.dataset.tensors[:2]))
+            self.seen.append(self.call(*self.samples))
         self.model.train()
 
 

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grad_value_
-from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset, WeightedRandomSampler, default_collate
+from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from .program import SAMPLES
 from .table import row
 
 # --- data ---
@@ -41,17 +42,16 @@ def samples_of_a_dataset(program):
     """Its class gets another ``__getitem__``."""
 
     def item(self, index):
-        images, *others = (tensor[index] for tensor in self.tensors)
-        return -images, *others
+        return -self.images[index], self.words[index].flip(0), self.targets[index]
 
-    program.set(TensorDataset, __getitem__=item)
+    program.set(type(program.loader.dataset), __getitem__=item)
 
 
 @row()
 def tensors_of_a_dataset(program):
-    images, words, targets = program.loader.dataset.tensors
-    program.set(program.loader.dataset, tensors=(-images, words.flip(0), targets))
-    images.mul_(0.9)
+    samples = program.loader.dataset
+    program.set(samples, images=-samples.images, words=samples.words.flip(0))
+    samples.targets.sub_(1).remainder_(12)
 
 
 @row()
@@ -66,7 +66,7 @@ def drop_last(program):
 
 @row()
 def sampler_of_the_batches(program):
-    program.set(program.loader.batch_sampler, sampler=SequentialSampler(range(8)))
+    program.set(program.loader.batch_sampler, sampler=SequentialSampler(range(12)))
 
 
 @row()
@@ -82,9 +82,9 @@ def epoch_of_a_sampler(program):
         epoch = 0
 
         def __iter__(self):
-            return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+            return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
-    sampler = ByEpoch(range(12))
+    sampler = ByEpoch(range(SAMPLES))
     program.loader.batch_sampler.sampler = sampler
     train = program.train
 
@@ -97,8 +97,8 @@ def epoch_of_a_sampler(program):
 
 @row()
 def weighted_samples(program):
-    weights = torch.linspace(0, 1, 12)
-    program.set(program.loader.batch_sampler, sampler=WeightedRandomSampler(weights, 12))
+    weights = torch.linspace(0, 1, SAMPLES)
+    program.set(program.loader.batch_sampler, sampler=WeightedRandomSampler(weights, SAMPLES))
 
 
 @row()
@@ -293,12 +293,10 @@ def gradients_clipped_otherwise(program):
 @row()
 def closures(program):
     """Each step computes the gradients once more, from a closure."""
-    images, words, targets = program.loader.dataset.tensors
-
     def closure():
         for optimizer in program.optimizers:
             optimizer.zero_grad()
-        loss = F.cross_entropy(program.call(images, words), targets)
+        loss = F.cross_entropy(program.call(*program.samples), program.loader.dataset.targets)
         loss.backward()
         program.seen.append(loss.item())
         return loss
@@ -311,8 +309,7 @@ def closures(program):
 @row()
 def a_backward_behind_a_step(program):
     """torch refuses it, for the weights have changed since."""
-    images, words, targets = program.loader.dataset.tensors
-    loss = F.cross_entropy(program.call(images, words), targets)
+    loss = F.cross_entropy(program.call(*program.samples), program.loader.dataset.targets)
     loss.backward(retain_graph=True)
     for optimizer in program.optimizers:
         optimizer.step()
