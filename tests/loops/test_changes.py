@@ -1,29 +1,38 @@
 """What a program changes between two steps of its loop holds from the next step on, as in the plain loop."""
 
+from dataclasses import replace
+
 import pytest
-import torch
+from pytest import param
 
 from nano_loop import nano
+from nano_loop.config.declarations import EXACT as VALUES
 from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
-from nano_loop.kernels.attention import fp32_attention
+from nano_loop.kernels.attention import attention, fp32_attention
+from nano_loop.kernels.convolution import depthwise, gradient_plans
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.embedding import lookup
-from nano_loop.kernels.linear import fp32_product
+from nano_loop.kernels.linear import fp32_product, linear
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norm_arguments, rms_norm
 from nano_loop.steps.kernels import KERNEL_STEPS, fast_linear
 
 from .changes import ROWS, built, changed_by
 from .nested import differences
-from .pairs import EXACT, FUSED, check, run_plain
+from .pairs import EXACT, FUSED, NHWC_FUSED, PRODUCTS, SHIPPED, SHIPPED_NHWC, Config, check, run_plain
 from .pairs import built as arguments_of
 
 MINIMUM_SIZES = (
-    *((place, "MIN_ELEMENTS") for place in (activations, bernoulli, lookup, norm_arguments, rms_norm)),
-    *((place, "MIN_MULTIPLICATIONS") for place in (fp32_attention, fp32_product)),
-    *((cross_entropy, "MIN_LOGITS"), (fast_linear, "_LARGE_IN_FP32")),
+    *((place, "MIN_ELEMENTS") for place in (activations, bernoulli, depthwise, gradient_plans, lookup)),
+    *((place, "MIN_ELEMENTS") for place in (norm_arguments, rms_norm)),
+    *((place, "MIN_MULTIPLICATIONS") for place in (fp32_attention, fp32_product, gradient_plans, linear)),
+    *((attention, "MIN_SCORES"), (cross_entropy, "MIN_LOGITS"), (fast_linear, "_LARGE_IN_FP32")),
 )
+IN_FP32 = [step for step in KERNEL_STEPS if step.takes_fp32]
+#: Each step for a kernel alone.
+ALONE = [Config(step.name, VALUES | {step.name: True}, tolerance=FUSED.tolerance, subclass=True) for step in IN_FP32]
+CROSSED = (EXACT, SHIPPED, PRODUCTS, NHWC_FUSED, SHIPPED_NHWC, *ALONE)
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +46,45 @@ def every_kernel_computes(monkeypatch):
 
 
 def nothing(program):
-    pass
+    """Change nothing."""
 
 
-@pytest.mark.parametrize("name", ROWS)
+def check_row(name, config):
+    row = ROWS[name]
+    if row.rounds and config.tolerance:
+        config = replace(config, within_spread=True)
+    with row.before():
+        check(built, changed_by(row.change), config)
+
+
+@pytest.mark.parametrize("name", [param(name, marks=[pytest.mark.slow] * row.repeats) for name, row in ROWS.items()])
 def test_change_holds_from_the_next_step_on(name):
-    check(built, changed_by(ROWS[name].change), FUSED)
+    check_row(name, FUSED)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("config", CROSSED, ids=lambda config: config.name)
 @pytest.mark.parametrize("name", ROWS)
-def test_plain_loop_sees_the_change(name):
-    a = run_plain(built, changed_by(ROWS[name].change))
-    b = run_plain(built, changed_by(nothing))
-    for e in a["seen"]["result"]:
-        if isinstance(e, tuple) and len(e)==2 and isinstance(e[0], type) and issubclass(e[0], Exception):
-            print("ERROR", name, e)
-    assert [*differences(a["seen"], b["seen"], 1e-4)]
+def test_change_holds_with_each_step_and_kernel(name, config):
+    if config.name not in ROWS[name].without:
+        check_row(name, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.is_seen])
+def test_plain_loop_computes_something_else_for_it(name):
+    """Else the tests above would say nothing."""
+    changed, same = (run_plain(built, changed_by(change))["seen"] for change in (ROWS[name].change, nothing))
+    assert [*differences(changed, same, FUSED.tolerance)]
+
+
+def test_program_meets_all_that_is_on_by_default():
+    kernels = {step.name: step.kernel if step.fp32_kernel is None else step.fp32_kernel for step in IN_FP32}
+    before = {name: kernel.calls for name, kernel in kernels.items()}
+    train = nano(verbose=False)(changed_by(nothing))
+    seen = train(**arguments_of(built))
+    status = {result.name: result.status for result in train.report.results}
+    expected = {*kernels, "fused_optimizer", "fast_dropout", "fast_fetch"}
+    assert {name for name in expected if status.get(name) != "applied"} == set()
+    assert {name for name, kernel in kernels.items() if kernel.calls == before[name]} == set()
+    assert not [each for each in seen if isinstance(each, tuple)]  # an error

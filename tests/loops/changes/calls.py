@@ -1,6 +1,8 @@
 """What a call goes through: forwards, classes, functions of torch, hooks."""
 
 import functools
+from contextlib import ExitStack
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .table import ROWS, Row, row
+from .table import Row, add_row, row
 
 
 def halved(function):
@@ -113,34 +115,63 @@ def class_of_another_activation(program):
 
 FUNCTIONS = (
     *((F, name) for name in ("relu", "silu", "leaky_relu", "gelu", "batch_norm", "group_norm", "layer_norm")),
-    *((F, name) for name in ("rms_norm", "linear", "dropout", "embedding", "scaled_dot_product_attention")),
-    *((torch, "relu"), (torch, "batch_norm"), (F, "cross_entropy"), (torch, "conv2d"), (torch.Tensor, "mean")),
+    *((F, name) for name in ("rms_norm", "linear", "dropout", "embedding", "scaled_dot_product_attention", "conv2d")),
+    *((torch, "relu"), (torch, "batch_norm"), (torch, "gru"), (torch.Tensor, "mean"), (F, "cross_entropy")),
 )
 
 
-def counting(program, owner, name):
-    """Return a function in the place of one of torch's that halves its results, and notes what they are."""
-    original = getattr(owner, name)
+class Wrapper:
+    """Wraps functions of torch, as programs do: results are halved, and what they are is noted."""
 
-    @functools.wraps(original)
-    def call(*args, **kwargs):
-        out = original(*args, **kwargs)
-        program.seen.append((name, type(out), out.dtype, out.shape))
-        return 0.5 * out
+    def __init__(self):
+        self.noted = []
 
-    return call
+    def around(self, owner, name):
+        """Return a context in which a function is wrapped."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            out = original(*args, **kwargs)
+            first = out[0] if isinstance(out, tuple) else out
+            self.noted.append((name, type(first), first.dtype, first.shape))
+            return (0.5 * first, *out[1:]) if isinstance(out, tuple) else 0.5 * out
+
+        return mock.patch.object(owner, name, call)
+
+    def all_around(self, functions):
+        """Return a context in which several functions are wrapped."""
+        contexts = ExitStack()
+        for owner, name in functions:
+            contexts.enter_context(self.around(owner, name))
+        return contexts
 
 
-def wrapped_in_the_run(owner, name):
+def wrapped_in_the_run(functions):
     def change(program):
-        program.set(owner, **{name: counting(program, owner, name)})
+        wrapper = Wrapper()
+        program.within(wrapper.all_around(functions))
+        program.seen.append(wrapper.noted)
 
     return change
 
 
+def wrapped_before_the_run(functions):
+    """Return the row of functions that are wrapped from before the run to its end."""
+    wrapper = Wrapper()
+
+    def change(program):
+        noted = len(wrapper.noted)
+        program.undo.callback(lambda: program.seen.append(wrapper.noted[noted:]))
+
+    return Row(change, before=lambda: wrapper.all_around(functions), is_seen=False, repeats=len(functions) == 1)
+
+
 for _owner, _name in FUNCTIONS:
-    _what = f"{'torch' if _owner is torch else 'F' if _owner is F else 'Tensor'}.{_name}"
-    ROWS[f"{_what} wrapped"] = Row(f"{_what} wrapped", wrapped_in_the_run(_owner, _name), frozenset())
+    _function = f"{'torch' if _owner is torch else 'F' if _owner is F else 'Tensor'}.{_name}"
+    add_row(f"{_function} wrapped", Row(wrapped_in_the_run([(_owner, _name)])))
+    add_row(f"{_function} wrapped before the run", wrapped_before_the_run([(_owner, _name)]))
+add_row("functions wrapped before the run", wrapped_before_the_run(FUNCTIONS))
 
 
 # --- hooks ---
@@ -226,7 +257,7 @@ def tensor_hooks_of_outputs(program):
     program.undo.callback(lambda: program.seen.extend(each.grad for each in kept))
 
 
-@row()
+@row(is_seen=False)
 def hooks_of_saved_tensors(program):
     program.within(saved_tensors_hooks(lambda x: (x.dtype, x.double()), lambda packed: packed[1].to(packed[0])))
 

@@ -90,7 +90,7 @@ def p_of_dropouts_is_1(program):
     program.set(program.model.mlp[3], p=1.0)
 
 
-@row()
+@row(is_seen=False)
 def inplace(program):
     for module in (program.model.relu, program.model.silu, program.model.dropout, program.model.mlp[2]):
         program.set(module, inplace=True)
@@ -155,7 +155,7 @@ def sparse_of_an_embedding(program):
     program.set(program.model.embedding, sparse=True)
 
 
-@row("bf16", "bf16-as-shipped")
+@row()
 def dropout_of_an_attention(program):
     program.set(program.model.attention, dropout=0.6)
 

@@ -44,7 +44,7 @@ def evaluation_mode_of_layers(program):
         program.set(module, train=lambda mode=True, module=module: module)
 
 
-@row()
+@row(is_seen=False)
 def deterministic(program):
     program.within(until_undone(torch.use_deterministic_algorithms, True, False))
 
@@ -62,24 +62,24 @@ def a_step_without_gradients(program):
         program.seen.append(program.call(*program.samples))
 
 
-@row()
+@row(is_seen=False)
 def anomaly_detection(program):
     program.within(torch.autograd.set_detect_anomaly(True, check_nan=True))
 
 
-@row("bf16", "bf16-as-shipped", "bf16-products", "channels_last-as-shipped", "channels_last-products", "channels_last-bf16")
+@row(rounds=True)
 def autocast_by_the_program(program):
     program.within(torch.autocast("cpu", torch.bfloat16))
 
 
-@row()
+@row(is_seen=False)
 def onednn_turned_off(program):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch names its flag for GPUs
         program.within(torch.backends.mkldnn.flags(enabled=False))
 
 
-@row()
+@row(is_seen=False)
 def attention_by_the_math_kernel(program):
     program.within(sdpa_kernel(SDPBackend.MATH))
 
@@ -183,7 +183,7 @@ def summed_loss(program):
 # --- dtypes ---
 
 
-@row("fp64", "channels_last-bf16", "bf16", "bf16-as-shipped", "channels_last-as-shipped", "channels_last-products", "bf16-products")
+@row()
 def double(program):
     """The model and its data are in fp64 for two steps."""
     call = program.call
@@ -215,23 +215,23 @@ def inputs_of_another_dtype(program):
     program.set(program, call=lambda images, words: call(images.double(), words))
 
 
-@row()
+@row(is_seen=False)
 def double_and_back(program):
     program.model.double().float()
 
 
-@row()
+@row(is_seen=False)
 def words_of_another_dtype(program):
     call = program.call
     program.set(program, call=lambda images, words: call(images, words.int()))
 
 
-@row()
+@row(is_seen=False)
 def default_dtype(program):
     program.within(until_undone(torch.set_default_dtype, torch.float64, torch.float32))
 
 
-@row()
+@row(is_seen=False)
 def default_device(program):
     program.within(torch.device("cpu"))
 
@@ -239,6 +239,6 @@ def default_device(program):
 # --- threads ---
 
 
-@row()
+@row(is_seen=False)
 def threads(program):
     program.within(until_undone(torch.set_num_threads, 1, torch.get_num_threads()))

@@ -1,6 +1,7 @@
 """The table of changes, by their names."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 
@@ -9,29 +10,41 @@ class Row(NamedTuple):
 
     Attributes
     ----------
-    name : str
-        What is changed.
     change : callable
         Takes a `Program`, and changes it.
-    without : frozenset of str
-        The configs whose loop by hand would compute something else.
+    before : callable
+        Returns a context around the whole run.
+    is_seen : bool
+        Whether the plain loop computes something else for it.
+    rounds : bool
+        Whether tensors are in bf16 then, so that losses differ by their rounding.
+    repeats : bool
+        Whether other rows show the like, so that `make test` leaves it out.
+    without : tuple of str
+        The configs whose loop by hand would not be the same.
     """
 
-    name: str
     change: Callable
-    without: frozenset
+    before: Callable = nullcontext
+    is_seen: bool = True
+    rounds: bool = False
+    repeats: bool = False
+    without: tuple = ()
 
 
 ROWS = {}
 
 
-def row(*without):
-    """Add a function to the table; see `Row`."""
+def row(**more):
+    """Add a function to the table, under its name; see `Row`."""
 
     def add(change):
-        name = change.__name__.replace("_", " ")
-        assert name not in ROWS
-        ROWS[name] = Row(name, change, frozenset(without))
+        add_row(change.__name__.replace("_", " "), Row(change, **more))
         return change
 
     return add
+
+
+def add_row(name, new):
+    assert name not in ROWS
+    ROWS[name] = new

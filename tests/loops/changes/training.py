@@ -193,7 +193,7 @@ def lr_decay(program):
     setting(("adagrad",), lr_decay=0.5)(program)
 
 
-@row()
+@row(is_seen=False)
 def foreach(program):
     setting(("sgd", "adamw", "adagrad"), foreach=True, fused=None)(program)
 
@@ -234,7 +234,7 @@ def state_written(program):
                 if name != "step":
                     value.mul_(0.5)
         for state in optimizer.state.values():
-            state.update({name: 2 * value for name, value in state.items() if name != "step"})
+            state.update({name: 3 * value for name, value in state.items() if name != "step"})
 
 
 @row()
@@ -253,7 +253,7 @@ def copies_go_on(program):
     program.undo.callback(lambda: program.seen.extend(each.detach() for each in model.parameters()))
 
 
-@row()
+@row(is_seen=False)
 def gradients_zeroed_in_place(program):
     for optimizer in program.optimizers:
         zero = optimizer.zero_grad
