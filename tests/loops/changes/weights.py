@@ -197,14 +197,16 @@ def a_slice_with_gaps(program):
 
 @row()
 def a_new_parameter_with_gaps(program):
-    """The optimizer gets it in a group of its own; its old memory is watched."""
+    """The optimizer goes on with it; the memory around it is watched."""
     generator = torch.Generator().manual_seed(2)
     table, image = torch.randn(32, 40, generator=generator) / 6, torch.rand(16, 16, generator=generator)
-    layer = program.model.mlp[4]
-    layer.weight = nn.Parameter(table[:, 4:36])
-    program.adagrad.add_param_group({"params": [layer.weight]})
-    program.model.batch_norm.weight = nn.Parameter(image[:, 3])
-    program.sgd.add_param_group({"params": [program.model.batch_norm.weight]})
+    for module, weight, optimizer in (
+        (program.model.mlp[4], table[:, 4:36], program.adagrad),
+        (program.model.batch_norm, image[:, 3], program.sgd),
+    ):
+        before = module.weight
+        module.weight = nn.Parameter(weight)
+        in_group(optimizer, before, module.weight)
     program.seen += [table, image]  # as they are in the end
 
 
