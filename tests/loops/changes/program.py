@@ -138,10 +138,11 @@ class Program:
             out = self.call(*batch)
             loss = self.loss(out, targets)
             loss.backward()
+            gradients = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             for optimizer in self.optimizers:
                 optimizer.step()
-            self.seen += [type(out), out.detach().clone(), type(loss), loss.item(), norm]
+            self.seen += [type(out), out.detach().clone(), type(loss), loss.item(), norm, gradients]
 
     def evaluate(self):
         """Note the outputs for the samples, as a validation sees them."""
