@@ -8,6 +8,9 @@ from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, 
 
 from .table import row
 
+#: The configs of which a model by hand has weights in NHWC.
+CHANNELS_LAST = ("channels_last-fused", "channels_last-as-shipped")
+
 
 def weights_of(model):
     """A weight of each kind of layer, all of whose elements may be changed."""
@@ -72,7 +75,7 @@ def averages_exchanged(program):
         weight.data, average.data = average.data, weight.data
 
 
-@row()
+@row(without=CHANNELS_LAST)  # by hand, weights are channels_last, and have no vectors
 def memory_shared(program):
     """All weights become views of one vector."""
     vector_to_parameters(0.9 * parameters_to_vector(program.model.parameters()), program.model.parameters())
@@ -151,7 +154,7 @@ def tied_recurrent_weights(program):
     program.model.gru.weight_ih_l1 = program.model.gru.weight_ih_l0
 
 
-@row()
+@row(without=CHANNELS_LAST)  # likewise
 def pruned(program):
     for module in (program.model.mlp[4], program.model.convolution, program.model.layer_norm, program.model.mlp[1]):
         prune.l1_unstructured(module, "weight", amount=0.3)
