@@ -69,6 +69,7 @@ def anomaly_detection(program):
 
 @row(rounds=True)
 def autocast_by_the_program(program):
+    program.notes_gradients = False
     program.within(torch.autocast("cpu", torch.bfloat16))
 
 

@@ -103,6 +103,8 @@ class Program:
         What is compared, in the order in which it happened.
     undo : contextlib.ExitStack
         Closed before the fifth step.
+    notes_gradients : bool
+        Whether the gradients of each step are compared, besides those of the last one.
     """
 
     def __init__(self, model, sgd, adamw, adagrad, loader, by_hand):
@@ -110,7 +112,7 @@ class Program:
         self.by_hand, self.seen, self.undo = by_hand, [], ExitStack()
         self.call = lambda *batch: by_hand(self.model)(*batch)
         self.loss = lambda out, targets: F.cross_entropy(out, targets)
-        self.threads = torch.get_num_threads()
+        self.notes_gradients = True
 
     @property
     def samples(self):
@@ -138,7 +140,8 @@ class Program:
             out = self.call(*batch)
             loss = self.loss(out, targets)
             loss.backward()
-            gradients = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+            parameters = self.model.parameters() if self.notes_gradients else ()
+            gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             for optimizer in self.optimizers:
                 optimizer.step()

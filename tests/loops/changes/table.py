@@ -17,7 +17,7 @@ class Row(NamedTuple):
     is_seen : bool
         Whether the plain loop computes something else for it.
     rounds : bool
-        Whether tensors are in bf16 then, so that losses differ by their rounding.
+        Whether tensors are in bf16 then, so that results may be as far apart as two loops by hand.
     repeats : bool
         Whether other rows show the like, so that `make test` leaves it out.
     without : tuple of str
