@@ -208,7 +208,7 @@ def every_function_of_torch_noted(program):
     for owner in (torch, F):
         for function in torch.overrides.get_overridable_functions()[owner]:
             name = getattr(function, "__name__", "")
-            is_function = getattr(owner, name, None) is function and not isinstance(function, type)
+            is_function = hasattr(owner, name) and not isinstance(function, type)
             if is_function and name != "empty_like":  # which computes nothing
                 program.within(noting(owner, name))
     program.set(program, call=noted(program.call), loss=noted(program.loss))
