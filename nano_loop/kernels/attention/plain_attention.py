@@ -87,12 +87,12 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: Any, dropout_p: float, scale: float
     ) -> Tensor:
         nothing = q.new_empty((1, 1, 1), dtype=torch.float32)
-        scores = torch.baddbmm(nothing, q.float(), k.float().transpose(1, 2), beta=0, alpha=scale)
+        scores = torch.ops.aten.baddbmm(nothing, q.float(), k.float().transpose(1, 2), beta=0, alpha=scale)
         probabilities = _softmax(scores.view(*shape, k.size(1)), mask).to(q.dtype).view_as(scores)
         kept = torch.empty_like(probabilities, dtype=torch.uint8).bernoulli_(1 - dropout_p) if dropout_p else None
         ctx.save_for_backward(q, k, v, mask, probabilities, kept)
         ctx.numbers = shape, dropout_p, scale
-        return torch.bmm(_dropped(probabilities, kept, dropout_p), v)
+        return torch.ops.aten.bmm(_dropped(probabilities, kept, dropout_p), v)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -120,10 +120,10 @@ def _gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, of three dimensions."""
-    of_value = torch.bmm(_dropped(probabilities, kept, dropout_p).transpose(1, 2), gradient)
-    of_probabilities = _dropped(torch.bmm(gradient, v.transpose(1, 2)), kept, dropout_p)
+    of_value = torch.ops.aten.bmm(_dropped(probabilities, kept, dropout_p).transpose(1, 2), gradient)
+    of_probabilities = _dropped(torch.ops.aten.bmm(gradient, v.transpose(1, 2)), kept, dropout_p)
     of_scores = softmax_backward(of_probabilities, probabilities)
-    return torch.bmm(of_scores, k).mul_(scale), torch.bmm(of_scores.transpose(1, 2), q).mul_(scale), of_value
+    return torch.ops.aten.bmm(of_scores, k).mul_(scale), torch.ops.aten.bmm(of_scores.transpose(1, 2), q).mul_(scale), of_value
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -48,7 +48,7 @@ class _Means(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """See `torch.autograd.Function`."""
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        return x.permute(0, 2, 3, 1).mean((1, 2), dtype=dtype)  # pixels in the order in which they lie
+        return torch.ops.aten.mean(x.permute(0, 2, 3, 1), (1, 2), dtype=dtype)  # pixels in the order in which they lie
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

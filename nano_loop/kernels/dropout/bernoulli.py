@@ -106,7 +106,7 @@ def fill(tensor: torch.Tensor, p: float, generator: torch.Generator) -> torch.Te
             before = generator.get_state()
             after = _draw(tensor, p, before.clone())
             # Another thread may have drawn from the generator meanwhile, by torch: then these numbers are its own.
-            if torch.equal(generator.get_state(), before):
+            if torch.ops.aten.equal(generator.get_state(), before):
                 generator.set_state(after)
                 return tensor
 

@@ -108,7 +108,7 @@ class _Rows(torch.autograd.Function):
         ctx.root, ctx.rows, ctx.padding = root, rows, padding
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
-        return weight.index_select(0, indices.reshape(-1)).view(*indices.shape, weight.size(1))
+        return torch.ops.aten.embedding(weight, indices)  # type: ignore[no-any-return]  # no view: a program may write into it
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:

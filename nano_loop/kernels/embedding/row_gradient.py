@@ -148,6 +148,7 @@ class RowGradient:
         return (
             self._is_known
             and sums is not None
+            and gradient.layout is torch.strided
             and gradient.data_ptr() == sums.data_ptr()
             and gradient.shape == self.shape
             and gradient.is_contiguous()

@@ -198,12 +198,12 @@ def _by_layers(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
         states += [state for _, *state in results]
         outputs = results[0][0] if directions == 1 else torch.cat([result[0] for result in results], 1)
         if call.train and call.dropout and first + directions < len(layers):
-            outputs = torch.dropout(outputs, call.dropout, True)
+            outputs = torch.ops.aten.dropout(outputs, call.dropout, True)
     if directions == 1 and outputs.requires_grad:
         outputs = outputs.clone()  # the backward reads what the user may overwrite
     outputs = outputs.view(*shape, outputs.size(-1))
     outputs = outputs.transpose(0, 1) if call.batch_first else outputs
-    return outputs, *map(torch.stack, zip(*states, strict=True))
+    return outputs, *map(torch.ops.aten.stack, zip(*states, strict=True))
 
 
 def _of_some_steps(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:

@@ -1,0 +1,7 @@
+"""A table of what a program may change between two steps of a loop."""
+
+from . import calls, layers, process, training, weights
+from .program import built, changed_by
+from .table import ROWS
+
+__all__ = ["ROWS", "built", "calls", "changed_by", "layers", "process", "training", "weights"]

@@ -1,0 +1,364 @@
+"""What a call goes through: forwards, classes, functions of torch, hooks."""
+
+import functools
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from .table import Row, add_row, row
+
+
+def halved(function):
+    """A function of torch's or a forward, wrapped as programs do."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return 0.5 * function(*args, **kwargs)
+
+    return call
+
+
+# --- forwards ---
+
+
+@row()
+def forward_of_an_instance(program):
+    for module in (program.model.batch_norm, program.model.relu, program.model.layer_norm, program.model.mlp[4]):
+        program.set(module, forward=halved(module.forward))
+
+
+@row()
+def forward_of_a_recurrent_instance(program):
+    forward = program.model.gru.forward
+    program.set(program.model.gru, forward=lambda x: (0.5 * forward(x)[0], None))
+
+
+@row()
+def forward_of_the_model(program):
+    program.set(program.model, forward=halved(program.model.forward))
+
+
+@row()
+def forward_of_the_models_class(program):
+    program.set(type(program.model), forward=halved(type(program.model).forward))
+
+
+@row()
+def a_method_of_the_models_class(program):
+    program.set(type(program.model), seen=halved(type(program.model).seen))
+
+
+@row()
+def forward_of_torchs_classes(program):
+    for kind in (nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.LeakyReLU, nn.Linear):
+        program.set(kind, forward=halved(kind.forward))
+
+
+@row()
+def call_of_all_modules(program):
+    """As `torch.fx` and profilers wrap it."""
+    call = nn.Module.__call__
+
+    def counted(self, *args, **kwargs):
+        program.seen.append(type(self))
+        return call(self, *args, **kwargs)
+
+    program.set(nn.Module, __call__=counted)
+
+
+# --- classes ---
+
+
+class Doubled:
+    def forward(self, *args):
+        return 2 * super().forward(*args)
+
+
+class DoubledByCall:
+    def __call__(self, *args):
+        return 2 * super().__call__(*args)
+
+
+def of_class(program, mixin, *modules):
+    for module in modules:
+        kind = type(module)
+        program.undo.callback(setattr, module, "__class__", kind)
+        module.__class__ = type(kind.__name__, (mixin, kind), {})
+
+
+@row()
+def class_with_another_forward(program):
+    model = program.model
+    modules = (model.batch_norm, model.silu, model.rms_norm, model.embedding, model.mlp[1], model.mlp[7], model.head)
+    of_class(program, Doubled, *modules)
+
+
+@row()
+def class_with_another_call(program):
+    model = program.model
+    of_class(program, DoubledByCall, model.group_norm, model.relu, model.layer_norm, model.mlp[2], model.mlp[4])
+
+
+@row()
+def class_of_another_activation(program):
+    for module, kind in ((program.model.relu, nn.Sigmoid), (program.model.mlp[8], nn.Softsign)):
+        program.undo.callback(setattr, module, "__class__", type(module))
+        module.__class__ = kind
+
+
+# --- functions of torch ---
+
+FUNCTIONS = (
+    *((F, name) for name in ("relu", "silu", "leaky_relu", "gelu", "batch_norm", "group_norm", "layer_norm")),
+    *((F, name) for name in ("rms_norm", "linear", "dropout", "embedding", "scaled_dot_product_attention", "conv2d")),
+    *((torch, "relu"), (torch, "batch_norm"), (torch, "gru"), (torch.Tensor, "mean"), (F, "cross_entropy")),
+)
+
+
+class Wrapper:
+    """Wraps functions of torch, as programs do: results are halved, and what they are is noted."""
+
+    def __init__(self):
+        self.noted = []
+
+    def around(self, owner, name):
+        """Return a context in which a function is wrapped."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            out = original(*args, **kwargs)
+            first = out[0] if isinstance(out, tuple) else out
+            self.noted.append((name, type(first), first.dtype, first.shape))
+            return (0.5 * first, *out[1:]) if isinstance(out, tuple) else 0.5 * out
+
+        return mock.patch.object(owner, name, call)
+
+    def all_around(self, functions):
+        """Return a context in which several functions are wrapped."""
+        contexts = ExitStack()
+        for owner, name in functions:
+            contexts.enter_context(self.around(owner, name))
+        return contexts
+
+
+def wrapped_in_the_run(functions):
+    def change(program):
+        wrapper = Wrapper()
+        program.within(wrapper.all_around(functions))
+        program.seen.append(wrapper.noted)
+
+    return change
+
+
+def wrapped_before_the_run(functions):
+    """Return the row of functions that are wrapped from before the run to its end."""
+    wrapper = Wrapper()
+
+    def change(program):
+        noted = len(wrapper.noted)
+        program.undo.callback(lambda: program.seen.append(wrapper.noted[noted:]))
+
+    return Row(change, before=lambda: wrapper.all_around(functions), is_seen=False, repeats=len(functions) == 1)
+
+
+for _owner, _name in FUNCTIONS:
+    _function = f"{'torch' if _owner is torch else 'F' if _owner is F else 'Tensor'}.{_name}"
+    add_row(f"{_function} wrapped", Row(wrapped_in_the_run([(_owner, _name)])))
+    add_row(f"{_function} wrapped before the run", wrapped_before_the_run([(_owner, _name)]))
+add_row("functions wrapped before the run", wrapped_before_the_run(FUNCTIONS))
+
+
+@row(is_seen=False, without=("channels_last-as-shipped",))  # by hand, contexts are entered
+def every_function_of_torch_noted(program):
+    """A loop that is accelerated calls no function of torch's that the plain one does not, in forward and backward."""
+    called, is_noted = [], []
+
+    def noting(owner, name):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            if is_noted:
+                called.append(name)
+            return original(*args, **kwargs)
+
+        return mock.patch.object(owner, name, call)
+
+    def noted(function):
+        def call(*args):
+            is_noted.append(True)
+            out = function(*args)
+            is_noted.clear()
+            return out
+
+        return call
+
+    def loss(*args, computed=program.loss):
+        out = computed(*args)
+        out.register_hook(lambda _: is_noted.append(True))
+        program.model.embedding.weight.register_post_accumulate_grad_hook(lambda _: is_noted.clear())
+        return out
+
+    for owner in (torch, F):
+        for function in torch.overrides.get_overridable_functions()[owner]:
+            name = getattr(function, "__name__", "")
+            is_function = hasattr(owner, name) and not isinstance(function, type)
+            if is_function and name != "empty_like":  # which computes nothing
+                program.within(noting(owner, name))
+    program.set(program, call=noted(program.call), loss=noted(program.loss))
+    program.seen.append(called)
+
+
+# --- hooks ---
+
+
+@row()
+def forward_hooks(program):
+    """They see what a layer returns, and change it."""
+
+    def hook(module, _, out):
+        out = out[0] if isinstance(out, tuple) else out
+        program.seen.append((type(out), out.requires_grad, out.stride(), out.detach().abs().mean().item()))
+        return None if module in recurrent or module is program.model.attention else 0.5 * out
+
+    recurrent = (program.model.gru, program.model.lstm)
+    for module in program.model.modules():
+        if not [*module.children()]:
+            program.undo.callback(module.register_forward_hook(hook).remove)
+
+
+@row()
+def forward_pre_hooks(program):
+    for module in (program.model.batch_norm, program.model.relu, program.model.layer_norm, program.model.mlp[4]):
+        program.undo.callback(module.register_forward_pre_hook(lambda _, inputs: (0.5 * inputs[0],)).remove)
+
+
+@row()
+def full_backward_hooks(program):
+    def hook(_, of_inputs, of_outputs):
+        program.seen.append(of_outputs[0].abs().mean().item())
+        return tuple(None if each is None else 0.5 * each for each in of_inputs)
+
+    for module in (program.model.batch_norm, program.model.silu, program.model.layer_norm, program.model.mlp[4]):
+        program.undo.callback(module.register_full_backward_hook(hook).remove)
+
+
+@row()
+def full_backward_pre_hooks(program):
+    for module in (program.model.group_norm, program.model.gelu, program.model.rms_norm, program.model.mlp[2]):
+        handle = module.register_full_backward_pre_hook(lambda _, of_outputs: (0.5 * of_outputs[0],))
+        program.undo.callback(handle.remove)
+
+
+@row()
+def hooks_of_all_modules(program):
+    seen = program.seen
+    hooks = (
+        register_module_forward_hook(lambda module, _, out: seen.append((type(module), type(out)))),
+        register_module_forward_pre_hook(lambda module, _: seen.append(type(module))),
+    )
+    for handle in hooks:
+        program.undo.callback(handle.remove)
+
+
+@row()
+def tensor_hooks_of_weights(program):
+    for parameter in program.model.parameters():
+        program.undo.callback(parameter.register_hook(lambda gradient: 0.5 * gradient).remove)
+
+
+@row()
+def hooks_behind_accumulation(program):
+    def halved_gradient(parameter):
+        parameter.grad.mul_(0.5)
+
+    for parameter in program.model.parameters():
+        program.undo.callback(parameter.register_post_accumulate_grad_hook(halved_gradient).remove)
+
+
+@row()
+def tensor_hooks_of_outputs(program):
+    """They see gradients between two layers, and change them; others are kept."""
+    kept = []
+
+    def hook(_, __, out):
+        if out.requires_grad:  # and not in the validation
+            out.register_hook(lambda gradient: 2 * gradient)
+            out.retain_grad()
+            kept.append(out)
+
+    for module in (program.model.batch_norm, program.model.relu, program.model.layer_norm, program.model.mlp[0]):
+        program.undo.callback(module.register_forward_hook(hook).remove)
+    program.undo.callback(lambda: program.seen.extend(each.grad for each in kept))
+
+
+@row(is_seen=False)
+def hooks_of_saved_tensors(program):
+    program.within(saved_tensors_hooks(lambda x: (x.dtype, x.double()), lambda packed: packed[1].to(packed[0])))
+
+
+@row()
+def state_dict_hooks(program):
+    def hook(module, state, prefix, _):
+        state[f"{prefix}head.bias"] = 2 * state[f"{prefix}head.bias"]
+
+    program.undo.callback(program.model.register_state_dict_post_hook(hook).remove)
+    program.undo.callback(lambda: program.model.load_state_dict(program.model.state_dict()))
+
+
+@row()
+def hooks_before_steps_of_optimizers(program):
+    def scaled(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.1)
+
+    for optimizer in program.optimizers:
+        program.undo.callback(optimizer.register_step_pre_hook(scaled).remove)
+
+
+@row()
+def hooks_after_steps_of_optimizers(program):
+    @torch.no_grad()
+    def shrunk(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            program.seen.append({key: value for key, value in group.items() if key not in ("params", "fused", "foreach")})
+            for parameter in group["params"]:
+                parameter.mul_(0.9)
+
+    for optimizer in program.optimizers:
+        program.undo.callback(optimizer.register_step_post_hook(shrunk).remove)
+
+
+@row()
+def step_of_an_instance(program):
+    """As schedulers of torch wrap it."""
+    for optimizer in program.optimizers:
+        step = optimizer.step
+
+        def counted(*args, step=step, **kwargs):
+            program.seen.append("a step")
+            return step(*args, **kwargs)
+
+        program.set(optimizer, step=counted)
+
+
+@row()
+def outputs_changed_in_place(program):
+    """Of all layers whose output torch's backward does not need."""
+    model, losses = program.model, functools.partial(F.cross_entropy, reduction="none")
+
+    def hook(_, __, out):
+        (out[0] if isinstance(out, tuple) else out).mul_(0.5)
+
+    norms = (model.batch_norm, model.group_norm, model.rms_norm, model.layer_norm, model.mlp[1], model.mlp[5])
+    others = (model.convolution, model.embedding, model.queries, model.attention, model.gru, model.silu, model.head)
+    for module in (*norms, *others):
+        program.undo.callback(module.register_forward_hook(hook).remove)
+    program.set(program, loss=lambda out, targets: losses(out, targets).mul_(0.5).mean())

@@ -1,0 +1,245 @@
+"""Modes, dtypes and threads: what holds for the process, or for all of a model."""
+
+import functools
+import warnings
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from .table import row
+
+
+@contextmanager
+def until_undone(setter, value, before):
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+# --- modes ---
+
+
+@row()
+def evaluation_mode(program):
+    program.model.eval()
+    program.undo.callback(program.model.train)
+    evaluate = program.evaluate
+    program.set(program, evaluate=lambda: (evaluate(), program.model.eval()))
+
+
+@row()
+def evaluation_mode_of_layers(program):
+    """Frozen norms and no dropout, as in fine-tuning; the calls of ``train`` are put behind."""
+    model = program.model
+    for module in (model.batch_norm, model.mlp[1], model.dropout, model.gru):
+        module.eval()
+        program.set(module, train=lambda mode=True, module=module: module)
+
+
+@row(is_seen=False)
+def deterministic(program):
+    program.within(until_undone(torch.use_deterministic_algorithms, True, False))
+
+
+@row()
+def inference_between_steps(program):
+    with torch.inference_mode():
+        program.seen.append(program.call(*program.samples).clone())
+
+
+@row()
+def a_step_without_gradients(program):
+    with torch.no_grad():
+        program.seen.append(program.call(*program.samples))
+        program.seen.append(program.call(*program.samples))
+
+
+@row(is_seen=False)
+def anomaly_detection(program):
+    program.within(torch.autograd.set_detect_anomaly(True, check_nan=True))
+
+
+@row(rounds=True)
+def autocast_by_the_program(program):
+    program.notes_gradients = False
+    program.within(torch.autocast("cpu", torch.bfloat16))
+
+
+@row(is_seen=False)
+def onednn_turned_off(program):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch names its flag for GPUs
+        program.within(torch.backends.mkldnn.flags(enabled=False))
+
+
+@row(is_seen=False)
+def attention_by_the_math_kernel(program):
+    program.within(sdpa_kernel(SDPBackend.MATH))
+
+
+class Counting(TorchFunctionMode):
+    """Halves ReLUs, and counts all calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function in (torch.relu, F.relu, F.batch_norm, F.layer_norm, F.cross_entropy):
+            self.called.append(function.__name__)
+            return 0.5 * out
+        return out
+
+
+@row()
+def a_mode_of_functions(program):
+    mode = program.within(Counting())
+    program.seen.append(mode.called)
+
+
+class Noting(TorchDispatchMode):
+    """Doubles what is added, and computes all else."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return 0.5 * out if function is torch.ops.aten.mean.dim else out
+
+
+@row()
+def a_mode_of_operators(program):
+    program.within(Noting())
+
+
+@row()
+def checkpointed(program):
+    call = program.call
+    program.set(program, call=lambda *batch: checkpoint(call, *batch, use_reentrant=False))
+
+
+@row()
+def called_with_other_weights(program):
+    """By `torch.func.functional_call`, as in meta-learning."""
+    model = program.model
+
+    def call(*batch):
+        weights = {name: 0.9 * parameter for name, parameter in model.named_parameters()}
+        return torch.func.functional_call(model, weights, batch)
+
+    program.set(program, call=call)
+
+
+@row()
+def gradients_of_gradients(program):
+    """A penalty on the gradient of a layer's weight."""
+
+    def loss(out, targets):
+        entropy = F.cross_entropy(out, targets)
+        slopes = torch.autograd.grad(entropy, [program.model.head.weight, program.model.mlp[0].weight], create_graph=True)
+        return entropy + sum(slope.square().sum() for slope in slopes)
+
+    program.set(program, loss=loss)
+
+
+@row()
+def retained_graph(program):
+    """Two backwards through one forward."""
+
+    def loss(out, targets):
+        F.cross_entropy(out, targets.flip(0)).backward(retain_graph=True)
+        return F.cross_entropy(out, targets)
+
+    program.set(program, loss=loss)
+
+
+@row()
+def called_twice(program):
+    """Two forwards to one backward, the first of which is held."""
+    call = program.call
+    program.set(program, call=lambda images, words: call(images, words) + call(images.flip(0), words.flip(0)))
+
+
+# --- losses ---
+
+
+@row()
+def another_loss(program):
+    weights = torch.linspace(0.5, 1.5, 12)
+    program.set(program, loss=functools.partial(F.cross_entropy, weight=weights, label_smoothing=0.1, ignore_index=3))
+
+
+@row()
+def summed_loss(program):
+    program.set(program, loss=lambda out, targets: F.cross_entropy(out, targets, reduction="none").square().mean())
+
+
+# --- dtypes ---
+
+
+@row()
+def double(program):
+    """The model and its data are in fp64 for two steps."""
+    call = program.call
+    program.set(program, call=lambda images, words: call(images.double(), words))
+    converted(program, "double")
+    program.undo.callback(converted, program, "float")
+
+
+def converted(program, dtype):
+    """Convert the model, and the optimizers' states as torch does when they are loaded."""
+    getattr(program.model, dtype)()
+    for optimizer in program.optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@row()
+def a_layer_in_double(program):
+    model = program.model
+    model.mlp.double()
+    program.undo.callback(model.mlp.float)
+    program.undo.callback(model.mlp.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),)).remove)
+    program.undo.callback(model.mlp.register_forward_hook(lambda _, __, out: out.float()).remove)
+
+
+@row()
+def inputs_of_another_dtype(program):
+    """torch refuses them, in the words that the loop gets."""
+    call = program.call
+    program.set(program, call=lambda images, words: call(images.double(), words))
+
+
+@row(is_seen=False)
+def double_and_back(program):
+    program.model.double().float()
+
+
+@row(is_seen=False)
+def words_of_another_dtype(program):
+    call = program.call
+    program.set(program, call=lambda images, words: call(images, words.int()))
+
+
+@row(is_seen=False)
+def default_dtype(program):
+    program.within(until_undone(torch.set_default_dtype, torch.float64, torch.float32))
+
+
+@row(is_seen=False)
+def default_device(program):
+    program.within(torch.device("cpu"))
+
+
+# --- threads ---
+
+
+@row(is_seen=False)
+def threads(program):
+    program.within(until_undone(torch.set_num_threads, 1, torch.get_num_threads()))

@@ -1,0 +1,316 @@
+"""Data and optimizers: datasets, collate functions, samplers, schedules."""
+
+import copy
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import clip_grad_value_
+from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from .program import SAMPLES
+from .table import row
+
+# --- data ---
+
+
+def collated(batch):
+    images, words, targets = default_collate(batch)
+    return 0.5 * images, words.flip(1), targets
+
+
+@row()
+def collate_fn(program):
+    program.set(program.loader, collate_fn=collated)
+
+
+@row()
+def registered_collate_functions(program):
+    """torch asks its map for each type."""
+
+    def halved(batch, *, collate_fn_map=None):
+        out = torch.stack(batch)
+        return out.square() if out.is_floating_point() else out
+
+    program.within(mock.patch.dict(default_collate_fn_map, {torch.Tensor: halved}))
+
+
+@row()
+def samples_of_a_dataset(program):
+    """Its class gets another ``__getitem__``."""
+
+    def item(self, index):
+        return -self.images[index], self.words[index].flip(0), self.targets[index]
+
+    program.set(type(program.loader.dataset), __getitem__=item)
+
+
+@row()
+def tensors_of_a_dataset(program):
+    samples = program.loader.dataset
+    program.set(samples, images=-samples.images, words=samples.words.flip(0))
+    samples.targets.sub_(1).remainder_(12)
+
+
+@row()
+def batch_size(program):
+    program.set(program.loader.batch_sampler, batch_size=4)
+
+
+@row()
+def drop_last(program):
+    program.set(program.loader.batch_sampler, batch_size=5, drop_last=True)
+
+
+@row()
+def sampler_of_the_batches(program):
+    program.set(program.loader.batch_sampler, sampler=SequentialSampler(range(12)))
+
+
+@row()
+def generator_of_the_sampler(program):
+    program.set(program.loader.sampler, generator=torch.Generator().manual_seed(7))
+
+
+@row()
+def epoch_of_a_sampler(program):
+    """As `DistributedSampler.set_epoch`, by which it sorts."""
+
+    class ByEpoch(SequentialSampler):
+        epoch = 0
+
+        def __iter__(self):
+            return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    sampler = ByEpoch(range(SAMPLES))
+    program.loader.batch_sampler.sampler = sampler
+    train = program.train
+
+    def train_epochs():
+        sampler.epoch += 1
+        train()
+
+    program.set(program, train=train_epochs)
+
+
+@row()
+def weighted_samples(program):
+    weights = torch.linspace(0, 1, SAMPLES)
+    program.set(program.loader.batch_sampler, sampler=WeightedRandomSampler(weights, SAMPLES))
+
+
+@row()
+def a_batch_sampler_that_counts(program):
+    """A class of the program's for the next two steps."""
+
+    class Counted(BatchSampler):
+        def __iter__(self):
+            for batch in super().__iter__():
+                program.seen.append(list(batch))
+                yield batch[:4]
+
+    sampler = program.loader.batch_sampler
+    program.undo.callback(setattr, sampler, "__class__", BatchSampler)
+    sampler.__class__ = Counted
+
+
+# --- schedules ---
+
+
+def every_group(program):
+    return [group for optimizer in program.optimizers for group in optimizer.param_groups]
+
+
+def setting(optimizers, **settings):
+    def change(program):
+        for name in optimizers:
+            for group in getattr(program, name).param_groups:
+                program.within(mock.patch.dict(group, settings))
+
+    return change
+
+
+@row()
+def lr(program):
+    setting(("sgd", "adamw", "adagrad"), lr=0.3)(program)
+
+
+@row()
+def lr_of_one_parameter(program):
+    """A group is divided in two."""
+    group = program.adamw.param_groups[0]
+    first, *others = group["params"]
+    group["params"] = others
+    program.adamw.add_param_group({"params": [first], "lr": 0.1})
+
+
+@row()
+def lr_that_is_a_tensor(program):
+    setting(("sgd", "adamw"), lr=torch.tensor(0.05))(program)
+
+
+@row()
+def momentum(program):
+    setting(("sgd",), momentum=0.3)(program)
+
+
+@row()
+def momentum_0(program):
+    setting(("sgd",), momentum=0)(program)
+
+
+@row()
+def nesterov_dampening_maximize(program):
+    setting(("sgd",), dampening=0.5)(program)
+    setting(("adamw", "adagrad"), maximize=True)(program)
+
+
+@row()
+def nesterov(program):
+    setting(("sgd",), nesterov=True)(program)
+
+
+@row()
+def betas_and_eps(program):
+    setting(("adamw",), betas=(0.5, 0.6), eps=0.3)(program)
+
+
+@row()
+def amsgrad(program):
+    program.adamw.state.clear()  # which has no maximum
+    setting(("adamw",), amsgrad=True)(program)
+
+
+@row()
+def weight_decay(program):
+    setting(("sgd", "adamw", "adagrad"), weight_decay=0.3)(program)
+
+
+@row()
+def lr_decay(program):
+    setting(("adagrad",), lr_decay=0.5)(program)
+
+
+@row(is_seen=False)
+def foreach(program):
+    setting(("sgd", "adamw", "adagrad"), foreach=True, fused=None)(program)
+
+
+@row()
+def a_new_group(program):
+    torch.manual_seed(4)
+    program.model.head.scale = nn.Parameter(torch.ones(12))
+    program.sgd.add_param_group({"params": [program.model.head.scale], "lr": 0.3})
+    program.model.head.register_forward_hook(lambda module, _, out: out * module.scale)
+
+
+@row()
+def a_parameter_taken_out(program):
+    for optimizer in program.optimizers:
+        optimizer.state.pop(optimizer.param_groups[0]["params"].pop(1))
+
+
+@row()
+def a_parameter_of_another_optimizer(program):
+    """SGD goes on where Adagrad was."""
+    program.sgd.add_param_group({"params": program.adagrad.param_groups[0]["params"], "lr": 0.01})
+    program.adagrad.param_groups.clear()
+    program.adagrad.state.clear()
+
+
+@row()
+def state_cleared(program):
+    for optimizer in program.optimizers:
+        optimizer.state.clear()
+
+
+@row()
+def state_written(program):
+    for optimizer in program.optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if name != "step":
+                    value.mul_(0.5)
+        for state in optimizer.state.values():
+            state.update({name: 3 * value for name, value in state.items() if name != "step"})
+
+
+@row()
+def state_of_optimizers_loaded(program):
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in program.optimizers]
+    program.undo.callback(
+        lambda: [each.load_state_dict(state) for each, state in zip(program.optimizers, saved, strict=True)]
+    )
+
+
+@row()
+def copies_go_on(program):
+    """A copy of the model and its optimizers takes the next two steps, and both are compared."""
+    model, optimizers = copy.deepcopy((program.model, program.optimizers))
+    program.set(program, model=model, **dict(zip(("sgd", "adamw", "adagrad"), optimizers, strict=True)))
+    program.undo.callback(lambda: program.seen.extend(each.detach() for each in model.parameters()))
+
+
+@row(is_seen=False)
+def gradients_zeroed_in_place(program):
+    for optimizer in program.optimizers:
+        zero = optimizer.zero_grad
+        program.set(optimizer, zero_grad=lambda zero=zero: zero(set_to_none=False))
+
+
+@row()
+def gradients_accumulated(program):
+    for optimizer in program.optimizers:
+        program.set(optimizer, zero_grad=lambda: None)
+
+
+@row()
+def gradients_written(program):
+    """Gradients that the program sets itself, in another layout, or takes away."""
+    step = program.adamw.step
+
+    def with_others(*args):
+        model = program.model
+        model.queries.weight.grad = model.queries.weight.grad.t().contiguous().t().neg()
+        model.embedding.weight.grad[3] = 0.1
+        model.gru.weight_hh_l0.grad = None
+        return step(*args)
+
+    program.set(program.adamw, step=with_others)
+
+
+@row()
+def gradients_clipped_otherwise(program):
+    def clipped(parameters, _):
+        clip_grad_value_(parameters, 1e-3)
+        return torch.zeros(())
+
+    program.set(nn.utils, clip_grad_norm_=clipped)
+
+
+@row()
+def closures(program):
+    """Each step computes the gradients once more, from a closure."""
+    def closure():
+        for optimizer in program.optimizers:
+            optimizer.zero_grad()
+        loss = F.cross_entropy(program.call(*program.samples), program.loader.dataset.targets)
+        loss.backward()
+        program.seen.append(loss.item())
+        return loss
+
+    for optimizer in program.optimizers:
+        step = optimizer.step
+        program.set(optimizer, step=lambda step=step: step(closure))
+
+
+@row()
+def a_backward_behind_a_step(program):
+    """torch refuses it, for the weights have changed since."""
+    loss = F.cross_entropy(program.call(*program.samples), program.loader.dataset.targets)
+    loss.backward(retain_graph=True)
+    for optimizer in program.optimizers:
+        optimizer.step()
+    loss.backward()

@@ -1,0 +1,99 @@
+"""What a program changes between two steps of its loop holds from the next step on, as in the plain loop."""
+
+from dataclasses import replace
+
+import pytest
+from pytest import param
+
+from nano_loop import nano
+from nano_loop.config.declarations import EXACT as VALUES
+from nano_loop.kernels import fp32
+from nano_loop.kernels.activation import activations
+from nano_loop.kernels.attention import attention, fp32_attention
+from nano_loop.kernels.convolution import depthwise, gradient_plans
+from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels.embedding import lookup
+from nano_loop.kernels.linear import fp32_product, linear
+from nano_loop.kernels.loss import cross_entropy
+from nano_loop.kernels.norm import norm_arguments, rms_norm
+from nano_loop.steps.kernels import KERNEL_STEPS, fast_linear
+
+from .changes import ROWS, built, calls, changed_by, layers
+from .pairs import EXACT, FUSED, NHWC_FUSED, PRODUCTS, SHIPPED_NHWC, Config, check
+from .pairs import built as arguments_of
+
+MINIMUM_SIZES = (
+    *((place, "MIN_ELEMENTS") for place in (activations, bernoulli, depthwise, gradient_plans, lookup)),
+    *((place, "MIN_ELEMENTS") for place in (norm_arguments, rms_norm)),
+    *((place, "MIN_MULTIPLICATIONS") for place in (fp32_attention, fp32_product, gradient_plans, linear)),
+    *((attention, "MIN_SCORES"), (cross_entropy, "MIN_LOGITS"), (fast_linear, "_LARGE_IN_FP32")),
+)
+IN_FP32 = [step for step in KERNEL_STEPS if step.takes_fp32]
+#: Each step for a kernel alone.
+ALONE = [Config(step.name, VALUES | {step.name: True}, tolerance=FUSED.tolerance, subclass=True) for step in IN_FP32]
+CROSSED = (EXACT, PRODUCTS, NHWC_FUSED, *ALONE)
+#: In bf16, where several loops have to be compared: what a call goes through.
+IN_BF16 = [name for name, row in ROWS.items() if row.change.__module__ in (calls.__name__, layers.__name__)]
+
+
+@pytest.fixture(autouse=True)
+def every_kernel_computes(monkeypatch):
+    """Let what is too small to pay, or not measured to be faster, be computed in C."""
+    for place, name in MINIMUM_SIZES:
+        monkeypatch.setattr(place, name, 1)
+    monkeypatch.setattr(fp32, "_guess", lambda: fp32.COMPILED)
+    for place in (fp32_attention, fp32_product):
+        monkeypatch.setattr(place, "is_compiled", lambda rule, *_: rule is not None)
+
+
+def nothing(program):
+    """Change nothing."""
+
+
+def check_row(name, config):
+    row = ROWS[name]
+    if row.rounds and config.tolerance:
+        config = replace(config, within_spread=True)
+    with row.before():
+        check(built, changed_by(row.change), config)
+
+
+@pytest.mark.parametrize("name", [param(name, marks=[pytest.mark.slow] * row.repeats) for name, row in ROWS.items()])
+def test_change_holds_from_the_next_step_on(name):
+    check_row(name, FUSED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CROSSED, ids=lambda config: config.name)
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.repeats])
+def test_change_holds_with_each_step_and_kernel(name, config):
+    if config.name not in ROWS[name].without:
+        check_row(name, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in IN_BF16 if not ROWS[name].repeats])
+def test_change_holds_in_bf16(name):
+    if SHIPPED_NHWC.name not in ROWS[name].without:
+        check_row(name, SHIPPED_NHWC)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.is_seen])
+def test_acceleration_that_goes_on_as_before_is_found(name):
+    """Each row is seen failing: the accelerated loop, which is the first one, does not hear of the change."""
+    changes = [nothing, ROWS[name].change]
+    with pytest.raises(AssertionError, match=r"off by| for |keys"), ROWS[name].before():
+        check(built, changed_by(lambda program: changes.pop(0)(program)), EXACT)
+
+
+def test_program_meets_all_that_is_on_by_default():
+    kernels = {step.name: step.kernel if step.fp32_kernel is None else step.fp32_kernel for step in IN_FP32}
+    before = {name: kernel.calls for name, kernel in kernels.items()}
+    train = nano(verbose=False)(changed_by(nothing))
+    seen = train(**arguments_of(built))
+    status = {result.name: result.status for result in train.report.results}
+    expected = {*kernels, "fused_optimizer", "fast_dropout", "fast_fetch"}
+    assert {name for name in expected if status.get(name) != "applied"} == set()
+    assert {name for name, kernel in kernels.items() if kernel.calls == before[name]} == set()
+    assert not [each for each in seen if isinstance(each, tuple)]  # an error
