@@ -253,12 +253,12 @@ class NamedObjects:
         own: list[Any] = [kind.__reduce_ex__, kind.__reduce__]
         if own != [object.__reduce_ex__, object.__reduce__] or (kind is not object and not kind.__flags__ & _HEAP_TYPE):
             return {}
-        modules = [*sys.modules.values()] if kind is object else [sys.modules.get(kind.__module__)]
+        modules = sys.modules.copy().values() if kind is object else [sys.modules.get(kind.__module__)]
         return {
             id(value): (module, name)
             for module in modules
             if isinstance(module, ModuleType) and _is_named(module) and vars(module).get("__spec__")
-            for name, value in [*vars(module).items()]
+            for name, value in vars(module).copy().items()
             if type(value) is kind
         }
 

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -75,10 +74,11 @@ class ModuleState:
         self._top = ("", "")  # the module and the attribute that are being read
         self._is_program = True
         self._size = 0
+        self._probe: _Probe | None = None
         self._is_imported: dict[str, bool] = {}  # whether code of a module is, rather than sent
         for module in sorted(reached.modules.values(), key=is_program, reverse=True):  # it may set where libraries are
             self._read_module(module.__name__, module)
-        self._probe()
+        self._leave_out()
 
     @property
     def memo(self) -> dict[int, tuple[int, Any]]:
@@ -106,7 +106,7 @@ class ModuleState:
         names: dict[str, tuple[str, str]] = {}
         number = self._placed(-1, (), ("module", name))
         self.contents[number] = values, names
-        for attribute, value in [*vars(module).items()]:
+        for attribute, value in vars(module).copy().items():
             if attribute.startswith("__") or issubclass(type(value), ModuleType):
                 continue
             self._top, self._size = (name, attribute), 0
@@ -288,34 +288,42 @@ class ModuleState:
 
     # --- what cannot be sent ---
 
-    def _probe(self) -> None:
+    def _leave_out(self) -> None:
         """Leave out what cannot be pickled, and what is large."""
-        probe = _Probe(self.memo)
-        caches = [one for one in self._all_sent if is_cache(one[0].value)]
-        rest = [one for one in self._all_sent if not is_cache(one[0].value)]
-        with suppress(Exception):  # what a user's __reduce__ may raise is anything
-            rest = rest if probe.size_of([sent.value for sent, _, _ in rest]) > LARGEST else []
-        probe = _Probe(self.memo)
-        for sent, top, is_of_program in (*caches, *rest):
-            value = sent.value
+        # To read one back may run code of the program, which is for what is used.
+        for sent, top, is_of_program in self._all_sent:
+            is_used = not is_of_program or top in self._reached.named
+            if not is_used and (_is_code(sent.value) or package_of(type(sent.value)) not in NOT_COMPARED):
+                sent.leave_out("is not used")
+        rest = [one for one in self._all_sent if not one[0].why]
+        size = self._size_of([sent.value for sent, _, _ in rest if not is_cache(sent.value)])
+        self._probe = None
+        if not isinstance(size, Exception) and size <= LARGEST:
+            rest = [one for one in rest if is_cache(one[0].value)]
+        for sent, top, is_of_program in rest:
+            value, is_required, words = sent.value, False, "keeps what it has returned"
             if is_cache(value):
-                sent.leave_out("keeps what it has returned")
-                is_different = is_of_program and value.cache_info().currsize
+                is_different = bool(is_of_program and value.cache_info().currsize)
+            elif isinstance(size := self._size_of(value), Exception):
+                is_different, is_required = True, is_of_program and callable(value)
+                words = f"is a {type(value).__qualname__}, which cannot be pickled ({str(size).partition(chr(10))[0]})"
             else:
-                try:
-                    is_different = probe.size_of(value) > LARGEST
-                    why = _TOO_LARGE
-                except Exception as error:  # what a user's __reduce__ may raise is anything
-                    probe = _Probe(self.memo)  # the other knows parts of what it could not pickle
-                    words = str(error).partition("\n")[0]
-                    why = f"is a {type(value).__qualname__}, which cannot be pickled ({words})"
-                    is_different = True
-                if is_different:
-                    sent.leave_out(why, is_required=is_of_program and callable(value))
-            if is_different:
+                is_different, words = size > LARGEST, _TOO_LARGE
+            if is_different or is_cache(value):
+                sent.leave_out(words, is_required)
                 sent.name = self._name(sent.parent, sent.steps)
-            if is_different and not sent.is_required:
+            if is_different and not is_required:
                 self._note_not_compared(top, sent)
+
+    def _size_of(self, value: Any) -> int | Exception:
+        """Return how many bytes a value takes, or what pickling it raises."""
+        probe = self._probe or _Probe(self.memo)
+        try:
+            self._probe, size = probe, probe.size_of(value)
+        except Exception as error:  # what a user's __reduce__ may raise is anything
+            self._probe = None  # it knows parts of what it could not pickle
+            return error
+        return size
 
     def _note_not_compared(self, top: tuple[str, str], sent: Sent) -> None:
         if top in self._reached.named:
@@ -324,7 +332,7 @@ class ModuleState:
     def _name(self, parent: int, steps: tuple[tuple[str, Any], ...]) -> str:
         """Return a name such as ``project.settings.cfg['model']``."""
         before, steps_of_parent, made = self.places[parent]
-        name = ".".join(made[1:]) if before < 0 else self._name(before, steps_of_parent)
+        name = ".".join(made[1:3]) if before < 0 else self._name(before, steps_of_parent)
         return name + "".join(
             f".{key}" if step == "attribute" else f"[{key!r}]" if step in ("item", "number") else f" ({step} {key})"
             for step, key in steps

@@ -95,14 +95,18 @@ class ReachedModules:
             return
         self.modules[name] = module
         yield sys.modules.get(name.rpartition(".")[0])
-        for value in [*vars(module).values()]:
-            kind = value if isinstance(value, (type, FunctionType)) else type(value)
-            yield value if isinstance(value, ModuleType) else sys.modules.get(str(kind.__module__))
+        for attribute, value in vars(module).copy().items():
+            if not issubclass(type(value), ModuleType):
+                kind = value if isinstance(value, (type, FunctionType)) else type(value)
+                yield sys.modules.get(str(kind.__module__))
+            elif value.__name__ != f"{name}.{attribute}":  # a package has each module of it that anybody has imported
+                yield value
 
     def _of_class(self, kind: type) -> Iterator[Any]:
         module = sys.modules.get(kind.__module__)
         if module is None or not (is_program(module) or is_sent(module)):
             return
+        self.named.add((module.__name__, kind.__qualname__.partition(".")[0]))
         yield from (module, type(kind), *kind.__bases__, *vars(kind).values())
 
     def _of_function(self, function: FunctionType) -> Iterator[Any]:

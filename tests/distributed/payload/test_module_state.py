@@ -25,12 +25,12 @@ def imported(folder, names):
         yield [importlib.import_module(name) for name in names]
     finally:
         sys.path.remove(str(folder))
-        for name, module in [*sys.modules.items()]:
+        for name, module in sys.modules.copy().items():
             if str(getattr(module, "__file__", None)).startswith(str(folder)):
                 held = vars(sys.modules.pop(name)).get("held")
-                file = getattr(held, "file", held)
-                if hasattr(file, "close"):
-                    file.close()
+                for file in (held, getattr(held, "file", None)):
+                    if hasattr(file, "close"):
+                        file.close()
 
 
 def loaded(ranks, folder):
@@ -309,6 +309,7 @@ def test_code_that_cannot_be_sent_is_an_error_that_names_it(in_worker):
 UNCOMPARED = {
     "a file": ("import os\nheld = open(os.devnull, 'w')\ndef read(): return x, held.name", "m.x = 2"),
     "a generator": ("def make():\n    yield 1\nheld = make()\ndef read(): return x, held.__name__", "m.x = 2"),
+    "a default": ("def held(x=(i for i in ())): pass\ndef read(): return x, held.__name__", "m.x = 2"),
     "a warm cache": (
         "import functools\n@functools.lru_cache\ndef held(): return {'a': 1}\ndef read(): return x, bool(held)",
         "m.x = 2; m.held()",
@@ -339,6 +340,26 @@ def test_what_no_function_names_is_silent(in_worker, held):
     with warnings.catch_warnings():
         warnings.simplefilter("error", NanoWarning)
         here, there = in_worker(source, "m.x = 2")
+    assert here == there == "2"
+
+
+def test_objects_that_no_function_names_are_not_read_back(in_worker):
+    source = (
+        "class Trap:\n    def __reduce__(self): return 1 .__truediv__, (0,)\nx, trap = 1, None\ndef read(): return x"
+    )
+    here, there = in_worker(source, "m.x, m.trap = 2, [m.Trap()]")
+    assert here == there == "2"
+
+
+def test_modules_of_a_package_that_others_have_imported_are_left(in_worker, monkeypatch):
+    sources = {
+        "package_of_two.__init__": "X = 1",
+        "package_of_two.second": "import sys\nX = sys.is_caller",  # fails where it is imported in a worker
+        "package_of_two.first": "import package_of_two\ndef read(): return package_of_two.X",
+    }
+    monkeypatch.setattr(sys, "is_caller", True, raising=False)
+    change = "import package_of_two\npackage_of_two.X = 2\nassert package_of_two.second.X"
+    here, there = in_worker(sources, change)
     assert here == there == "2"
 
 
