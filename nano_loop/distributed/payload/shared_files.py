@@ -45,7 +45,6 @@ class SharedFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._free = shutil.disk_usage(folder).free
-        self._written = 0
         #: Bytes of large buffers that were written; the rest of them is mapped where it is.
         self.copied = 0
         self._numbers = itertools.count()
@@ -92,11 +91,10 @@ class SharedFiles:
                 rest = rest[file.write(rest) :]
         except OSError as error:
             raise NanoError(self._no_room(view.nbytes, error)) from error
-        self._written += view.nbytes
         return view.nbytes
 
     def _no_room(self, size: int, error: OSError) -> str:
-        got = f"the arguments of the call need at least {self._written + size:,} bytes in {self._folder}"
+        got = f"the arguments of the call need at least {self.copied + size:,} bytes in {self._folder}"
         other = "they are sent to the worker processes through files there", "Check that file system"
         words = limit_in_words(error, self._folder) or other
         return error_message(f"{got}, and {self._free:,} bytes were free there ({error.strerror})", *words)
