@@ -12,7 +12,11 @@ def test_random_numbers_are_torchs_and_no_header_is_precompiled():
 
 def test_options_of_the_user_prevail():
     given = {"options": {"fallback_random": False, "max_autotune": True}}
-    assert arguments_with(given)["options"] == given["options"] == {"fallback_random": False, "max_autotune": True}
+    options = arguments_with(given)["options"]
+    assert options == {**given["options"], "cpp_cache_precompile_headers": False}
+    assert given["options"] == {"fallback_random": False, "max_autotune": True}
+    kept = {"options": {"cpp_cache_precompile_headers": True}}
+    assert arguments_with(kept)["options"]["cpp_cache_precompile_headers"]
 
 
 def test_a_mode_becomes_its_options():

@@ -509,7 +509,7 @@ def test_products_are_fp32_where_steps_are_faster_without_bf16(clock, models):
 def test_deterministic_mode_lets_large_products_round_again_that_were_slower(clock, deterministic):
     model, used = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), []
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings = {"precision": "auto", "fast_linear": False, "fast_chains": False, "verbose": False}
+    settings = {"precision": "auto", "fast_linear": False, "verbose": False}
     with nano_loop.accelerated(model, optimizer, **settings):
         for step in range(2 * module._LOOKS_UNTIL + 120):
             if step == module._LOOKS_UNTIL + 60:

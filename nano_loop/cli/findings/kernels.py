@@ -34,10 +34,9 @@ def no_kernels(inspected: Inspected) -> Iterator[Finding]:
 
 def kernels_are_damaged(inspected: Inspected) -> Iterator[Finding]:
     """Find libraries of the package that were not written to their end."""
-    kernels = inspected.kernels
-    if kernels is not None and kernels.level is not None and kernels.reason:
+    if inspected.kernels is not None and inspected.kernels.level is not None and inspected.kernels.reason:
         advice = "Install nano_loop again: pip install --force-reinstall --no-deps nano_loop"
-        yield Finding("damaged-kernels", f"the package is damaged: {kernels.reason}", _LOST, advice)
+        yield Finding("damaged-kernels", f"the package is damaged: {inspected.kernels.reason}", _LOST, advice)
 
 
 def cache_is_closed(inspected: Inspected) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ _MARK = "nano_loop: NHWC by channels_last"
 _PERMUTATIONS = frozenset(("PermuteBackward0", "TransposeBackward0"))
 _MOST_NODES, _MOST_DRAWS = 256, 1 << 16
 #: By the generator's state: a checkpoint draws again from the same state, and may then see less of the graph.
-_decided: dict[int, bool] = process_wide("whether numbers were drawn as NCHW, by the state before", {})
+_orders: dict[int, bool] = process_wide("whether numbers were drawn as NCHW, by the state before", {})
 
 
 class _Call(threading.local):
@@ -74,7 +74,7 @@ def _decisions_forgotten() -> Iterator[None]:
     try:
         yield
     finally:
-        _decided.clear()
+        _orders.clear()
 
 
 @contextmanager
@@ -121,18 +121,18 @@ def is_drawn_as_nchw(tensor: Tensor, generator: torch.Generator | None = None) -
         return False
     state = hash((generator or torch.default_generator).get_state().numpy().tobytes())
     if in_backward():
-        return _decided.get(state, True)
-    if len(_decided) >= _MOST_DRAWS:
-        _decided.clear()
-    decided = _decided[state] = _is_made_by_us(tensor)
-    return decided
+        return _orders.get(state, True)
+    if len(_orders) >= _MOST_DRAWS:
+        _orders.clear()
+    as_nchw = _orders[state] = _is_made_by_us(tensor)
+    return as_nchw
 
 
 def _is_made_by_us(tensor: Tensor) -> bool:
     if not _call.is_converted or not gives_kernels():
         return _call.is_converted is not False
-    address, decided = _call.latest
-    return decided if address == tensor.data_ptr() else is_converted(tensor)
+    address, answer = _call.latest
+    return answer if address == tensor.data_ptr() else is_converted(tensor)
 
 
 def contiguous_like(tensor: Tensor) -> Tensor:
