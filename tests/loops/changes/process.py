@@ -232,11 +232,6 @@ def default_dtype(program):
     program.within(until_undone(torch.set_default_dtype, torch.float64, torch.float32))
 
 
-@row(is_seen=False)
-def default_device(program):
-    program.within(torch.device("cpu"))
-
-
 # --- threads ---
 
 

@@ -51,7 +51,7 @@ class EveryKernel(nn.Module):
         q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.queries(self.rms_norm(x)).chunk(3, -1))
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.attention(x, x, x, need_weights=False)[0]
-        x = self.gelu(self.layer_norm(x))
+        x = self.layer_norm(self.gelu(x))
         return F.dropout(self.lstm(self.gru(x)[0])[0].mean(1), 0.1, self.training)
 
 
@@ -140,12 +140,16 @@ class Program:
             out = self.call(*batch)
             loss = self.loss(out, targets)
             loss.backward()
-            parameters = self.model.parameters() if self.notes_gradients else ()
-            gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+            gradients = self.gradients() if self.notes_gradients else []
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             for optimizer in self.optimizers:
                 optimizer.step()
             self.seen += [type(out), out.detach().clone(), type(loss), loss.item(), norm, gradients]
+
+    def gradients(self):
+        """Copies of the gradients, but for those of tables: steps by rows are for those that nobody reads."""
+        read = [p for name, p in self.model.named_parameters() if "embedding" not in name]
+        return [None if p.grad is None else p.grad.clone() for p in read]
 
     def evaluate(self):
         """Note the outputs for the samples, as a validation sees them."""

@@ -196,6 +196,7 @@ def lr_decay(program):
 @row(is_seen=False)
 def foreach(program):
     setting(("sgd", "adamw", "adagrad"), foreach=True, fused=None)(program)
+    program.undo.callback(lambda: program.seen.append([group["foreach"] for group in every_group(program)]))
 
 
 @row()
@@ -257,7 +258,12 @@ def copies_go_on(program):
 def gradients_zeroed_in_place(program):
     for optimizer in program.optimizers:
         zero = optimizer.zero_grad
-        program.set(optimizer, zero_grad=lambda zero=zero: zero(set_to_none=False))
+
+        def zero_in_place(zero=zero):
+            zero(set_to_none=False)
+            program.seen.append(program.gradients())
+
+        program.set(optimizer, zero_grad=zero_in_place)
 
 
 @row()
