@@ -42,13 +42,14 @@ def steps_fused(optimizer: Optimizer) -> Iterator[None]:
 
     The context does not hold the optimizer, and is to be left when it is freed.
     """
-    kind, number = next(kind for kind in _FUNCTIONS if isinstance(optimizer, kind)), id(optimizer)
+    kind, number = type(optimizer), id(optimizer)
     del optimizer
-    name, make = _FUNCTIONS[kind]
+    owner = next(each for each in _FUNCTIONS if issubclass(kind, each))
+    name, make = _FUNCTIONS[owner]
     with ExitStack() as changes:
         changes.callback(_prepared.clear)  # after an error between the two functions
         changes.enter_context(groups_prepared(kind, _noting))
-        changes.enter_context(replaced(sys.modules[kind.__module__], name, make))
+        changes.enter_context(replaced(sys.modules[owner.__module__], name, make))
         changes.enter_context(shared_change(("fused steps", number), lambda: listed(_fused, number)))
         yield
 

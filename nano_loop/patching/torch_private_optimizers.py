@@ -15,6 +15,7 @@ from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import shared_change
 
 _ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
+_INIT_GROUP = "_init_group"
 _STEP_HOOKS = "_optimizer_step_pre_hooks"
 
 
@@ -23,9 +24,10 @@ def groups_prepared(
 ) -> AbstractContextManager[None]:
     """Replace the method that makes lists of a group's tensors, which `step` then hands to the kind's function.
 
-    It takes the group and the lists, of which the first is that of the parameters.
+    It takes the group and the lists, of which the first is that of the parameters. Dynamo gives each class its own.
     """
-    return replaced(kind, "_init_group", make)
+    owner = next(each for each in kind.__mro__ if _INIT_GROUP in vars(each))
+    return replaced(owner, _INIT_GROUP, make)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:

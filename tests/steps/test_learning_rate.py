@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from watched import FusedCalls
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.runtime.objects.training_objects import TrainingObjects
