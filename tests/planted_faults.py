@@ -249,8 +249,14 @@ FAULTS = (
     ),
     Fault(
         "optimizers/fused_steps.py",
-        "        if not in_order and not is_dense(parameter):\n            return False\n",
-        "",
+        "if tensors is not parameters and [*map(_SIZE, tensors)] != shapes:",
+        "if False:",
+        "tests/optimizers/test_fused_steps.py",
+    ),
+    Fault(
+        "optimizers/fused_steps.py",
+        "parameter.is_cpu and is_dense(parameter)",
+        "parameter.is_cpu",
         "tests/optimizers/test_fused_steps.py",
     ),
     Fault(

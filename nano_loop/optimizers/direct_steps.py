@@ -21,7 +21,7 @@ from nano_loop.errors import error_message
 from nano_loop.kernels import denormals
 from nano_loop.kernels.embedding.row_gradient import row_gradients
 from nano_loop.optimizers import row_steps
-from nano_loop.optimizers.fused_steps import lie_alike, takes_kernel
+from nano_loop.optimizers.fused_steps import lie_alike, lie_in_order, takes_kernel
 from nano_loop.optimizers.row_steps import RowStep, Rule
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.objects.gradients import drop_gradients, gradient_of, state_of
@@ -162,7 +162,8 @@ def _gather_fused(
     settings = settings_of(group)
     if settings is None:
         return None
-    parameters = [parameter for parameter in group["params"] if gradient_of(parameter) is not None]
+    pairs = [(each, gradient) for each in group["params"] if (gradient := gradient_of(each)) is not None]
+    parameters = [each for each, _ in pairs]
     names, of_parameters = rule.states(settings), state_of(optimizer)
     states = [of_parameters.get(parameter, {}) for parameter in parameters] if names or rule.has_counter else []
     try:
@@ -170,12 +171,12 @@ def _gather_fused(
         counters = [[state["step"] for state in states]] if rule.has_counter else []
     except KeyError:
         return None  # it is a first step
-    lists: list[list[Any]] = [parameters, [*map(gradient_of, parameters)], *columns]
-    if len({parameter.dtype for parameter in parameters}) > 1 or not lie_alike(lists):
+    lists: list[list[Any]] = [parameters, [gradient for _, gradient in pairs], *columns]
+    is_usual = not parameters or lie_in_order(lists)
+    if not is_usual and (len({each.dtype for each in parameters}) > 1 or not lie_alike(lists)):
         return None  # torch sorts by dtype, and has a loop
-    written = (
-        [] if group["fused"] else [*parameters, *chain(*columns)]
-    )  # of the program's own choice, torch raises none
+    # torch's fused kernels raise no versions. Where the program has asked for one, that stays so.
+    written = [] if group["fused"] else [*parameters, *chain(*columns)]
     lists += counters
     by_rows: list[RowStep] = []
     if row_gradients:
@@ -186,13 +187,15 @@ def _gather_fused(
     def kernel() -> None:
         counters = [*lists[-1]] if rule.has_counter else []
         counters += [step.counter for step in by_rows if step.counter is not None]
-        increment_version(written)
         if counters:
             foreach_increment(counters)
         if lists[0]:
             rule.by_torch(*lists, **settings)
         for step in by_rows:
             step()
+        increment_version(written)
+        for step in by_rows:
+            step.rows.know(*step.tensors[2:])
 
     return kernel
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from nano_loop.patching.torch_private_optimizers import groups_prepared
 
 _Function = Callable[..., Any]
 _Group = dict[str, Any]
+
+_SIZE, _IS_CPU = Tensor.size, attrgetter("is_cpu")
 
 #: The ids of the optimizers whose steps are fused.
 _fused: set[int] = process_wide("optimizers whose steps are fused", set())
@@ -63,8 +66,9 @@ def takes_kernel(group: _Group) -> bool:
     """Whether a fused kernel computes what a group's settings say: the program asks for it, or for no other."""
     if group["differentiable"] or group.get("capturable") or not isinstance(group["lr"], (int, float)):
         return False
-    if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
-        return False
+    for beta in group.get("betas", ()):
+        if isinstance(beta, Tensor):
+            return False
     return bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
 
 
@@ -76,20 +80,30 @@ def lie_alike(lists: Sequence[Sequence[Any]]) -> bool:
     lists : sequence of sequences
         The parameters, their gradients, and a sequence for each of their states. What is None does not lie alike.
     """
-    strided = torch.strided
-    for parameter, *others in zip(*lists, strict=True):
-        dtype, shape = parameter.dtype, parameter.shape
-        if not (dtype.is_floating_point and parameter.is_cpu and parameter.layout is strided):
-            return False
-        in_order = parameter.is_contiguous()
-        if not in_order and not is_dense(parameter):
-            return False
-        for tensor in others:
-            if tensor is None or tensor.dtype is not dtype or tensor.layout is not strided:
+    return lie_in_order(lists) or all(map(_is_alike, zip(*lists, strict=True)))
+
+
+def lie_in_order(lists: Sequence[Sequence[Any]]) -> bool:
+    """Whether all of them are contiguous and of one dtype. The common case: this is the overhead of a step."""
+    parameters = lists[0]
+    dtype, shapes = parameters[0].dtype, [*map(_SIZE, parameters)]
+    try:
+        for tensors in lists:
+            for tensor in tensors:
+                if tensor is None or tensor.dtype is not dtype or not tensor.is_contiguous():
+                    return False
+            if tensors is not parameters and [*map(_SIZE, tensors)] != shapes:
                 return False
-            if not (tensor.is_contiguous() and tensor.shape == shape if in_order else lies_as(tensor, parameter)):
-                return False
-    return True
+    except RuntimeError:  # tensors without strides, as sparse ones in CSR
+        return False
+    return dtype.is_floating_point and all(map(_IS_CPU, parameters))
+
+
+def _is_alike(tensors: Sequence[Any]) -> bool:
+    parameter, *others = tensors
+    if not (parameter.dtype.is_floating_point and parameter.is_cpu and is_dense(parameter)):
+        return False
+    return all(each is not None and each.dtype is parameter.dtype and lies_as(each, parameter) for each in others)
 
 
 def _noting(original: _Function) -> _Function:

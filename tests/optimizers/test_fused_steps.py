@@ -75,7 +75,7 @@ def pair(name, train, settings=None, **made):
         with run:
             try:
                 seen = train(loop)
-            except Exception as raised:  # noqa: BLE001 what torch raises, which is compared
+            except Exception as raised:  # what torch raises, which is compared
                 error = type(raised), str(raised)
         found.append((loop.values(), error, seen))
     assert left_by_runs() == {}
