@@ -3,7 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
+
+from nano_loop.optimizers.fused_steps import is_fused  # noqa: F401
 
 
 class Net(nn.Module):
@@ -37,13 +40,22 @@ def fit(model, optimizer, loader=(), loss=nn.functional.cross_entropy):
     return model
 
 
-def is_fused(optimizer):
-    return bool(optimizer.param_groups[0]["fused"])
-
-
 def in_bf16(*models):
     """Whether each model computes in bf16 now."""
     return [net(torch.ones(1, 3)).dtype is torch.float32 and net.seen[-1] is torch.bfloat16 for net in models]
+
+
+class FusedCalls(TorchDispatchMode):
+    """Notes the fused kernels that are called within it, in ``names``."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "_fused_" in func.__name__:
+            self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)

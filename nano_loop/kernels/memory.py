@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from nano_loop.patching.objects.optimizers import is_dense
+from nano_loop.patching.objects.optimizers import is_dense, lies_as
 
 #: The layouts of the tensors of a call: rows side by side; any order without gaps, which is the same for all tensors of
 #: the call; any strides, which the call has in a structure.
@@ -67,7 +67,7 @@ def check(tensors: Sequence[Tensor | None], pointers: Sequence[Pointer]) -> None
         if not pointer.accepts(tensor):
             raise UnsupportedTensorError(f"a C function takes no {tensor.dtype} tensor that lies as this one")
         if pointer.layout == DENSE:
-            if not (tensor.is_contiguous() or is_dense(tensor) if first is None else _is_alike(tensor, first)):
+            if not (tensor.is_contiguous() or is_dense(tensor) if first is None else lies_as(tensor, first)):
                 raise UnsupportedTensorError("a C function takes no tensors that lie in different orders")
             first = tensor if first is None else first
 
@@ -93,9 +93,3 @@ def empty(
 ) -> Tensor:
     """Return a tensor of this dtype on the CPU, whatever torch's defaults are. Its elements are not initialized."""
     return torch.empty(*sizes, dtype=dtype, device="cpu", memory_format=layout)
-
-
-def _is_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape, and the same strides where it matters."""
-    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
-    return tensor.shape == other.shape and all(size == 1 or a == b for size, a, b in strides)

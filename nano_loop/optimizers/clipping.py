@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from nano_loop.kernels.embedding.row_gradient import RowGradient, row_gradient_of
-from nano_loop.kernels.optimizer_steps import KERNEL, gradients_in_memory
+from nano_loop.kernels.gradient_clipping import KERNEL, gradients_in_memory
 from nano_loop.optimizers.covered_parameters import are_covered, covered
 from nano_loop.patching.objects.gradients import gradient_of, on_read
 from nano_loop.patching.torch_private import in_functorch, in_mode

@@ -8,22 +8,23 @@ What is unusual is left to torch: a first step, a closure, a mixture of dtypes, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from nano_loop.errors import error_message
 from nano_loop.kernels import denormals
 from nano_loop.kernels.embedding.row_gradient import row_gradients
-from nano_loop.optimizers import own_kernels, row_steps
+from nano_loop.optimizers import row_steps
+from nano_loop.optimizers.fused_steps import lie_alike, lie_in_order, takes_kernel
 from nano_loop.optimizers.row_steps import RowStep, Rule
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.objects.gradients import drop_gradients, gradient_of, state_of
-from nano_loop.patching.objects.optimizers import FusedStepCheck
 from nano_loop.patching.patch_table import listed, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import (
     foreach_increment,
@@ -55,8 +56,8 @@ def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        It keeps its class and its attributes; two methods of the class are replaced. Groups of Adam and the like
-        without ``fused=True`` are stepped by torch. The context does not hold it, and is to be left when it is freed.
+        It keeps its class and its attributes; two methods of the class are replaced. Where a group is not for a fused
+        kernel, torch takes the step. The context does not hold it, and is to be left when it is freed.
     """
     kind, number = type(optimizer), id(optimizer)
     del optimizer
@@ -87,16 +88,10 @@ def _step(original: _Method) -> _Method:
         if args or kwargs or _is_left_to_torch(self):
             return original(self, *args, **kwargs)
         arguments: tuple[Any, ...] = (self,)
-        checks = []
         for hook in hooks_before_step(self):
-            if type(hook) is FusedStepCheck:
-                checks.append(hook)
-            else:
-                arguments, kwargs = _after_hook(hook, self, arguments, kwargs)
+            arguments, kwargs = _after_hook(hook, self, arguments, kwargs)
         result = None
         if len(arguments) > 1 or kwargs or not _called_directly(self):
-            for hook in checks:
-                arguments, kwargs = _after_hook(hook, self, arguments, kwargs)
             result = body(*arguments, **kwargs)
         for hook in hooks_after_step(self):
             hook(self, arguments, kwargs)
@@ -162,12 +157,13 @@ def _gather_fused(
     rule: Rule, settings_of: Callable[[_Group], _Group | None], optimizer: Optimizer, group: _Group
 ) -> _Kernel | None:
     """Return what steps a group by one of torch's fused kernels, or None where torch has to do it."""
-    if not group["fused"] or group["differentiable"] or not isinstance(group["lr"], (int, float)):
+    if not takes_kernel(group):
         return None
     settings = settings_of(group)
     if settings is None:
         return None
-    parameters = [parameter for parameter in group["params"] if gradient_of(parameter) is not None]
+    pairs = [(each, gradient) for each in group["params"] if (gradient := gradient_of(each)) is not None]
+    parameters = [each for each, _ in pairs]
     names, of_parameters = rule.states(settings), state_of(optimizer)
     states = [of_parameters.get(parameter, {}) for parameter in parameters] if names or rule.has_counter else []
     try:
@@ -175,9 +171,12 @@ def _gather_fused(
         counters = [[state["step"] for state in states]] if rule.has_counter else []
     except KeyError:
         return None  # it is a first step
-    lists: list[list[Any]] = [parameters, [*map(gradient_of, parameters)], *columns]
-    if parameters and not _are_alike(*lists):
-        return None
+    lists: list[list[Any]] = [parameters, [gradient for _, gradient in pairs], *columns]
+    is_usual = not parameters or lie_in_order(lists)
+    if not is_usual and (len({each.dtype for each in parameters}) > 1 or not lie_alike(lists)):
+        return None  # torch sorts by dtype, and has a loop
+    # torch's fused kernels raise no versions. Where the program has asked for one, that stays so.
+    written = [] if group["fused"] else [*parameters, *chain(*columns)]
     lists += counters
     by_rows: list[RowStep] = []
     if row_gradients:
@@ -194,6 +193,9 @@ def _gather_fused(
             rule.by_torch(*lists, **settings)
         for step in by_rows:
             step()
+        increment_version(written)
+        for step in by_rows:
+            step.rows.know(*step.tensors[2:])
 
     return kernel
 
@@ -201,7 +203,7 @@ def _gather_fused(
 def _settings_of_adam(group: _Group) -> _Group | None:
     """Return the settings of a group of Adam or AdamW by the names of the kernel, or None where torch steps it."""
     beta1, beta2 = group["betas"]
-    if group["amsgrad"] or group["capturable"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
+    if group["amsgrad"]:
         return None
     return {
         "lr": group["lr"],
@@ -223,31 +225,9 @@ def _settings_of_adagrad(group: _Group) -> _Group:
     return {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
 
 
-def _are_alike(*lists: list[Tensor | None]) -> bool:
-    """Whether all are there, on the CPU, and of one dtype that is real: torch sorts tensors by these.
-
-    Those of a parameter have to lie in memory in the same order, which the kernels do not check.
-    """
-    assert lists[0][0] is not None
-    dtype, is_in_order = lists[0][0].dtype, True
-    if not dtype.is_floating_point:
-        return False
-    for tensors in lists:
-        for tensor in tensors:
-            if tensor is None or tensor.dtype is not dtype or not tensor.is_cpu or tensor.layout is not torch.strided:
-                return False
-            is_in_order = is_in_order and tensor.is_contiguous()
-    return is_in_order or all(map(_lie_alike, zip(*lists, strict=True)))
-
-
-def _lie_alike(tensors: Sequence[Tensor]) -> bool:
-    return all(map(Tensor.is_contiguous, tensors)) or len(set(map(Tensor.stride, tensors))) == 1
-
-
 _GATHER: dict[type, Callable[[Optimizer, _Group], _Kernel | None]] = {
     Adam: functools.partial(_gather_fused, row_steps.ADAM, _settings_of_adam),
     AdamW: functools.partial(_gather_fused, row_steps.ADAM, _settings_of_adam),
     SGD: functools.partial(_gather_fused, row_steps.SGD, _settings_of_sgd),
     Adagrad: functools.partial(_gather_fused, row_steps.ADAGRAD, _settings_of_adagrad),
-    **dict.fromkeys(own_kernels.KINDS, own_kernels.gathered),
 }

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from nano_loop.optimizers.covered_parameters import are_covered, covered
 from nano_loop.patching.attributes import replaced
@@ -209,6 +210,7 @@ def _adam(
     **numbers: float,
 ) -> None:
     steps = {count: torch.tensor(float(count), dtype=torch.float32) for count in {*counts}}
+    increment_version([*parameters, *means, *squares])
     with torch.no_grad():
         fused_adam(
             parameters,
@@ -231,6 +233,7 @@ def _sgd(
     dampening: float = 0.0,
     **numbers: float,
 ) -> None:
+    increment_version([*parameters, *momenta])
     with torch.no_grad():
         fused_sgd(
             parameters,

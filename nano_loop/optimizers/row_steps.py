@@ -50,14 +50,13 @@ class RowStep(NamedTuple):
     settings: Mapping[str, Any]
 
     def __call__(self) -> None:
-        """Take the step, without a gradient being recorded."""
-        states, (count, width) = self.tensors[2:], self.rows.shape
+        """Take the step, without a gradient being recorded. Versions do not rise."""
+        count, width = self.rows.shape
         together = count - count % (_UNIT // math.gcd(_UNIT, width))
         self.rule.by_rows(self, together)
         if together < count:
             counters = [] if self.counter is None else [[self.counter]]
             self.rule.by_torch(*([tensor[together:]] for tensor in self.tensors), *counters, **self.settings)
-        self.rows.know(*states)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +103,7 @@ def row_step(rule: Rule, tensors: Sequence[Tensor], settings: Mapping[str, Any])
     is_plain = all(_is_plain(tensor) and tensor.shape == rows.shape for tensor in tensors)
     if rows.confirm(tensors[1]) and is_plain and _keeps_others(settings) and _computes_as_torch(rule):
         return RowStep(rule, rows, (*tensors,), counter, settings)
-    rows.forget_states()  # torch's kernel changes them, and leaves their version counters as they are
+    rows.forget_states()  # torch's kernel changes them, and may leave their version counters as they are
     return None
 
 

@@ -11,21 +11,23 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import shared_change
 
 _ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
-_FUSED_CHECK = "_need_device_dtype_check_for_fused"
+_INIT_GROUP = "_init_group"
 _STEP_HOOKS = "_optimizer_step_pre_hooks"
 
 
-def fused_check_pending(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has not yet checked the dtypes of its parameters, as it does at the first fused step."""
-    return _FUSED_CHECK not in vars(optimizer)
+def groups_prepared(
+    kind: type[Optimizer], make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> AbstractContextManager[None]:
+    """Replace the method that makes lists of a group's tensors, which `step` then hands to the kind's function.
 
-
-def forget_fused_check(optimizer: Optimizer) -> None:
-    """Remove the attribute that SGD and Adagrad set on themselves at the first fused step."""
-    vars(optimizer).pop(_FUSED_CHECK, None)
+    It takes the group and the lists, of which the first is that of the parameters. Dynamo gives each class its own.
+    """
+    owner = next(each for each in kind.__mro__ if _INIT_GROUP in vars(each))
+    return replaced(owner, _INIT_GROUP, make)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:

@@ -27,9 +27,8 @@ FUNCTIONS = {
     **dict.fromkeys(("_Losses", "_Means", "_RmsNorm", "_Rows", "_Bags"), ELEMENTWISE),
 }
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
-#: The optimizers that have fused kernels in torch, and those for which nano_loop has functions in C.
+#: The optimizers that have fused kernels in torch.
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
-IN_C = ("RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop")
 
 
 class Circumstances(NamedTuple):
@@ -66,8 +65,6 @@ def _for_optimizer(now: Circumstances) -> str | None:
         return "step less often, after several backwards: its kernel is fused already"
     if now.optimizer in FUSED:
         return f'{now.optimizer} has a fused kernel, not in use: leave fused_optimizer at "auto", or pass fused=True'
-    if now.optimizer in IN_C:
-        return f'leave fused_optimizer at "auto": it steps {now.optimizer} by a function in C'
     return f"use {', '.join(FUSED[:-1])} or {FUSED[-1]}, which have fused kernels, or step less often"
 
 

@@ -188,7 +188,7 @@ class _Recorder:
 
 
 def _optimizers_with_kernels(report: SetupReport | None) -> list[str]:
-    """Return the names of the optimizers that the report says to step by fused kernels, or by functions in C."""
+    """Return the names of the optimizers that the report says to step by fused kernels."""
     results = [] if report is None else report.results
     details = [result.detail for result in results if (result.name, result.status) == ("fused_optimizer", "applied")]
     return [name for detail in details for name in detail.partition(";")[0].split(", ")]

@@ -385,6 +385,31 @@ def test_a_table_stays_in_memory_and_only_its_rows_are_cleared():
     assert len(set(places[2:])) == 1
 
 
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("kind", [Adam, lambda p, **options: SGD(p, 0.1, momentum=0.9, **options)])
+def test_versions_rise_as_in_torchs_loop_and_states_are_looked_through_once(kind, fused, monkeypatch):
+    torch.manual_seed(0)
+    model = Pairs()
+    optimizer = kind(model.parameters(), fused=fused)
+    called, kernel = [], row_gradient.KERNEL
+    monkeypatch.setattr(row_gradient, "KERNEL", lambda name, *given: called.append(name) or kernel(name, *given))
+    with row_steps_counted() as taken, accelerated(model, optimizer, verbose=False):
+        for number in range(STEPS):
+            states = [value for state in optimizer.state.values() for value in state.values() if number > 1]
+            tensors = [model.users.weight, model.items.weight, *(each for each in states if each.dim())]
+            before = [each._version for each in tensors]
+            called.clear()
+            plainly(model, optimizer, torch.randint(ROWS, (12, 3)), number)
+            assert [each._version > version for each, version in zip(tensors, before, strict=True)] == (
+                [fused is None] * len(tensors)
+            )
+        for _ in range(2):
+            called.clear()
+            plainly(model, optimizer, torch.randint(ROWS, (12, 3)), STEPS)
+    assert len(taken) > STEPS
+    assert "mark_states" not in called
+
+
 def test_the_table_that_a_loop_drops_is_freed():
     with accelerated(nn.Linear(2, 2), verbose=False) as run:
         model = Pairs()

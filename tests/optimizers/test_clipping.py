@@ -9,7 +9,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.overrides import TorchFunctionMode
 
 from nano_loop import accelerated
-from nano_loop.kernels.optimizer_steps import KERNEL
+from nano_loop.kernels.gradient_clipping import KERNEL
 from nano_loop.optimizers.row_steps import RowStep
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import left_by_runs

@@ -7,12 +7,11 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nano_loop.optimizers.direct_steps import stepped_directly, steps_labelled
-from nano_loop.patching.objects.optimizers import FusedStepCheck
 
 KINDS = {
     "Adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),
@@ -108,8 +107,6 @@ def test_steps_are_torchs_bit_for_bit_while_the_loop_changes_the_settings(kind, 
         (Adam, {"fused": True, "eps": 1e-20}, "exp_avg", False),  # it may matter beside this
         (Adagrad, {"fused": True}, "sum", True),
         (SGD, {"fused": True, "momentum": 0.9}, "momentum_buffer", True),
-        (RMSprop, {}, "square_avg", True),
-        (RMSprop, {"eps": 1e-20}, "square_avg", False),
     ],
 )
 def test_moments_that_are_denormal_become_0(kind, settings, name, becomes_0):
@@ -253,23 +250,16 @@ def test_gradients_are_dropped_or_filled_with_zeros(kind, settings):
 
 
 @OF_EACH_KIND
-def test_checks_for_fused_kernels_are_left_out_where_the_step_has_checked_itself(kind, settings, refused):
-    calls = []
+def test_step_whose_tensors_lie_otherwise_is_left_to_torch(kind, settings, refused):
     direct = build(kind, settings)
-    direct.register_step_pre_hook(FusedStepCheck(calls.append))
     with stepped_directly(direct):
         step(direct, seed=0)  # torch's own for some
-        calls.clear()
         step(direct, seed=1)
-        assert calls == []
         weight = direct.param_groups[0]["params"][0]
         weight.grad = weight.grad.t().contiguous().t()
         refused(kind)
         with by_torch():
             direct.step()
-        with by_torch():
-            direct.step(lambda: calls.append("closure"))
-        assert calls == [direct, "closure", direct]
 
 
 def test_profiler_sees_torchs_labels():

@@ -1,5 +1,6 @@
 """Tells when a name that `torch.optim` keeps for itself is gone."""
 
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -10,18 +11,31 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nano_loop.patching import torch_private_optimizers as private
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
-def test_first_fused_step_leaves_a_mark_that_can_be_removed(kind):
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW])
+def test_step_hands_the_lists_that_it_has_made_of_a_group_to_the_function_of_its_kind(kind, monkeypatch):
+    module, name = sys.modules[kind.step.__module__], kind.__name__.lower().removesuffix("w")
+    made, stepped = [], []
+
+    def noting(original):
+        def prepare(self, group, *lists):
+            made.append((self, group, lists))
+            return original(self, group, *lists)
+
+        return prepare
+
+    monkeypatch.setattr(module, name, lambda *lists, **settings: stepped.append((lists, settings)))
     weight = nn.Parameter(torch.ones(2))
     optimizer = kind([weight], lr=0.1)
-    before = set(vars(optimizer))
-    assert private.fused_check_pending(optimizer)
-    optimizer.param_groups[0]["fused"] = True
     weight.sum().backward()
-    optimizer.step()
-    assert not private.fused_check_pending(optimizer)
-    private.forget_fused_check(optimizer)
-    assert set(vars(optimizer)) == before
+    with private.groups_prepared(kind, noting):
+        optimizer.step()
+    assert made[0][0] is optimizer
+    assert made[0][1] is optimizer.param_groups[0]
+    (lists, settings), (_, _, prepared) = stepped[0], made[0]
+    assert len(lists) == len(prepared)
+    assert all(one is other for one, other in zip(lists, prepared, strict=True))
+    assert lists[0] == [weight]
+    assert {"fused", "foreach", "grad_scale", "found_inf"} <= settings.keys()
 
 
 def test_step_of_an_optimizer_can_be_taken_apart():

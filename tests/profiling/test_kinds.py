@@ -88,8 +88,6 @@ ON = {"channels_last": True, "compile": True, "fast_attention": "auto", "gradien
         (kinds.ELEMENTWISE, Circumstances(ON), None),
         (kinds.OPTIMIZER, Circumstances(optimizer="AdamW", is_fused=True), ("step less often",)),
         (kinds.OPTIMIZER, Circumstances(optimizer="AdamW"), ("fused_optimizer", "fused=True")),
-        (kinds.OPTIMIZER, Circumstances(optimizer="RMSprop"), ("fused_optimizer",)),
-        (kinds.OPTIMIZER, Circumstances(optimizer="RMSprop", is_fused=True), ("step less often",)),
         (kinds.OPTIMIZER, Circumstances(optimizer="Lion"), ("use Adam, AdamW, SGD or Adagrad",)),
         (kinds.LOADER, Circumstances(), ("loader_workers",)),
         (kinds.LOADER, Circumstances({"loader_workers": 2}), (": keep decoded",)),

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from watched import FusedCalls
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -178,8 +179,9 @@ def test_fused_kernels_take_the_scaled_rate(step, of_four):
     step(FusedOptimizer, fused_optimizer=True).apply(TrainingObjects(optimizers=[optimizer]))
     of_four(optimizer)
     at_step(optimizer, 1000)
-    assert optimizer.param_groups[0]["fused"]
-    assert moved(optimizer, one) == 2.0
+    with FusedCalls() as calls:
+        assert moved(optimizer, one) == 2.0
+    assert calls.names == ["_fused_sgd_"]
 
 
 def test_closure_sees_the_users_rate_and_one_that_it_sets_is_scaled_and_stays(ramped):

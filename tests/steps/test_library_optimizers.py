@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.kernels.optimizer_steps import KERNEL
+from nano_loop.kernels.gradient_clipping import KERNEL
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.library_optimizers import LibraryOptimizers
 

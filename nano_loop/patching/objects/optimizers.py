@@ -1,16 +1,11 @@
-"""Utilities for optimizers: closures of steps, what steps train, and equal layouts of parameters, gradients and state.
-
-torch's fused CPU optimizers treat parameter, gradient and state as flat memory, without checks. If their strides
-differ, each element is silently updated with the gradient of another element (pytorch#110758 reports it for CUDA).
-Loading a checkpoint of an NCHW run into a channels_last model is enough.
-"""
+"""Utilities for optimizers: closures of steps, what steps train, and how tensors lie in memory."""
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.gradients import gradient_of
-from nano_loop.patching.patch_table import process_wide, shared_change
+from nano_loop.patching.patch_table import process_wide
 
 # --- closures ---
 
@@ -70,20 +64,6 @@ def once_gradients_exist(check: Callable[[Optimizer], None]) -> Callable[[Optimi
         return with_closure(args, kwargs, checked)
 
     return before_step
-
-
-class FusedStepCheck:
-    """A hook before the steps of one optimizer that checks the requirements of a fused kernel, once gradients exist.
-
-    A step that has seen that they are met skips the hook (see `nano_loop.optimizers.direct_steps`).
-    """
-
-    def __init__(self, check: Callable[[Optimizer], None]) -> None:
-        self._before_step = once_gradients_exist(check)
-
-    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Check before a step, or after each call of its closure."""
-        return self._before_step(optimizer, args, kwargs)
 
 
 def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -167,83 +147,19 @@ def hook_after_steps(function: _StepHook) -> StepHook:
 # --- layouts ---
 
 
-def guard_layout(optimizer: Optimizer, undoing: ExitStack) -> None:
-    """Keep the strides of gradients and state equal to those of the parameters, until `undoing` is closed.
-
-    The optimizer is held weakly.
-
-    State is converted immediately, after each ``load_state_dict``, and before a step if the layout of a parameter has
-    changed. Gradients are converted before each fused step. ``state_dict()`` returns state in torch's default layout,
-    so that a checkpoint is also safe in a plain run.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        The optimizer, whose state is changed. Several users share one guard.
-    undoing : contextlib.ExitStack
-        Removes the hooks when it is closed.
-    """
-    stack = undone_with(optimizer, undoing)
-    stack.enter_context(shared_change(("guarded layout", id(optimizer)), lambda: _guarded(optimizer)))
-
-
-@contextmanager
-def _guarded(optimizer: Optimizer) -> Iterator[None]:
-    guard = _Guard()
-    relay_state(optimizer)
-    with (
-        optimizer.register_step_pre_hook(FusedStepCheck(guard.check)),
-        optimizer.register_load_state_dict_post_hook(relay_state),
-        optimizer.register_state_dict_post_hook(portable_state),
-    ):
-        del optimizer  # its hooks have it
-        yield
-
-
-class _Guard:
-    """The check before each step of one optimizer."""
-
-    def __init__(self) -> None:
-        self._strides: dict[int, tuple[int, ...]] = {}  # of non-contiguous parameters at the last step
-
-    def check(self, optimizer: Optimizer) -> None:
-        moved = False
-        for group in optimizer.param_groups:
-            if group.get("fused"):
-                for parameter in group["params"]:
-                    gradient = gradient_of(parameter)
-                    if gradient is None or gradient.layout is not torch.strided:
-                        continue
-                    # The common case: both are contiguous, and were before. This line is the overhead of a step.
-                    if parameter.is_contiguous() and gradient.is_contiguous() and id(parameter) not in self._strides:
-                        continue
-                    moved |= self._match(parameter, gradient)
-        if moved:
-            relay_state(optimizer)
-
-    def _match(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-        """Convert the gradient to its parameter's layout. Return whether that layout changed since the last step."""
-        stride = parameter.stride()
-        if gradient.stride() != stride:
-            parameter.grad = laid_out_as(parameter, gradient)
-        before = self._strides.get(id(parameter))
-        self._strides[id(parameter)] = stride
-        return before != stride
-
-
-def relay_state(optimizer: Optimizer) -> None:
-    """Convert the tensors of the optimizer's state to the strides of their parameter, if they have its shape."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if _is_misplaced(value, parameter):
-                state[key] = laid_out_as(parameter, value)
-
-
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor is non-overlapping and dense, so that another tensor can have the same strides."""
     if is_lazy(tensor):
         return True  # as it will be: it has no shape yet
     return tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, and the same strides where it matters."""
+    if tensor.layout is not torch.strided or tensor.shape != other.shape:
+        return False
+    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    return all(size == 1 or stride == of_other for size, stride, of_other in strides)
 
 
 def laid_out_as(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -252,27 +168,3 @@ def laid_out_as(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     If `like` is not dense, the strides only preserve its order of dimensions.
     """
     return torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def portable_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `state_dict` in which every strided tensor of the state is contiguous."""
-    state = {key: _contiguous(values) for key, values in state_dict["state"].items()}
-    return {**state_dict, "state": state}
-
-
-def _contiguous(values: Any) -> Any:
-    if not isinstance(values, dict):
-        return values
-    return {
-        key: value.contiguous() if isinstance(value, torch.Tensor) and value.layout is torch.strided else value
-        for key, value in values.items()
-    }
-
-
-def _is_misplaced(value: Any, parameter: torch.Tensor) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout is torch.strided is parameter.layout
-        and value.shape == parameter.shape
-        and value.stride() != parameter.stride()
-    )

@@ -1,0 +1,173 @@
+"""Steps by torch's fused kernels, where torch would take its loop over operators, and where the kernels are right.
+
+The kernels read and write as many numbers as a parameter has, from the first address of each tensor on, and check
+nothing. Where a parameter, its gradient or a state has gaps, overlaps or lies in another order, each element is updated
+by another one's numbers, and memory of other tensors is written (pytorch#110758 reports it for CUDA). So each step asks
+for each group. What the program sees in ``param_groups`` are its own flags, at any time: only the function that torch's
+``step()`` calls for a group is told of the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from nano_loop.patching.attributes import replaced
+from nano_loop.patching.objects.optimizers import is_dense, lies_as
+from nano_loop.patching.patch_table import listed, process_wide, shared_change
+from nano_loop.patching.torch_private_optimizers import groups_prepared
+
+_Function = Callable[..., Any]
+_Group = dict[str, Any]
+
+_SIZE, _IS_CPU = Tensor.size, attrgetter("is_cpu")
+
+#: The ids of the optimizers whose steps are fused.
+_fused: set[int] = process_wide("optimizers whose steps are fused", set())
+
+#: The list of parameters that a step has made for a group, and the group, by the id of the list.
+_prepared: dict[int, tuple[list[Tensor], _Group]] = process_wide("groups that are stepped", {})
+
+
+@contextmanager
+def steps_fused(optimizer: Optimizer) -> Iterator[None]:
+    """Step this Adam, AdamW, SGD or Adagrad by fused kernels, where its own ``step()`` and a group's flags allow it.
+
+    The context does not hold the optimizer, and is to be left when it is freed.
+    """
+    kind, number = type(optimizer), id(optimizer)
+    del optimizer
+    owner = next(each for each in _FUNCTIONS if issubclass(kind, each))
+    name, make = _FUNCTIONS[owner]
+    with ExitStack() as changes:
+        changes.callback(_prepared.clear)  # after an error between the two functions
+        changes.enter_context(groups_prepared(kind, _noting))
+        changes.enter_context(replaced(sys.modules[owner.__module__], name, make))
+        changes.enter_context(shared_change(("fused steps", number), lambda: listed(_fused, number)))
+        yield
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether the steps of an optimizer are fused where they can be."""
+    return id(optimizer) in _fused
+
+
+def takes_kernel(group: _Group) -> bool:
+    """Whether a fused kernel computes what a group's settings say: the program asks for it, or for no other."""
+    if group["differentiable"] or group.get("capturable") or not isinstance(group["lr"], (int, float)):
+        return False
+    for beta in group.get("betas", ()):
+        if isinstance(beta, Tensor):
+            return False
+    return bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
+
+
+def lie_alike(lists: Sequence[Sequence[Any]]) -> bool:
+    """Whether a fused kernel finds the numbers of each parameter, its gradient and its states at the same places.
+
+    Parameters
+    ----------
+    lists : sequence of sequences
+        The parameters, their gradients, and a sequence for each of their states. What is None does not lie alike.
+    """
+    return lie_in_order(lists) or all(map(_is_alike, zip(*lists, strict=True)))
+
+
+def lie_in_order(lists: Sequence[Sequence[Any]]) -> bool:
+    """Whether all of them are contiguous and of one dtype. The common case: this is the overhead of a step."""
+    parameters = lists[0]
+    dtype, shapes = parameters[0].dtype, [*map(_SIZE, parameters)]
+    try:
+        for tensors in lists:
+            for tensor in tensors:
+                if tensor is None or tensor.dtype is not dtype or not tensor.is_contiguous():
+                    return False
+            if tensors is not parameters and [*map(_SIZE, tensors)] != shapes:
+                return False
+    except RuntimeError:  # tensors without strides, as sparse ones in CSR
+        return False
+    return dtype.is_floating_point and all(map(_IS_CPU, parameters))
+
+
+def _is_alike(tensors: Sequence[Any]) -> bool:
+    parameter, *others = tensors
+    if not (parameter.dtype.is_floating_point and parameter.is_cpu and is_dense(parameter)):
+        return False
+    return all(each is not None and each.dtype is parameter.dtype and lies_as(each, parameter) for each in others)
+
+
+def _noting(original: _Function) -> _Function:
+    """Return the replacement of what makes the lists of a group in a step."""
+
+    @functools.wraps(original)
+    def prepare(self: Optimizer, group: _Group, *lists: Any, **kwargs: Any) -> Any:
+        result = original(self, group, *lists, **kwargs)
+        if id(self) in _fused and lists and lists[0]:
+            _prepared[id(lists[0])] = lists[0], group
+        return result
+
+    return prepare
+
+
+def _fusing(has_counters: bool, original: _Function) -> _Function:
+    """Return the replacement of the function that steps the lists of a group."""
+
+    @functools.wraps(original)
+    def step(parameters: list[Tensor], *lists: Any, **settings: Any) -> Any:
+        _, group = (None, None) if torch.compiler.is_compiling() else _prepared.pop(id(parameters), (None, None))
+        is_scaled = settings.get("grad_scale") is not None or settings.get("found_inf") is not None
+        if group is None or is_scaled:
+            return original(parameters, *lists, **settings)
+        of_parameters = [parameters, *filter(_exist, lists[:-1] if has_counters else lists)]
+        if group["fused"]:  # by the program: torch raises no versions then, and is wrong where they lie otherwise
+            if all(map(_is_plain, chain(*of_parameters))) and not lie_alike(of_parameters):
+                settings.update(fused=False, foreach=False)
+        elif takes_kernel(group) and _has_momenta(group, of_parameters) and lie_alike(of_parameters):
+            settings.update(fused=True, foreach=False)
+            increment_version([*chain(parameters, *of_parameters[2:])])
+        return original(parameters, *lists, **settings)
+
+    return step
+
+
+def _exist(states: Sequence[Tensor | None]) -> bool:
+    """Whether there are such states: not those of other settings, nor momenta before the first step."""
+    return any(state is not None for state in states)
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    """Whether a fused kernel raises no error for a tensor."""
+    return tensor is not None and tensor.layout is torch.strided and tensor.is_floating_point()
+
+
+def _has_momenta(group: _Group, lists: list[list[Any]]) -> bool:
+    """Add zero momenta for parameters that SGD steps for the first time, such as those of an unfrozen layer.
+
+    torch's fused SGD raises if only some parameters have a momentum buffer. Without dampening, a first step equals a
+    step from zero momentum. With dampening it does not, and torch's loop has to do this step.
+    """
+    for states in lists[2:]:
+        for place, state in enumerate(states):
+            if state is None:
+                if group["dampening"]:
+                    return False
+                states[place] = torch.zeros_like(lists[0][place], requires_grad=False)
+    return True
+
+
+#: The name of torch's function for the steps of a kind, in the kind's module, and what makes its replacement.
+_FUNCTIONS: dict[type[Optimizer], tuple[str, Callable[[_Function], _Function]]] = {
+    Adam: ("adam", functools.partial(_fusing, True)),
+    SGD: ("sgd", functools.partial(_fusing, False)),
+    Adagrad: ("adagrad", functools.partial(_fusing, True)),
+}

@@ -1,0 +1,541 @@
+"""Fused steps are those of torch's loop within rounding, and the program sees its own flags, versions and memory."""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+from torch.optim.lr_scheduler import StepLR
+from watched import FusedCalls
+
+from nano_loop import accelerated
+from nano_loop.patching.patch_table import left_by_runs
+
+KINDS = {
+    "SGD": (SGD, {"lr": 0.1}),
+    "SGD with momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "Adam": (Adam, {"lr": 0.01, "eps": 1e-4}),
+    "Adam with amsgrad": (Adam, {"lr": 0.01, "eps": 1e-4, "amsgrad": True}),
+    "AdamW": (AdamW, {"lr": 0.01, "eps": 1e-4, "maximize": True}),
+    "Adagrad": (Adagrad, {"lr": 0.01, "eps": 1e-4}),
+}
+OF_EACH_KIND = pytest.mark.parametrize("name", KINDS)
+SIZE, WIDE = 6, 11
+
+
+class Loop:
+    """A model of one square and one other weight, with its optimizer and a wide tensor, of which slices have gaps."""
+
+    def __init__(self, name, **settings):
+        torch.manual_seed(0)
+        kind, own = KINDS[name]
+        self.model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, 3))
+        self.optimizer = kind(self.model.parameters(), **{**own, **settings})
+        self.wide = torch.randn(SIZE, WIDE)
+        self.x = torch.randn(5, SIZE)
+        self.kept = []
+
+    @property
+    def weight(self):
+        return self.model[0].weight
+
+    def backward(self):
+        self.optimizer.zero_grad()
+        loss = self.model(self.x).square().mean()
+        loss.backward()
+        return loss
+
+    def values(self):
+        states = [self.optimizer.state[each] for each in self.model.parameters()]
+        tensors = [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
+        return [*self.model.parameters(), *tensors, self.wide, *self.kept]
+
+
+def directly(loop):
+    loop.backward()
+    return loop.optimizer.step()
+
+
+def by_closure(loop):
+    return loop.optimizer.step(loop.backward)
+
+
+def pair(name, train, settings=None, **made):
+    """Return what a plain loop leaves and raises, and what an accelerated one does."""
+    found = []
+    for settings_of_run in (None, settings or {}):
+        loop = Loop(name, **made)
+        run = contextlib.nullcontext()
+        if settings_of_run is not None:
+            run = accelerated(loop.model, loop.optimizer, verbose=False, **settings_of_run)
+        error, seen = None, None
+        with run:
+            try:
+                seen = train(loop)
+            except Exception as raised:  # what torch raises, which is compared
+                error = type(raised), str(raised)
+        found.append((loop.values(), error, seen))
+    assert left_by_runs() == {}
+    return found
+
+
+def assert_alike(plain, ours):
+    assert ours[1:] == plain[1:]
+    for one, other in zip(ours[0], plain[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def without_state(loop):
+    loop.optimizer.state.pop(loop.weight, None)
+    loop.weight.grad = None
+
+
+def data_with_gaps(loop):
+    without_state(loop)
+    loop.weight.data = loop.wide[:, :SIZE]
+
+
+def set_to_a_slice(loop):
+    without_state(loop)
+    with torch.no_grad():
+        loop.weight.set_(loop.wide[:, 2 : 2 + SIZE])
+
+
+def parameter_with_gaps(loop):
+    loop.optimizer.state.pop(loop.weight, None)
+    loop.model[0].weight = nn.Parameter(loop.wide[:, :SIZE])
+    loop.optimizer.param_groups[0]["params"] = [*loop.model.parameters()]
+
+
+def group_with_gaps(loop):
+    loop.optimizer.param_groups[0]["params"].remove(loop.weight)
+    loop.optimizer.state.pop(loop.weight, None)
+    loop.model[0].weight = nn.Parameter(loop.wide[:, 1 : 1 + SIZE])
+    loop.optimizer.add_param_group({"params": [loop.weight], "lr": 0.02})
+
+
+def transposed_data(loop):
+    loop.weight.data = loop.weight.data.t()
+
+
+def data_in_another_order(loop):
+    loop.weight.data = loop.weight.data.t().contiguous().t()
+
+
+def expanded_data(loop):
+    loop.weight.data = loop.weight.data[:1].clone().expand(SIZE, SIZE)
+
+
+def narrow_data(loop):
+    """The states stay as they were: torch raises."""
+    loop.weight.grad = None
+    loop.weight.data = loop.weight.data[: SIZE - 1].contiguous()
+    loop.model[0].bias.grad = None
+    loop.model[0].bias.data = loop.model[0].bias.data[: SIZE - 1].clone()
+    loop.model[2].weight.grad = None
+    loop.model[2].weight.data = loop.model[2].weight.data[:, : SIZE - 1].contiguous()
+
+
+def states_with_gaps(loop):
+    state = loop.optimizer.state[loop.weight]
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            loop.kept.append(torch.randn(SIZE, WIDE))
+            state[key] = loop.kept[-1][:, :SIZE].copy_(value)
+
+
+def states_in_another_order(loop):
+    saved = copy.deepcopy(loop.optimizer.state_dict())
+    for state in saved["state"].values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 2:
+                state[key] = value.t().contiguous().t()
+    loop.optimizer.load_state_dict(saved)
+
+
+def states_in_fp64(loop):
+    state = loop.optimizer.state[loop.weight]
+    state.update({key: value.double() for key, value in state.items() if isinstance(value, torch.Tensor)})
+
+
+def frozen_settings(loop):
+    loop.optimizer.param_groups[0].update(differentiable=True)
+
+
+def loop_of_torch(loop):
+    loop.optimizer.param_groups[0].update(foreach=False)
+
+
+CHANGES = (
+    *(data_with_gaps, set_to_a_slice, parameter_with_gaps, group_with_gaps),
+    *(transposed_data, data_in_another_order, expanded_data, narrow_data),
+    *(states_with_gaps, states_in_another_order, states_in_fp64, loop_of_torch),
+)
+
+
+@pytest.mark.parametrize("step", [directly, by_closure])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@OF_EACH_KIND
+def test_what_changes_between_steps_changes_steps_as_in_the_plain_loop(name, change, step):
+    def train(loop):
+        for number in range(6):
+            if number == 3:
+                change(loop)
+            step(loop)
+
+    assert_alike(*pair(name, train))
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda weight: torch.ones(()).expand(weight.shape),
+        lambda weight: torch.arange(float(SIZE)).expand(weight.shape),
+        lambda weight: torch.rand(SIZE, SIZE).t(),
+        lambda weight: torch.rand(SIZE, WIDE)[:, :SIZE],
+        lambda weight: torch.complex(torch.zeros(SIZE, SIZE), torch.rand(SIZE, SIZE)).conj().imag,
+    ],
+    ids=["one number", "one row", "transposed", "with gaps", "negated"],
+)
+@OF_EACH_KIND
+def test_gradient_that_the_loop_assigns_is_read_as_it_lies_and_stays(name, gradient):
+    def train(loop):
+        for number in range(5):
+            loop.backward()
+            if number > 1:
+                loop.weight.grad = assigned = gradient(loop.weight)
+                loop.optimizer.step()
+                assert loop.weight.grad is assigned
+            else:
+                loop.optimizer.step()
+
+    assert_alike(*pair(name, train))
+
+
+@OF_EACH_KIND
+def test_scheduler_made_before_the_run_does_not_bring_the_fault_back(name):
+    def train(loop):
+        for number in range(6):
+            if number == 3:
+                data_with_gaps(loop)
+            directly(loop)
+            loop.scheduler.step()
+
+    def with_scheduler(loop):
+        loop.scheduler = StepLR(loop.optimizer, 2)
+        return train(loop)
+
+    assert_alike(*pair(name, with_scheduler))
+
+
+@pytest.mark.parametrize(("name", "change"), [(name, frozen_settings) for name in KINDS if "SGD" not in name])
+def test_differentiable_groups_are_torchs(name, change):
+    def train(loop):
+        for number in range(4):
+            if number == 2:
+                change(loop)
+            directly(loop)
+
+    assert_alike(*pair(name, train))
+
+
+@pytest.mark.parametrize("step", [directly, by_closure])
+@OF_EACH_KIND
+def test_steps_are_fused_and_again_once_the_tensors_lie_alike(name, step):
+    loop = Loop(name)
+    kernel = {SGD: "_fused_sgd_", Adagrad: "_fused_adagrad_", AdamW: "_fused_adamw_", Adam: "_fused_adam_"}
+    with accelerated(loop.model, loop.optimizer, verbose=False), FusedCalls() as calls:
+        for number in range(4):
+            if number == 2:
+                data_with_gaps(loop)
+            if number == 3:
+                loop.weight.data = loop.weight.data.contiguous()
+                states = loop.optimizer.state[loop.weight]
+                states.update({key: value.contiguous() for key, value in states.items() if value is not None})
+            step(loop)
+            assert bool(calls.names) == (number != 2)
+            assert set(calls.names) <= {kernel[KINDS[name][0]]}
+            calls.names.clear()
+
+
+# --- versions ---
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("step", [directly, by_closure])
+@OF_EACH_KIND
+def test_versions_rise_as_in_the_plain_loop_so_that_a_stale_backward_raises(name, step, fused):
+    def train(loop):
+        risen = []
+        for _ in range(4):
+            states = [each for state in loop.optimizer.state.values() for each in state.values() if each is not None]
+            tensors = [*loop.model.parameters(), *states]
+            before = [each._version for each in tensors]
+            step(loop)
+            risen.append([each._version > version for each, version in zip(tensors, before, strict=True)])
+        loss = loop.model(loop.x).square().sum()
+        loss.backward(retain_graph=True)
+        loop.optimizer.step()
+        assert risen[1][0] == (fused is None)
+        with contextlib.nullcontext() if fused else pytest.raises(RuntimeError, match="modified by an inplace"):
+            loss.backward()
+        return risen
+
+    assert_alike(*pair(name, train, fused=fused))
+
+
+# --- flags ---
+
+
+def flags(optimizer):
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_post_hooks")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [copy.deepcopy, copy.copy, lambda each: pickle.loads(pickle.dumps(each))],
+    ids=["deepcopy", "copy", "pickle"],
+)
+@OF_EACH_KIND
+def test_copies_at_any_time_have_the_flags_of_the_program_and_no_hook(name, made):
+    loop = Loop(name)
+    expected, copies = flags(loop.optimizer), []
+
+    def closure():
+        copies.append(made(loop.optimizer))
+        return loop.backward()
+
+    loop.optimizer.register_step_pre_hook(lambda *_: copies.append(made(loop.optimizer)))
+    loop.optimizer.register_step_post_hook(lambda *_: copies.append(made(loop.optimizer)))
+    with accelerated(loop.model, loop.optimizer, verbose=False):
+        for _ in range(3):
+            directly(loop)
+            loop.optimizer.step(closure)
+        loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+        copies.append(made(loop.optimizer))
+        assert [{**group, "params": None} for group in loop.optimizer.state_dict()["param_groups"]] == [
+            {**group, "params": None} for group in loop.optimizer.param_groups
+        ]
+    assert len(copies) == 16
+    assert all(flags(each) == expected for each in copies)
+    assert not any(getattr(each, hook) for each in copies for hook in HOOKS if made is not copy.copy)
+
+
+def raise_in_closure(loop):
+    def closure():
+        loop.backward()
+        raise ValueError("no loss")
+
+    with pytest.raises(ValueError, match="no loss"):
+        loop.optimizer.step(closure)
+
+
+def raise_in_step(loop):
+    loop.backward()
+    loop.weight.grad = torch.sparse_coo_tensor([[1], [2]], [1.0], (SIZE, SIZE), check_invariants=True)
+    loop.optimizer.state.pop(loop.model[0].bias, None)
+    loop.optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, of Adagrad
+@pytest.mark.parametrize("fails", [raise_in_closure, raise_in_step])
+@OF_EACH_KIND
+def test_flags_are_the_programs_in_hooks_and_closures_and_after_an_error(name, fails):
+    def train(loop):
+        seen = []
+
+        def note(*_):
+            seen.append(flags(loop.optimizer))
+
+        def closure():
+            note()
+            return loop.backward()
+
+        loop.optimizer.register_step_pre_hook(note)
+        loop.optimizer.register_step_post_hook(note)
+        for _ in range(2):
+            directly(loop)
+            loop.optimizer.step(closure)
+        try:
+            fails(loop)
+        except RuntimeError as error:
+            seen.append(str(error))
+        note()
+        directly(loop)
+        return seen
+
+    assert_alike(*pair(name, train))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "SGD"])
+def test_copied_model_with_optimizer_and_scheduler_trains_in_another_layout_as_the_plain_copy(name, how):
+    def trained(is_plain):
+        torch.manual_seed(0)
+        model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 6, 6)
+        kind, settings = KINDS[name]
+        optimizer = kind(model.parameters(), **settings)
+        parts = model, optimizer, StepLR(optimizer, 2)
+
+        def fit(model, optimizer, scheduler):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+                scheduler.step()
+
+        with contextlib.nullcontext() if is_plain else accelerated(model, optimizer, verbose=False):
+            fit(*parts)
+            other = how(parts)
+            other[0].to(memory_format=torch.channels_last)
+            x = x.to(memory_format=torch.channels_last)
+            fit(*other)
+        fit(*other)
+        assert [(each["fused"], each["foreach"]) for each in other[1].param_groups] == [(None, None)]
+        return other[0].weight.detach()
+
+    torch.testing.assert_close(trained(False), trained(True), rtol=1e-4, atol=1e-6)
+
+
+# --- layouts ---
+
+
+def train(model, optimizer, steps, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.rand(2, 3, 6, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def conv(memory_format=torch.contiguous_format):
+    torch.manual_seed(0)
+    return nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
+
+
+def resumed(name, is_plain, fused):
+    """Train NCHW, and go on from its checkpoint with channels_last; return the weights of both."""
+    kind, settings = KINDS[name]
+    model = conv()
+    optimizer = kind(model.parameters(), **settings)
+    train(model, optimizer, 3, seed=1)
+    other = conv(torch.channels_last)
+    other.load_state_dict(model.state_dict())
+    loading = kind(other.parameters(), fused=fused, **settings)
+    with contextlib.nullcontext() if is_plain else accelerated(other, loading, verbose=False):
+        saved = copy.deepcopy(optimizer.state_dict())  # torch shares the state that it loads
+        saved["param_groups"] = loading.state_dict()["param_groups"]
+        loading.load_state_dict(saved)
+        train(other, loading, 3, seed=2)
+    train(model, optimizer, 3, seed=2)
+    return other.weight, model.weight
+
+
+WITH_STATE = pytest.mark.parametrize("name", [name for name in KINDS if name != "SGD"])
+
+
+@WITH_STATE
+@pytest.mark.parametrize("fused", [None, True])
+def test_checkpoint_of_another_layout_is_resumed_right(name, fused):
+    torch.testing.assert_close(*resumed(name, False, fused), rtol=1e-4, atol=1e-6)
+
+
+@WITH_STATE
+def test_without_the_question_torch_is_silently_wrong(name):
+    """If this fails, torch has mended its kernels, and the question can go."""
+    ours, plain = resumed(name, True, True)
+    assert (ours - plain).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@OF_EACH_KIND
+def test_gradients_that_the_loop_assigns_to_weights_of_another_layout(name, fused):
+    weights = []
+    for is_plain in (True, False):
+        kind, settings = KINDS[name]
+        model = conv(torch.contiguous_format if is_plain else torch.channels_last)
+        optimizer = kind(model.parameters(), fused=None if is_plain else fused, **settings)
+        with contextlib.nullcontext() if is_plain else accelerated(model, optimizer, verbose=False):
+            torch.manual_seed(1)
+            for _ in range(3):
+                model.weight.grad, model.bias.grad = torch.rand(4, 3, 3, 3), torch.rand(4)
+                optimizer.step()
+        weights.append(model.weight)
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
+
+
+@OF_EACH_KIND
+def test_channels_last_weights_are_stepped_by_the_kernel(name):
+    kind, settings = KINDS[name]
+    model = conv(torch.channels_last)
+    optimizer = kind(model.parameters(), **settings)
+    with accelerated(model, optimizer, verbose=False), FusedCalls() as calls:
+        train(model, optimizer, 3, seed=1)
+    assert len(calls.names) == 3
+
+
+# --- what is torch's ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (Rprop, {"weight_decay": 0.1}),
+        *((kind, {"decoupled_weight_decay": True, "weight_decay": 0.1}) for kind in (RMSprop, Adamax, Adadelta, Rprop)),
+        (NAdam, {"amsgrad": True}),
+        (RAdam, {"momentum": 0.5}),
+        (SGD, {"eps": 1.0, "betas": (0.1, 0.2)}),
+        (Adagrad, {"momentum": 0.9}),
+        (Adam, {"momentum": 0.9, "nesterov": True}),
+    ],
+    ids=str,
+)
+def test_settings_that_torch_ignores_and_infinite_parameters_train_as_in_the_plain_loop(kind, keys):
+    results = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model, mask = nn.Linear(4, 3), nn.Parameter(torch.tensor([0.0, float("-inf"), 1.0]))
+        optimizer = kind([{"params": [*model.parameters(), mask], **keys}], lr=0.01)
+        with contextlib.nullcontext() if is_plain else accelerated(model, optimizer, verbose=False):
+            for _ in range(8):
+                optimizer.zero_grad()
+                (model(torch.ones(2, 4)) + mask).softmax(1)[:, 0].log().sum().backward()
+                optimizer.step()
+        results.append([*model.parameters(), mask])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@OF_EACH_KIND
+def test_compiled_steps_are_torchs(name):
+    def train(loop):
+        step = torch.compile(loop.optimizer.step, backend="eager")
+        for _ in range(3):
+            loop.backward()
+            step()
+        directly(loop)
+
+    assert_alike(*pair(name, train))
+    torch._dynamo.reset()
+
+
+@OF_EACH_KIND
+def test_float64_as_torchs_default_dtype_keeps_the_counters_that_torch_makes(name):
+    def train(loop):
+        for _ in range(3):
+            directly(loop)
+        states = loop.optimizer.state.values()
+        return [state["step"].dtype for state in states if "step" in state]
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_alike(*pair(name, train))
+    finally:
+        torch.set_default_dtype(torch.float32)
