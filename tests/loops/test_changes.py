@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from pytest import param
 
 from nano_loop import nano
 from nano_loop.config.declarations import EXACT as VALUES
@@ -58,7 +57,9 @@ def check_row(name, config):
         check(built, changed_by(row.change), config)
 
 
-@pytest.mark.parametrize("name", [param(name, marks=[pytest.mark.slow] * row.repeats) for name, row in ROWS.items()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * row.repeats) for name, row in ROWS.items()]
+)
 def test_change_holds_from_the_next_step_on(name):
     check_row(name, FUSED)
 

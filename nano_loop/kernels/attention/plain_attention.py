@@ -123,7 +123,11 @@ def _gradients(
     of_value = torch.ops.aten.bmm(_dropped(probabilities, kept, dropout_p).transpose(1, 2), gradient)
     of_probabilities = _dropped(torch.ops.aten.bmm(gradient, v.transpose(1, 2)), kept, dropout_p)
     of_scores = softmax_backward(of_probabilities, probabilities)
-    return torch.ops.aten.bmm(of_scores, k).mul_(scale), torch.ops.aten.bmm(of_scores.transpose(1, 2), q).mul_(scale), of_value
+    return (
+        torch.ops.aten.bmm(of_scores, k).mul_(scale),
+        torch.ops.aten.bmm(of_scores.transpose(1, 2), q).mul_(scale),
+        of_value,
+    )
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:

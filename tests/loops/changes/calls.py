@@ -328,7 +328,9 @@ def hooks_after_steps_of_optimizers(program):
     @torch.no_grad()
     def shrunk(optimizer, args, kwargs):
         for group in optimizer.param_groups:
-            program.seen.append({key: value for key, value in group.items() if key not in ("params", "fused", "foreach")})
+            program.seen.append(
+                {key: value for key, value in group.items() if key not in ("params", "fused", "foreach")}
+            )
             for parameter in group["params"]:
                 parameter.mul_(0.9)
 

@@ -13,7 +13,7 @@ def momentum_of_batch_norms(program):
 
 
 @row()
-def momentum_None_of_batch_norms(program):
+def no_momentum_of_batch_norms(program):
     for norm in (program.model.batch_norm, program.model.mlp[1]):
         program.set(norm, momentum=None)
 
@@ -36,7 +36,7 @@ def eps_of_layer_norms(program):
 
 
 @row()
-def eps_of_an_RMS_norm(program):
+def eps_of_an_rms_norm(program):
     program.set(program.model.rms_norm, eps=0.5)
 
 
@@ -53,7 +53,7 @@ def track_running_stats(program):
 
 
 @row()
-def running_statistics_None(program):
+def no_running_statistics(program):
     for norm in (program.model.batch_norm, program.model.mlp[1]):
         norm.running_mean = norm.running_var = norm.num_batches_tracked = None
 
@@ -70,12 +70,12 @@ def negative_slope(program):
 
 
 @row()
-def alpha_of_an_ELU(program):
+def alpha_of_an_elu(program):
     program.set(program.model.mlp[6], alpha=0.3)
 
 
 @row()
-def approximate_of_a_GELU(program):
+def approximate_of_a_gelu(program):
     program.set(program.model.gelu, approximate="tanh")
 
 
@@ -118,18 +118,18 @@ def dilation_of_a_convolution(program):
 
 
 @row()
-def num_layers_of_a_GRU(program):
+def num_layers_of_a_gru(program):
     """Its other weights stay where they are: torch's error, or numbers, are those of the accelerated loop."""
     program.set(program.model.gru, num_layers=1)
 
 
 @row()
-def dropout_of_a_GRU(program):
+def dropout_of_a_gru(program):
     program.set(program.model.gru, dropout=0.6)
 
 
 @row()
-def batch_first_of_an_LSTM(program):
+def batch_first_of_an_lstm(program):
     program.set(program.model.lstm, batch_first=False)
 
 

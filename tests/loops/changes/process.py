@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -143,7 +142,9 @@ def gradients_of_gradients(program):
 
     def loss(out, targets):
         entropy = F.cross_entropy(out, targets)
-        slopes = torch.autograd.grad(entropy, [program.model.head.weight, program.model.mlp[0].weight], create_graph=True)
+        slopes = torch.autograd.grad(
+            entropy, [program.model.head.weight, program.model.mlp[0].weight], create_graph=True
+        )
         return entropy + sum(slope.square().sum() for slope in slopes)
 
     program.set(program, loss=loss)

@@ -28,7 +28,10 @@ class EveryKernel(nn.Module):
         self.group_norm, self.silu = nn.GroupNorm(4, CHANNELS), nn.SiLU()
         self.embedding, self.dropout = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.1)
         self.rms_norm = nn.RMSNorm(WIDTH, eps=1e-5)
-        self.queries, self.attention = nn.Linear(WIDTH, 3 * WIDTH), nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.queries, self.attention = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
+        )
         self.layer_norm, self.gelu = nn.LayerNorm(WIDTH), nn.GELU()
         self.gru = nn.GRU(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
@@ -48,7 +51,9 @@ class EveryKernel(nn.Module):
 
     def read(self, words):
         x = self.dropout(self.embedding(words))
-        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.queries(self.rms_norm(x)).chunk(3, -1))
+        q, k, v = (
+            each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.queries(self.rms_norm(x)).chunk(3, -1)
+        )
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.attention(x, x, x, need_weights=False)[0]
         x = self.layer_norm(self.gelu(x))
@@ -72,7 +77,15 @@ class Samples(Dataset):
 def built():
     """The arguments of the loop."""
     model = EveryKernel()
-    of_words = [model.embedding, model.rms_norm, model.queries, model.attention, model.layer_norm, model.gru, model.lstm]
+    of_words = [
+        model.embedding,
+        model.rms_norm,
+        model.queries,
+        model.attention,
+        model.layer_norm,
+        model.gru,
+        model.lstm,
+    ]
     of_images = [model.convolution, model.batch_norm, model.depthwise, model.group_norm]
     # With a small eps, gradients of almost 0 become steps whose signs are those of rounding errors.
     return {
@@ -176,7 +189,7 @@ def changed_by(change):
                         program.undo.close()
                     program.train()
                     program.evaluate()
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 program.seen.append((type(error), str(error).partition("\n")[0][:200]))
         return program.seen
 

@@ -299,6 +299,7 @@ def gradients_clipped_otherwise(program):
 @row()
 def closures(program):
     """Each step computes the gradients once more, from a closure."""
+
     def closure():
         for optimizer in program.optimizers:
             optimizer.zero_grad()

@@ -15,7 +15,15 @@ CHANNELS_LAST = ("channels_last-fused", "channels_last-as-shipped")
 def weights_of(model):
     """A weight of each kind of layer, all of whose elements may be changed."""
     norms = (model.batch_norm, model.group_norm, model.layer_norm, model.rms_norm, model.mlp[1], model.mlp[5])
-    others = (model.convolution, model.depthwise, model.embedding, model.queries, model.mlp[0], model.mlp[4], model.head)
+    others = (
+        model.convolution,
+        model.depthwise,
+        model.embedding,
+        model.queries,
+        model.mlp[0],
+        model.mlp[4],
+        model.head,
+    )
     return [module.weight for module in (*norms, *others)] + [model.gru.weight_hh_l0, model.lstm.weight_ih_l0]
 
 
@@ -259,7 +267,13 @@ def a_table_that_grows(program):
 def a_narrower_layer(program):
     """The hidden width of a perceptron is cut by new parameters."""
     mlp = program.model.mlp
-    for name, place, shape in (("weight", 4, (20, 32)), ("bias", 4, (20,)), ("weight", 5, (20,)), ("bias", 5, (20,)), ("weight", 7, (32, 20))):
+    for name, place, shape in (
+        ("weight", 4, (20, 32)),
+        ("bias", 4, (20,)),
+        ("weight", 5, (20,)),
+        ("bias", 5, (20,)),
+        ("weight", 7, (32, 20)),
+    ):
         before = getattr(mlp[place], name)
         other = nn.Parameter(before.detach()[tuple(map(slice, shape))].clone())
         setattr(mlp[place], name, other)
