@@ -162,8 +162,10 @@ def _gather_fused(
     settings = settings_of(group)
     if settings is None:
         return None
-    pairs = [(each, gradient) for each in group["params"] if (gradient := gradient_of(each)) is not None]
-    parameters = [each for each, _ in pairs]
+    with_gradient = [
+        (parameter, gradient) for parameter in group["params"] if (gradient := gradient_of(parameter)) is not None
+    ]
+    parameters = [parameter for parameter, _ in with_gradient]
     names, of_parameters = rule.states(settings), state_of(optimizer)
     states = [of_parameters.get(parameter, {}) for parameter in parameters] if names or rule.has_counter else []
     try:
@@ -171,9 +173,9 @@ def _gather_fused(
         counters = [[state["step"] for state in states]] if rule.has_counter else []
     except KeyError:
         return None  # it is a first step
-    lists: list[list[Any]] = [parameters, [gradient for _, gradient in pairs], *columns]
+    lists: list[list[Any]] = [parameters, [gradient for _, gradient in with_gradient], *columns]
     is_usual = not parameters or lie_in_order(lists)
-    if not is_usual and (len({each.dtype for each in parameters}) > 1 or not lie_alike(lists)):
+    if not is_usual and (len({parameter.dtype for parameter in parameters}) > 1 or not lie_alike(lists)):
         return None  # torch sorts by dtype, and has a loop
     # torch's fused kernels raise no versions. Where the program has asked for one, that stays so.
     written = [] if group["fused"] else [*parameters, *chain(*columns)]

@@ -47,7 +47,7 @@ def steps_fused(optimizer: Optimizer) -> Iterator[None]:
     """
     kind, number = type(optimizer), id(optimizer)
     del optimizer
-    owner = next(each for each in _FUNCTIONS if issubclass(kind, each))
+    owner = next(base for base in _FUNCTIONS if issubclass(kind, base))
     name, make = _FUNCTIONS[owner]
     with ExitStack() as changes:
         changes.callback(_prepared.clear)  # after an error between the two functions
@@ -103,7 +103,7 @@ def _is_alike(tensors: Sequence[Any]) -> bool:
     parameter, *others = tensors
     if not (parameter.dtype.is_floating_point and parameter.is_cpu and is_dense(parameter)):
         return False
-    return all(each is not None and each.dtype is parameter.dtype and lies_as(each, parameter) for each in others)
+    return all(other is not None and other.dtype is parameter.dtype and lies_as(other, parameter) for other in others)
 
 
 def _noting(original: _Function) -> _Function:

@@ -26,7 +26,7 @@ def groups_prepared(
 
     It takes the group and the lists, of which the first is that of the parameters. Dynamo gives each class its own.
     """
-    owner = next(each for each in kind.__mro__ if _INIT_GROUP in vars(each))
+    owner = next(base for base in kind.__mro__ if _INIT_GROUP in vars(base))
     return replaced(owner, _INIT_GROUP, make)
 
 

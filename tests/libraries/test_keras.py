@@ -49,6 +49,19 @@ def test_keras_trains_the_same_by_kernels(name, monkeypatch):
         assert all(map(torch.equal, by_keras(optimizer), expected))
 
 
+@pytest.mark.parametrize("name", KERAS)
+def test_steps_raise_the_versions_of_what_they_write(name):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(optimizer=KERAS[name][0](), loss="mse")
+    with accelerated(verbose=False):
+        for _ in range(2):
+            model.fit(X.numpy(), Y.numpy(), batch_size=12, verbose=0)
+            written = [variable.value for variable in (*model.weights, *model.optimizer.variables) if variable.ndim]
+            versions = [tensor._version for tensor in written]
+        model.fit(X.numpy(), Y.numpy(), batch_size=12, verbose=0)
+    assert all(tensor._version > version for tensor, version in zip(written, versions, strict=True))
+
+
 def test_layers_of_keras_are_known_by_the_functions_that_they_call():
     layers = keras.layers
     model = keras.Sequential([keras.Input((8, 8, 1)), layers.Conv2D(4, 3), layers.Dropout(0.5), layers.Flatten()])
