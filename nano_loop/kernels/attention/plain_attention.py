@@ -92,7 +92,8 @@ class _Attention(torch.autograd.Function):
         kept = torch.empty_like(probabilities, dtype=torch.uint8).bernoulli_(1 - dropout_p) if dropout_p else None
         ctx.save_for_backward(q, k, v, mask, probabilities, kept)
         ctx.numbers = shape, dropout_p, scale
-        return torch.ops.aten.bmm(_dropped(probabilities, kept, dropout_p), v)
+        out: Tensor = torch.ops.aten.bmm(_dropped(probabilities, kept, dropout_p), v)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

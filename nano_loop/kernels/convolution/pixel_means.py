@@ -48,7 +48,9 @@ class _Means(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """See `torch.autograd.Function`."""
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        return torch.ops.aten.mean(x.permute(0, 2, 3, 1), (1, 2), dtype=dtype)  # pixels in the order in which they lie
+        pixels = x.permute(0, 2, 3, 1)  # in the order in which they lie
+        means: Tensor = torch.ops.aten.mean(pixels, (1, 2), dtype=dtype)
+        return means
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
