@@ -57,6 +57,7 @@ ANY_TORCH := $(CLUSTERS) $(LIBRARIES) tests/cli tests/cpu $(wildcard tests/distr
     tests/test_architecture.py \
     tests/runtime/test_checks.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/config/test_options.py \
     tests/test_packaging.py tests/runtime/test_report.py tests/config/test_signatures.py tests/kernels/csrc \
+    tests/loops/test_changes.py \
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 

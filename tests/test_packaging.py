@@ -114,7 +114,7 @@ def test_extra_that_a_message_names_installs_what_is_imported_there(extra):
 
 def test_extras_that_messages_name_are_these():
     text = "".join(path.read_text() for path in (ROOT / "nano_loop").rglob("*.py"))
-    of_modules = {"lightning", "pytorch-lightning"}  # which `nano_loop.lightning` names after the package that is missing
+    of_modules = {"lightning", "pytorch-lightning"}  # which one message names after the package that is missing
     assert "nano-loop[{extra}]" in text
     assert {*re.findall(r"nano-loop\[([\w-]+)\]", text)} | of_modules == {*EXTRAS}
 

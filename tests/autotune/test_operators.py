@@ -96,7 +96,7 @@ def by_onednn(call):
 CASES = {
     ATTENTION: (
         attention_call,
-        dict.fromkeys((attention.TORCH, attention.PRODUCTS, attention.BLOCKS), attention.by_torch),
+        dict.fromkeys((attention.TORCH, attention.PRODUCTS, attention.BLOCKS), attention.ALGORITHMS[attention.TORCH]),
         [
             {},
             {"batch": 1},
