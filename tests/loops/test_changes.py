@@ -30,9 +30,9 @@ MINIMUM_SIZES = (
 IN_FP32 = [step for step in KERNEL_STEPS if step.takes_fp32]
 #: Each step for a kernel alone.
 ALONE = [Config(step.name, VALUES | {step.name: True}, tolerance=FUSED.tolerance, subclass=True) for step in IN_FP32]
-CROSSED = (EXACT, PRODUCTS, NHWC_FUSED, *ALONE)
-#: In bf16, where several loops have to be compared: what a call goes through.
-IN_BF16 = [name for name, row in ROWS.items() if row.change.__module__ in (calls.__name__, layers.__name__)]
+TOGETHER = (EXACT, PRODUCTS, NHWC_FUSED)
+#: What a call goes through: with each kernel alone, and in bf16, where several loops have to be compared.
+OF_CALLS = [name for name, row in ROWS.items() if row.change.__module__ in (calls.__name__, layers.__name__)]
 
 
 @pytest.fixture(autouse=True)
@@ -65,15 +65,22 @@ def test_change_holds_from_the_next_step_on(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CROSSED, ids=lambda config: config.name)
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.repeats])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        param(name, config, id=f"{name}-{config.name}")
+        for name, row in ROWS.items()
+        for config in (*TOGETHER, *(ALONE if name in OF_CALLS else ()))
+        if not row.repeats
+    ],
+)
 def test_change_holds_with_each_step_and_kernel(name, config):
     if config.name not in ROWS[name].without:
         check_row(name, config)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in IN_BF16 if not ROWS[name].repeats])
+@pytest.mark.parametrize("name", [name for name in OF_CALLS if not ROWS[name].repeats])
 def test_change_holds_in_bf16(name):
     if SHIPPED_NHWC.name not in ROWS[name].without:
         check_row(name, SHIPPED_NHWC)
