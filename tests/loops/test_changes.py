@@ -68,7 +68,7 @@ def test_change_holds_from_the_next_step_on(name):
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        param(name, config, id=f"{name}-{config.name}")
+        pytest.param(name, config, id=f"{name}-{config.name}")
         for name, row in ROWS.items()
         for config in (*TOGETHER, *(ALONE if name in OF_CALLS else ()))
         if not row.repeats
