@@ -38,6 +38,7 @@ from nano_loop.patching.walk import named_attributes_of
 LARGEST = 64 * 2**20
 _TOO_LARGE = f"has over {LARGEST // 2**20} MB"
 _ITEMS = {kind: ("items", kind) for kind in (dict, list, set)}
+_IN_C = ("ctypes", "_ctypes")  # handles and addresses, which mean nothing in another process
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
@@ -293,7 +294,9 @@ class ModuleState:
         # To read one back may run code of the program, which is for what is used.
         for sent, top, is_of_program in self._all_sent:
             is_used = not is_of_program or top in self._reached.named
-            if not is_used and (_is_code(sent.value) or package_of(type(sent.value)) not in NOT_COMPARED):
+            if package_of(type(sent.value)) in _IN_C:
+                sent.leave_out("is memory of a library in C")
+            elif not is_used and (_is_code(sent.value) or package_of(type(sent.value)) not in NOT_COMPARED):
                 sent.leave_out("is not used")
         rest = [one for one in self._all_sent if not one[0].why]
         size = self._size_of([sent.value for sent, _, _ in rest if not is_cache(sent.value)])
