@@ -44,6 +44,7 @@ class Config:
     subclass: bool = False  # through TorchNano.setup where the arguments allow it, else the decorator
     raises: bool = False  # the loop ends by raising, which must leave as little behind as returning
     within_spread: bool = False  # as near as the loop by hand comes to itself; see `spread`
+    spreads: float = 1.0  # how many times that, of so many numbers that one is always the farthest
 
     @property
     def bf16(self):
@@ -272,15 +273,15 @@ def beyond_spread(build, loop, config, actual, expected):
         for seed in range(count):
             yield run_plain(moved(build, seed), loop, written_by_hand(config), config.channels_last)["seen"]
 
-    found = beyond(spread(variants(VARIANTS), expected), actual, expected)
+    found = beyond(spread(variants(VARIANTS), expected), actual, expected, config.spreads)
     if found and config.rounds_products:  # by another order of operators, too, which four variants may not show
-        return [*beyond(spread(variants(MORE_VARIANTS), expected), actual, expected).values()]
+        return [*beyond(spread(variants(MORE_VARIANTS), expected), actual, expected, config.spreads).values()]
     if found and not read_machine().has_fast_bf16:
         many = [*variants(MORE_VARIANTS)]
         exact = run_plain(build, loop, untouched, config.channels_last)["seen"]
         for others, center in ((many, expected), ([expected, *many], exact)):
             allowed = spread(others, center)
-            farther = beyond(allowed, actual, center)
+            farther = beyond(allowed, actual, center, config.spreads)
             # None: they differ in more than numbers, so that nothing is known.
             found = {place: line for place, line in found.items() if place in farther or allowed.get(place, 0) is None}
     return [*found.values()]
@@ -314,12 +315,14 @@ def moved(build, seed):
     return build_and_move
 
 
-def beyond(allowed, actual, expected):
+def beyond(allowed, actual, expected, spreads=1.0):
     """Return a line for each place where two values differ by more than the spread and what fused optimizers round."""
     values, found = dict(leaves(expected)), {}
     for place, error in errors(actual, expected):
         most = allowed.get(place, 0.0)
-        if most is not None and (error is None or error > most + FUSED.tolerance * largest(values.get(place))):
+        if most is not None and (
+            error is None or error > spreads * most + FUSED.tolerance * largest(values.get(place))
+        ):
             found[place] = f"{place}: off by {error}, and the loop by hand by {most:.2e} from itself"
     return found
 

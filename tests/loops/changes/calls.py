@@ -12,6 +12,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from .table import Row, add_row, row
 
+#: The configs of which a loop by hand calls other functions: it enters autocast, and attention has a fast path there.
+IN_BF16 = ("channels_last-as-shipped",)
+
 
 def halved(function):
     """A function of torch's or a forward, wrapped as programs do."""
@@ -38,7 +41,7 @@ def forward_of_a_recurrent_instance(program):
     program.set(program.model.gru, forward=lambda x: (0.5 * forward(x)[0], None))
 
 
-@row()
+@row(repeats=True)
 def forward_of_the_model(program):
     program.set(program.model, forward=halved(program.model.forward))
 
@@ -48,7 +51,7 @@ def forward_of_the_models_class(program):
     program.set(type(program.model), forward=halved(type(program.model).forward))
 
 
-@row()
+@row(repeats=True)
 def a_method_of_the_models_class(program):
     program.set(type(program.model), seen=halved(type(program.model).seen))
 
@@ -104,7 +107,7 @@ def class_with_another_call(program):
     of_class(program, DoubledByCall, model.group_norm, model.relu, model.layer_norm, model.mlp[2], model.mlp[4])
 
 
-@row()
+@row(repeats=True)
 def class_of_another_activation(program):
     for module, kind in ((program.model.relu, nn.Sigmoid), (program.model.mlp[8], nn.Softsign)):
         program.undo.callback(setattr, module, "__class__", type(module))
@@ -169,12 +172,15 @@ def wrapped_before_the_run(functions):
 
 for _owner, _name in FUNCTIONS:
     _function = f"{'torch' if _owner is torch else 'F' if _owner is F else 'Tensor'}.{_name}"
-    add_row(f"{_function} wrapped", Row(wrapped_in_the_run([(_owner, _name)])))
+    _repeats = (_owner is not F or _name in ("silu", "leaky_relu", "gelu", "conv2d")) and _name != "relu"
+    _without = IN_BF16 if _name in ("linear", "scaled_dot_product_attention") else ()
+    _row = Row(wrapped_in_the_run([(_owner, _name)]), repeats=_repeats, without=_without)
+    add_row(f"{_function} wrapped", _row)
     add_row(f"{_function} wrapped before the run", wrapped_before_the_run([(_owner, _name)]))
-add_row("functions wrapped before the run", wrapped_before_the_run(FUNCTIONS))
+add_row("functions wrapped before the run", wrapped_before_the_run(FUNCTIONS)._replace(without=IN_BF16))
 
 
-@row(is_seen=False, without=("channels_last-as-shipped",))  # by hand, contexts are entered
+@row(is_seen=False, without=IN_BF16)
 def every_function_of_torch_noted(program):
     """A loop that is accelerated calls no function of torch's that the plain one does not, in forward and backward."""
     called, is_noted = [], []
@@ -249,14 +255,14 @@ def full_backward_hooks(program):
         program.undo.callback(module.register_full_backward_hook(hook).remove)
 
 
-@row()
+@row(repeats=True)
 def full_backward_pre_hooks(program):
     for module in (program.model.group_norm, program.model.gelu, program.model.rms_norm, program.model.mlp[2]):
         handle = module.register_full_backward_pre_hook(lambda _, of_outputs: (0.5 * of_outputs[0],))
         program.undo.callback(handle.remove)
 
 
-@row()
+@row(repeats=True)
 def hooks_of_all_modules(program):
     seen = program.seen
     hooks = (

@@ -12,7 +12,7 @@ def momentum_of_batch_norms(program):
         program.set(norm, momentum=0.5)
 
 
-@row()
+@row(repeats=True)
 def no_momentum_of_batch_norms(program):
     for norm in (program.model.batch_norm, program.model.mlp[1]):
         program.set(norm, momentum=None)
@@ -58,7 +58,7 @@ def no_running_statistics(program):
         norm.running_mean = norm.running_var = norm.num_batches_tracked = None
 
 
-@row()
+@row(repeats=True)
 def running_statistics_reset(program):
     program.model.batch_norm.reset_running_stats()
     program.model.mlp[1].running_var = torch.full((32,), 2.0)
@@ -85,7 +85,7 @@ def p_of_dropouts(program):
     program.set(program.model.mlp[3], p=0.0)
 
 
-@row()
+@row(repeats=True)
 def p_of_dropouts_is_1(program):
     program.set(program.model.mlp[3], p=1.0)
 
@@ -107,12 +107,12 @@ def padding_of_convolutions(program):
     program.set(program.model.depthwise, padding="same")
 
 
-@row()
+@row(repeats=True)
 def padding_mode_of_a_convolution(program):
     program.set(program.model.convolution, padding_mode="circular", _reversed_padding_repeated_twice=[1, 1, 1, 1])
 
 
-@row()
+@row(repeats=True)
 def dilation_of_a_convolution(program):
     program.set(program.model.convolution, dilation=(2, 1))
 
@@ -128,7 +128,7 @@ def dropout_of_a_gru(program):
     program.set(program.model.gru, dropout=0.6)
 
 
-@row()
+@row(repeats=True)
 def batch_first_of_an_lstm(program):
     program.set(program.model.lstm, batch_first=False)
 
@@ -138,12 +138,12 @@ def padding_idx_of_an_embedding(program):
     program.set(program.model.embedding, padding_idx=int(program.loader.dataset.words[0, 0]))
 
 
-@row()
+@row(repeats=True)
 def max_norm_of_an_embedding(program):
     program.set(program.model.embedding, max_norm=1.0)
 
 
-@row()
+@row(repeats=True)
 def scale_grad_by_freq_of_an_embedding(program):
     program.loader.dataset.words[:, 1] = program.loader.dataset.words[:, 0]
     program.set(program.model.embedding, scale_grad_by_freq=True)
@@ -160,7 +160,7 @@ def dropout_of_an_attention(program):
     program.set(program.model.attention, dropout=0.6)
 
 
-@row()
+@row(repeats=True)
 def num_heads_of_an_attention(program):
     program.set(program.model.attention, num_heads=4, head_dim=8)
 
@@ -185,7 +185,7 @@ def a_layer_put_in(program):
     program.adagrad.add_param_group({"params": [*program.model.mlp[4].parameters()]})
 
 
-@row()
+@row(repeats=True)
 def a_norm_of_another_kind(program):
     norm = program.model.batch_norm
     program.model.batch_norm = nn.InstanceNorm2d(16, affine=True)

@@ -54,7 +54,7 @@ def inference_between_steps(program):
         program.seen.append(program.call(*program.samples).clone())
 
 
-@row()
+@row(repeats=True)
 def a_step_without_gradients(program):
     with torch.no_grad():
         program.seen.append(program.call(*program.samples))
@@ -66,7 +66,7 @@ def anomaly_detection(program):
     program.within(torch.autograd.set_detect_anomaly(True, check_nan=True))
 
 
-@row(rounds=True)
+@row(rounds=True, repeats=True)
 def autocast_by_the_program(program):
     program.notes_gradients = False
     program.within(torch.autocast("cpu", torch.bfloat16))
@@ -79,7 +79,7 @@ def onednn_turned_off(program):
         program.within(torch.backends.mkldnn.flags(enabled=False))
 
 
-@row(is_seen=False)
+@row(is_seen=False, repeats=True)
 def attention_by_the_math_kernel(program):
     program.within(sdpa_kernel(SDPBackend.MATH))
 
@@ -118,7 +118,7 @@ def a_mode_of_operators(program):
     program.within(Noting())
 
 
-@row()
+@row(repeats=True)
 def checkpointed(program):
     call = program.call
     program.set(program, call=lambda *batch: checkpoint(call, *batch, use_reentrant=False))
@@ -150,7 +150,7 @@ def gradients_of_gradients(program):
     program.set(program, loss=loss)
 
 
-@row()
+@row(repeats=True)
 def retained_graph(program):
     """Two backwards through one forward."""
 
@@ -161,7 +161,7 @@ def retained_graph(program):
     program.set(program, loss=loss)
 
 
-@row()
+@row(repeats=True)
 def called_twice(program):
     """Two forwards to one backward, the first of which is held."""
     call = program.call
@@ -177,7 +177,7 @@ def another_loss(program):
     program.set(program, loss=functools.partial(F.cross_entropy, weight=weights, label_smoothing=0.1, ignore_index=3))
 
 
-@row()
+@row(repeats=True)
 def summed_loss(program):
     program.set(program, loss=lambda out, targets: F.cross_entropy(out, targets, reduction="none").square().mean())
 
@@ -201,7 +201,7 @@ def converted(program, dtype):
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-@row()
+@row(repeats=True)
 def a_layer_in_double(program):
     model = program.model
     model.mlp.double()
@@ -217,12 +217,12 @@ def inputs_of_another_dtype(program):
     program.set(program, call=lambda images, words: call(images.double(), words))
 
 
-@row(is_seen=False)
+@row(is_seen=False, repeats=True)
 def double_and_back(program):
     program.model.double().float()
 
 
-@row(is_seen=False)
+@row(is_seen=False, repeats=True)
 def words_of_another_dtype(program):
     call = program.call
     program.set(program, call=lambda images, words: call(images, words.int()))

@@ -19,7 +19,7 @@ class Row(NamedTuple):
     rounds : bool
         Whether tensors are in bf16 then, so that results may be as far apart as two loops by hand.
     repeats : bool
-        Whether other rows show the like, so that `make test` leaves it out.
+        Whether other rows show the like, so that `make test` leaves it out, and the crossing with other options.
     without : tuple of str
         The configs whose loop by hand would not be the same.
     """

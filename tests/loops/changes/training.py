@@ -59,7 +59,7 @@ def batch_size(program):
     program.set(program.loader.batch_sampler, batch_size=4)
 
 
-@row()
+@row(repeats=True)
 def drop_last(program):
     program.set(program.loader.batch_sampler, batch_size=5, drop_last=True)
 
@@ -69,7 +69,7 @@ def sampler_of_the_batches(program):
     program.set(program.loader.batch_sampler, sampler=SequentialSampler(range(12)))
 
 
-@row()
+@row(repeats=True)
 def generator_of_the_sampler(program):
     program.set(program.loader.sampler, generator=torch.Generator().manual_seed(7))
 
@@ -95,7 +95,7 @@ def epoch_of_a_sampler(program):
     program.set(program, train=train_epochs)
 
 
-@row()
+@row(repeats=True)
 def weighted_samples(program):
     weights = torch.linspace(0, 1, SAMPLES)
     program.set(program.loader.batch_sampler, sampler=WeightedRandomSampler(weights, SAMPLES))
@@ -137,7 +137,7 @@ def lr(program):
     setting(("sgd", "adamw", "adagrad"), lr=0.3)(program)
 
 
-@row()
+@row(repeats=True)
 def lr_of_one_parameter(program):
     """A group is divided in two."""
     group = program.adamw.param_groups[0]
@@ -156,7 +156,7 @@ def momentum(program):
     setting(("sgd",), momentum=0.3)(program)
 
 
-@row()
+@row(repeats=True)
 def momentum_0(program):
     setting(("sgd",), momentum=0)(program)
 
@@ -167,7 +167,7 @@ def nesterov_dampening_maximize(program):
     setting(("adamw", "adagrad"), maximize=True)(program)
 
 
-@row()
+@row(repeats=True)
 def nesterov(program):
     setting(("sgd",), nesterov=True)(program)
 
@@ -177,7 +177,7 @@ def betas_and_eps(program):
     setting(("adamw",), betas=(0.5, 0.6), eps=0.3)(program)
 
 
-@row()
+@row(repeats=True)
 def amsgrad(program):
     program.adamw.state.clear()  # which has no maximum
     setting(("adamw",), amsgrad=True)(program)
@@ -188,12 +188,12 @@ def weight_decay(program):
     setting(("sgd", "adamw", "adagrad"), weight_decay=0.3)(program)
 
 
-@row()
+@row(repeats=True)
 def lr_decay(program):
     setting(("adagrad",), lr_decay=0.5)(program)
 
 
-@row(is_seen=False)
+@row(is_seen=False, repeats=True)
 def foreach(program):
     setting(("sgd", "adamw", "adagrad"), foreach=True, fused=None)(program)
     program.undo.callback(lambda: program.seen.append([group["foreach"] for group in every_group(program)]))
@@ -213,7 +213,7 @@ def a_parameter_taken_out(program):
         optimizer.state.pop(optimizer.param_groups[0]["params"].pop(1))
 
 
-@row()
+@row(repeats=True)
 def a_parameter_of_another_optimizer(program):
     """SGD goes on where Adagrad was."""
     program.sgd.add_param_group({"params": program.adagrad.param_groups[0]["params"], "lr": 0.01})
@@ -266,7 +266,7 @@ def gradients_zeroed_in_place(program):
         program.set(optimizer, zero_grad=zero_in_place)
 
 
-@row()
+@row(repeats=True)
 def gradients_accumulated(program):
     for optimizer in program.optimizers:
         program.set(optimizer, zero_grad=lambda: None)
@@ -287,7 +287,7 @@ def gradients_written(program):
     program.set(program.adamw, step=with_others)
 
 
-@row()
+@row(repeats=True)
 def gradients_clipped_otherwise(program):
     def clipped(parameters, _):
         clip_grad_value_(parameters, 1e-3)

@@ -45,7 +45,7 @@ def data_set(program):
         weight.data = 0.5 * weight.data
 
 
-@row()
+@row(repeats=True)
 def data_written(program):
     for weight in weights_of(program.model):
         weight.data.mul_(0.5)
@@ -58,13 +58,13 @@ def copied_into(program):
             weight.copy_(weight.flip(0))
 
 
-@row()
+@row(repeats=True)
 def initialised_again(program):
     torch.manual_seed(5)
     program.model.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
 
 
-@row()
+@row(repeats=True)
 def taken_from_numpy(program):
     for weight in weights_of(program.model):
         weight.data = torch.from_numpy(0.5 * weight.detach().numpy())
@@ -72,7 +72,7 @@ def taken_from_numpy(program):
         program.model.mlp[7].weight.detach().numpy()[...] *= 0.5  # raises no version
 
 
-@row()
+@row(repeats=True)
 def averages_exchanged(program):
     """As an EMA evaluates by the averages, in whose place the weights come back."""
     averages = [0.9 * weight.detach() for weight in weights_of(program.model)]
@@ -113,7 +113,7 @@ def state_assigned(program):
                 in_group(optimizer, before[name], parameter)
 
 
-@row()
+@row(repeats=True)
 def statistics_written(program):
     for norm in (program.model.batch_norm, program.model.mlp[1]):
         norm.running_mean.fill_(0.3)
@@ -134,7 +134,7 @@ def a_new_parameter(program):
         in_group(optimizer, before, module.weight)
 
 
-@row()
+@row(repeats=True)
 def a_weight_taken_away(program):
     """As a norm without weights; the optimizer keeps the parameter, and its gradient."""
     for norm in (program.model.batch_norm, program.model.rms_norm, program.model.layer_norm, program.model.mlp[1]):
@@ -157,7 +157,7 @@ def tied(program):
     program.model.mlp[1].weight = program.model.mlp[5].weight
 
 
-@row()
+@row(repeats=True)
 def tied_recurrent_weights(program):
     program.model.gru.weight_ih_l1 = program.model.gru.weight_ih_l0
 
@@ -228,7 +228,7 @@ def transposed(program):
         weight.data = weight.data.t().contiguous().t()
 
 
-@row(is_seen=False)
+@row(is_seen=False, repeats=True)
 def transposed_recurrent_weights(program):
     for weight in (program.model.gru.weight_hh_l0, program.model.lstm.weight_ih_l0):
         weight.data = weight.data.t().contiguous().t()
@@ -246,14 +246,14 @@ def images_in_channels_last(program):
     program.set(program, call=lambda images, words: call(images.contiguous(memory_format=torch.channels_last), words))
 
 
-@row()
+@row(repeats=True)
 def images_of_another_size(program):
     """The perceptron gets as many numbers as before."""
     call = program.call
     program.set(program, call=lambda images, words: call(images.reshape(-1, 3, 4, 16), words[:, :6]))
 
 
-@row()
+@row(repeats=True)
 def a_table_that_grows(program):
     """As `resize_token_embeddings`."""
     before = program.model.embedding
