@@ -20,6 +20,7 @@ from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import Substitution
+from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_functorch
@@ -99,7 +100,9 @@ class ChannelsLast(Step):
         channels = frozenset(convolution.in_channels for convolution in convolutions)
         wrapper = _converting_inputs(_converted(parameters_of(model)), channels) if to_nhwc else _as_they_are
         self.interceptors.add(model, self.name, wrapper)
-        if to_nhwc and not self._draws:
+        # Before torch 2.9 no mark tells which tensors are NHWC in the plain loop, too: those of such a model.
+        by_the_user = not gives_kernels() and any(map(_lies_as_nhwc, parameters_of(model)))
+        if to_nhwc and not self._draws and not by_the_user:
             self._draws = [self.undoing.enter_context(context()) for context in (drawn_as_nchw, same_draws)]
         for convolution in convolutions:
             if to_nhwc and id(convolution) not in _converting:

@@ -245,6 +245,8 @@ def test_differentiable_groups_are_torchs(name, change):
 @pytest.mark.parametrize("step", [directly, by_closure])
 @OF_EACH_KIND
 def test_steps_are_fused_and_again_once_the_tensors_lie_alike(name, step):
+    if name == "Adagrad" and torch.__version__ < "2.9":
+        pytest.skip("torch 2.8 makes the state of Adagrad in its constructor alone")
     loop = Loop(name)
     kernel = {SGD: "_fused_sgd_", Adagrad: "_fused_adagrad_", AdamW: "_fused_adamw_", Adam: "_fused_adam_"}
     with accelerated(loop.model, loop.optimizer, verbose=False), FusedCalls() as calls:
