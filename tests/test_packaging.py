@@ -539,7 +539,8 @@ def test_readme_can_be_followed_in_a_container(home, fresh_environment, tmp_path
         assert all(words in printed for start, words in PRINTED.items() if command.startswith(start)), printed
     left = {name: {path.name for path in folder.iterdir()} for name, folder in folders.items()}
     left["temporary"] -= {"torchinductor_root"}  # torch's own
-    assert left == {"home": kept, "temporary": set(), "project": {*scripts}}
+    assert left.pop("home") <= kept  # choices of kernels are kept where there are some
+    assert left == {"temporary": set(), "project": {*scripts}}
 
 
 # --- make, with a Python that only pretends ---

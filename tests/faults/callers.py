@@ -119,9 +119,9 @@ def _all_killed():
     with line_from("pids") as (place, line), subprocess.Popen([sys.executable, path, place], env=variables) as program:
         _, server = map(int, line().split())
         program.send_signal(signal.SIGSTOP)  # it would clean up
+        assert [*_folders(program.pid)]
         os.kill(server, signal.SIGKILL)
         program.kill()
-    assert [*_folders(program.pid)]
     assert train() == 2
     assert not [*_folders(program.pid)]
 

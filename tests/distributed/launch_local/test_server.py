@@ -208,8 +208,13 @@ def test_folders_arguments_and_volatile_variables_are_those_of_the_call(tmp_path
 
 @pytest.mark.slow
 def test_what_an_import_makes_in_the_temporary_folder_goes_with_the_run(tmp_path, monkeypatch):
-    text = "import tempfile\nplace = tempfile.mkdtemp()\ndef made():\n    return place\n"
-    (tmp_path / "makes_a_folder.py").write_text(text)
+    # A name of the module would have the caller's value in the worker; what C holds stays the worker's own.
+    (tmp_path / "makes_a_folder.py").write_text("""
+import ctypes, tempfile
+place = ctypes.c_char_p(tempfile.mkdtemp().encode())
+def made():
+    return place.value.decode()
+""")
     monkeypatch.syspath_prepend(tmp_path)
     mine, place = run(importlib.import_module("makes_a_folder").made)
     del sys.modules["makes_a_folder"]

@@ -231,13 +231,13 @@ PACKAGE = {
     "__init__.py": "",
     "rates.py": "RATE = 0.25",
     "loops.py": """
-        import os, torch
+        import ctypes, os, torch
         from nano_loop import nano
 
         with open("imported", "a") as file:
             print(os.getpid(), file=file)
         with open("imported") as file:
-            IMPORTED = file.read()
+            IMPORTED = ctypes.c_char_p(file.read().encode())  # what C holds stays the worker's own
 
         class Line(torch.nn.Linear):
             pass
@@ -250,7 +250,8 @@ PACKAGE = {
             with torch.no_grad():
                 model.weight -= model.weight.grad
             found = [None, None]
-            mine = type(model) is Line, train.__wrapped__.__globals__ is globals(), os.getcwd(), os.getpid(), IMPORTED
+            imported = IMPORTED.value.decode()
+            mine = type(model) is Line, train.__wrapped__.__globals__ is globals(), os.getcwd(), os.getpid(), imported
             torch.distributed.all_gather_object(found, mine)
             return found
     """,
