@@ -112,6 +112,13 @@ FILES_THAT_MAY_IMPORT = {
     "pytorch_lightning": 1,
 }
 
+# The lines that each folder of the package may have (Python, C and headers, as `wc -l` counts), and its modules beside
+# the folders. A budget is raised by a commit of its own, which says what mechanism was replaced, and how much.
+BUDGETS = {
+    "": 500,
+}
+LONGEST = 400  # lines of a file in Python
+
 WITHOUT_TORCH = "cpu"
 #: How the names of the modules begin that may use private names of torch.
 PRIVATE_NAMES_MODULES = "patching.torch_private"
@@ -126,6 +133,7 @@ class Module:
 
     name: str
     room: str
+    path: Path
     imports: set[str] = field(default_factory=set)
     imports_for_types: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
@@ -154,7 +162,7 @@ def read_package(package: Path) -> dict[str, Module]:
 
 def read_module(name: str, path: Path, package: str, known: set[str]) -> Module:
     folder = [*name.split(".")[: None if path.stem == "__init__" and name != "__init__" else -1]]
-    module = Module(name, name if any(name in rooms for rooms in ROOMS) else ".".join(folder) or name)
+    module = Module(name, name if any(name in rooms for rooms in ROOMS) else ".".join(folder) or name, path)
     tree = ast.parse(path.read_text(), str(path))
     for_types = set(type_checking_nodes(tree))
     said = set(docstrings(tree))
@@ -414,7 +422,28 @@ def state_outside_the_table(modules: dict[str, Module]) -> Iterator[str]:
         yield from (f"{module.name} keeps {name}, which no test sees" for name in module.kept)
 
 
+def rooms_over_budget(modules: dict[str, Module]) -> Iterator[str]:
+    """Yield the folders that are larger than their budgets, and the long files."""
+    if not modules:
+        return
+    package = modules["__init__"].path.parent
+    lines: dict[str, int] = dict.fromkeys(BUDGETS, 0)
+    for path in sorted(path for suffix in ("py", "c", "h") for path in package.rglob(f"*.{suffix}")):
+        count = path.read_bytes().count(b"\n")
+        folder, *rest = path.relative_to(package).parts
+        room = folder if rest else ""
+        lines[room] = lines.get(room, 0) + count
+        if path.suffix == ".py" and count > LONGEST:
+            yield f"{module_name(path, package)} has {count} lines, and {LONGEST} are allowed"
+    for room, count in lines.items():
+        if room not in BUDGETS:
+            yield f"{room} has no budget"
+        elif count > BUDGETS[room]:
+            yield f"{room or 'the package itself'} has {count} lines, and {BUDGETS[room]} are in its budget"
+
+
 JUDGES = (
+    rooms_over_budget,
     upward_imports,
     import_cycles,
     torch_where_it_may_not_be,
@@ -474,6 +503,8 @@ SMALL_ROOMS = (
     ("cpu",),
     ("errors", "version"),
 )
+
+SMALL_BUDGETS = {"": 100, "cpu": 100, "intercept": 100, "steps": 500, "distributed": 100}
 
 SOUND = {
     "__init__.py": "from nano_loop.torch_nano import TorchNano\nfrom .version import __version__",
@@ -537,6 +568,11 @@ PLANTED = {
     "constant that is changed": ({"cpu/quota.py": "A = [1]\ndef f():\n    A.append(2)"}, "cpu.quota keeps A"),
     "constant whose item is changed": ({"cpu/quota.py": "A = {1: 2}\ndef f():\n    A[1] = 3"}, "cpu.quota keeps A"),
     "global": ({"cpu/quota.py": "_n = 0\ndef f():\n    global _n\n    _n = 1"}, "cpu.quota keeps _n"),
+    "budget": ({"cpu/quota.py": "\n" * 200}, "cpu has 200 lines, and 100 are in its budget"),
+    "budget of C": ({"cpu/csrc/quota.c": "\n" * 200}, "cpu has 201 lines, and 100 are in its budget"),
+    "budget of modules": ({"errors.py": "\n" * 200}, "the package itself has"),
+    "no budget": ({"gadgets/one.py": ""}, "gadgets has no budget"),
+    "long file": ({"steps/ipex.py": "\n" * 401}, "steps.ipex has 401 lines, and 400 are allowed"),
     "common/": ({"cpu/common/__init__.py": ""}, "cpu.common does not say what it is for"),
 }
 #: Imports of modules in rooms above: the file, its text, and the module.
@@ -618,6 +654,7 @@ def plant(folder: Path, files: dict[str, str]) -> Path:
 @pytest.fixture
 def small_rooms(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "ROOMS", SMALL_ROOMS)
+    monkeypatch.setattr(sys.modules[__name__], "BUDGETS", SMALL_BUDGETS)
     monkeypatch.setattr(sys.modules[__name__], "PRIVATE_NAMES_MODULES", "intercept.torch_private")
 
 
