@@ -182,12 +182,6 @@ FAULTS = (
         "tests/distributed/test_rank_slot.py",
     ),
     Fault(
-        "distributed/comm/signed.py",
-        "        bound = self._run + _BOUND.pack(self._number, sender)\n",
-        "        bound = self._run + _BOUND.pack(self._number, 0)\n",
-        "tests/distributed/test_signed.py",
-    ),
-    Fault(
         "distributed/data_parallel/gradients.py",
         "values = torch.cat([values for _, values in pairs]) / ranks.size",
         "values = torch.cat([values for _, values in pairs])",

@@ -33,6 +33,14 @@ REMOVED = {
     "tune": ("it was removed: `nano-loop tune train.py` prints the options to write", "Leave it out"),
 }
 
+#: Variables that earlier commits read and that were no options: the same.
+REMOVED_VARIABLES = {
+    "NANO_LOOP_SECRET": (
+        "it was removed: ranks pickle values as torch.distributed does, and only the cluster's network protects them",
+        "Unset it, and keep all but your own hosts from the ranks' ports, as by a private network or a VPN",
+    ),
+}
+
 #: What other trainers name what an option here is for: the option, by the name. Misspelled options are found without.
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("use_amp", "amp", "autocast", "mixed_precision", "fp16", "bf16", "half", "dtype"), "precision"),

