@@ -89,7 +89,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "api.context_manager": "the report of what was installed is asked for afterwards",
         "kernels.build": "a number for each library that is loaded",
         "config.protocol": "a command is for the process, and its variable is there once",
-        "distributed.data_parallel.duplicate_work": "how often a line was met, over all calls of a function",
         "distributed.files.private_files": "a worker keeps its files private until it ends",
         "distributed.launch_external.store": "a server outlives the runs that meet on it",
         "distributed.launch.abandoned": "locks are for processes, and released in those that they fork",

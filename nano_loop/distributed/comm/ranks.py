@@ -98,22 +98,10 @@ class ShardingState:
 
     Attributes
     ----------
-    delivered : bool
-        Whether a divided loader has delivered a batch since the last averaging of gradients.
-    batch : int
-        A digest of the first such batch, where the ranks compare it at the next averaging; else 0.
-    compares_batches : bool
-        Whether they do.
     undivided : bool
         Whether all ranks computed the same when they compared it last; the same on all ranks.
     whole : bool
         Whether the latest batch was one that all ranks get.
-    chosen : bool
-        Whether the latest batch came from a loader that ``shard=False`` keeps whole.
-    whole_by_mode : bool
-        Whether the latest batch came from a loader that is served whole only because every model is in eval mode, with
-        gradients on. Training on such batches, each rank on all of them, is what
-        ``setup_dataloaders(loader, shard=True)`` is for.
     implicit_loaders : bool
         Whether a loader that was not set up was divided.
     own_shares : dict of str to bool
@@ -123,13 +111,8 @@ class ShardingState:
         The warnings that the run has given.
     """
 
-    delivered: bool = False
-    batch: int = 0
-    compares_batches: bool = True
     undivided: bool = False
     whole: bool = False
-    chosen: bool = False
-    whole_by_mode: bool = False
     implicit_loaders: bool = False
     own_shares: dict[str, bool] = field(default_factory=dict)
     warnings_given: set[str] = field(default_factory=set)

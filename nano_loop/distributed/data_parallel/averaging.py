@@ -28,7 +28,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel import checksums
 from nano_loop.distributed.data_parallel.buffers import Sync
 from nano_loop.distributed.data_parallel.comparison import Comparison, warn_once_a_run
-from nano_loop.distributed.data_parallel.duplicate_work import DuplicateWork
+from nano_loop.distributed.data_parallel.duplicate_work import gradient_checksum, note_duplicate_work
 from nano_loop.distributed.data_parallel.fingerprint import NOTHING, Fingerprint, Purpose, refuse_divergence
 from nano_loop.distributed.data_parallel.gradients import (
     AveragedGradients,
@@ -47,7 +47,6 @@ from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwar
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import closure_of, held_by, hook_before_steps, with_closure
-from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 
 
@@ -94,7 +93,6 @@ class Averaging:
         self._task = -1  # the backward whose end is waited for
         self._noted = False  # whether anything arrived in it
         self._has_trained = False  # whether a model was called with gradients on
-        self._duplicate_work = DuplicateWork(ranks)
         self._averagings = 0
         self._steps = 0
         self._at_step: Any = WeakIdKeyDictionary()  # averagings before the last step, by the optimizer
@@ -138,21 +136,15 @@ class Averaging:
             if torch.compiler.is_compiling() or in_backward() or self._forked:
                 return call(*args, **kwargs)
             # A rank may evaluate alone, so an evaluation must not be collective.
-            trains = torch.is_grad_enabled()
-            is_plain = trains and not in_functorch()  # its tensors have no memory
-            self._has_trained |= trains
-            if trains:
+            if torch.is_grad_enabled():
+                self._has_trained = True
                 part_ways(self._ranks)
                 self._welcome()
-            if is_plain:
-                self._duplicate_work.before_call(args[_INPUTS:], kwargs)
             self._overwritten.begin(self._parameters.in_order)
             try:
                 result = call(*args, **kwargs)
             finally:
                 self._overwritten.end()
-            if is_plain:
-                self._duplicate_work.after_call(result)
             self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
             return result
 
@@ -166,7 +158,6 @@ class Averaging:
         NanoError
             On every rank, if the ranks have diverged.
         """
-        self._warn_of_whole_batches()
         self._overwritten.note()
         self._parameters.refresh()
         held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
@@ -227,6 +218,7 @@ class Averaging:
 
     def _agree(self, purpose: Purpose, waiting: set[int]) -> list[Fingerprint]:
         """Compare this rank's state, `waiting` included, with the others'; return those of all ranks. Collective."""
+        compares_work = purpose == "average" and checksums.is_due(self._averagings)
         groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
         in_order = self._parameters.in_order
         own_fingerprint = Fingerprint(
@@ -236,15 +228,16 @@ class Averaging:
             newcomers=len(self._parameters.newcomers),
             rates=tuple(_as_number(group.get("lr")) for group in groups),
             arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
-            evidence=self._duplicate_work.evidence(in_order) if purpose == "average" else b"",
+            gradients=gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=self._overlap.state if self._overlap is not None and purpose == "average" else NONE,
             overwritten=len(self._overwritten.ids),
         )
         packed = self._ranks.channel.gather(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
         refuse_divergence(fingerprints)
-        if purpose == "average":
-            self._duplicate_work.compare([fingerprint.evidence for fingerprint in fingerprints], in_order)
+        if compares_work:
+            work = [fingerprint.gradients for fingerprint in fingerprints]
+            note_duplicate_work(self._ranks, work, self._averagings)
         return fingerprints
 
     def _settle_overwritten(self, fingerprints: list[Fingerprint]) -> list[int]:
@@ -327,20 +320,9 @@ class Averaging:
         self._steps += 1
         self._at_step[optimizer] = self._averagings
 
-    def _warn_of_whole_batches(self) -> None:
-        sharding = self._ranks.context.sharding
-        if sharding.whole_by_mode:
-            got = "the models are trained in eval mode, in which every rank gets all batches"
-            warn_once_a_run(self._ranks, error_message(got, _WHOLE, _SHARD), _WHOLE)
-            sharding.warnings_given.add("undivided")  # which says the same
 
-
-_INPUTS = 2  # behind the function that is called and the model, in the arguments of a layer
-
-_WHOLE = "all ranks compute the same, so several processes gain nothing"
 _OWN = "every rank trains its own copy, and only rank 0's is kept"
 _SET_UP = "Call self.setup(model, optimizer) in train, or make them before and pass them as arguments"
-_SHARD = "Set the loader up with setup_dataloaders(loader, shard=True)"
 
 
 def _as_number(rate: Any) -> float:
