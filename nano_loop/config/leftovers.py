@@ -30,6 +30,8 @@ LEFTOVERS = {
 #: Options that earlier commits had: the last two parts of the message.
 REMOVED = {
     "fast_chains": ("it was removed, and layers are computed one by one", "Leave it out"),
+    "gradient_compression": ("it was removed, and gradients travel in their own dtype", "Leave it out"),
+    "sync_buffers": ("it was removed, and buffers are those of process 0 at the end", "Leave it out"),
     "tune": ("it was removed: `nano-loop tune train.py` prints the options to write", "Leave it out"),
 }
 

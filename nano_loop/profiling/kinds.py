@@ -78,11 +78,6 @@ def _for_loader(now: Circumstances) -> str:
     return f"{workers}keep decoded samples in memory"
 
 
-def _for_averaging(now: Circumstances) -> str | None:
-    compression = "" if now.options.get("gradient_compression") else 'gradient_compression="bf16", '
-    return f"try {compression}larger batches, or fewer processes"
-
-
 #: A part of the step from which on a kind of work is worth a change, and what to change; None if all of it is on.
 _ADVICE: Mapping[str, tuple[float, Callable[[Circumstances], str | None]]] = {
     PRODUCTS: (0.4, _for_products),
@@ -91,7 +86,7 @@ _ADVICE: Mapping[str, tuple[float, Callable[[Circumstances], str | None]]] = {
     OPTIMIZER: (0.1, _for_optimizer),
     CASTS: (0.1, _for_casts),
     LOADER: (0.1, _for_loader),
-    AVERAGING: (0.1, _for_averaging),
+    AVERAGING: (0.1, lambda now: "try larger batches, or fewer processes"),
     PYTHON: (0.15, lambda now: "use larger batches: this time does not grow with them"),
 }
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import distributed, nn
 from typing_extensions import override
 
@@ -53,8 +52,7 @@ class GradientAveraging(RanksStep):
         self._averaging.add(parts.models, parts.optimizers)
         for model in parts.models:
             self.interceptors.add(model, self.name, self._averaging.around_call)
-        narrowed = f", as {self.options.gradient_compression}" if self.options.gradient_compression else ""
-        return f"{self._route}{narrowed}"
+        return self._route
 
     @override
     def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -77,7 +75,6 @@ class GradientAveraging(RanksStep):
             self.ranks,
             transport,
             compare=self.options.compare_parameters,
-            sync_buffers=self.options.sync_buffers,
             overlapped=isinstance(transport, HostsTransport) and not self.ranks.on_one_host,
         )
         self.undoing.callback(averaging.close)
@@ -95,22 +92,21 @@ class GradientAveraging(RanksStep):
         from nano_loop.distributed.shared_memory.shared_file import map_together
         from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
 
-        compression = torch.bfloat16 if self.options.gradient_compression else None
         backend = self.options.process_group_backend
         folder = self.ranks.folder
         if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank if shared memory is too small, as in many containers
                 mapped = partial(map_together, self.ranks, folder / _FILE, self.ranks.rank == 0)
                 chunk = chunk_for(self._nbytes)
-                transport = SharedMemoryTransport(self.ranks, mapped, compression=compression, chunk=chunk)
+                transport = SharedMemoryTransport(self.ranks, mapped, chunk=chunk)
                 self._route = f"{_AT_END}, through shared memory"
                 return transport
         if self.ranks.context.hosts is not None and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank, as above
-                transport = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
+                transport = HostsTransport(self.ranks, self.ranks.context.hosts)
                 shares = any(len(member) > 1 for member in self.ranks.context.hosts.members)
                 route = "through shared memory, then between hosts by gloo" if shares else "by gloo"
                 self._route = f"{_DURING}, {route}"
                 return transport
         self._route = f"{_AT_END if self.ranks.on_one_host else _DURING}, by {distributed.get_backend()}"
-        return HostsTransport(self.ranks, compression=compression)
+        return HostsTransport(self.ranks)

@@ -24,7 +24,6 @@ AVERAGED = (
     torch.complex64,
     torch.complex128,
 )
-_COMPRESSED = (torch.float32, torch.float64)
 
 #: The shape of each tensor of a list, and the dtype of each. Lists of thousands are looked up by it in each step.
 Signature = tuple[tuple[torch.Size, ...], tuple[torch.dtype, ...]]
@@ -139,7 +138,7 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     return tuple([tensor.shape for tensor in tensors]), tuple([tensor.dtype for tensor in tensors])
 
 
-def pack(signature: Signature, capacity: int, compression: torch.dtype | None = None) -> Packing:
+def pack(signature: Signature, capacity: int) -> Packing:
     """Pack a list of tensors into batches, those of one dtype together.
 
     Parameters
@@ -148,8 +147,6 @@ def pack(signature: Signature, capacity: int, compression: torch.dtype | None = 
         The shapes and dtypes of the list.
     capacity : int
         Bytes that a batch may take. A tensor that needs more is split.
-    compression : torch.dtype, optional
-        In which float32 and float64 travel.
 
     Raises
     ------
@@ -160,14 +157,13 @@ def pack(signature: Signature, capacity: int, compression: torch.dtype | None = 
     split = []
     for index, (shape, dtype) in enumerate(zip(*signature, strict=True)):
         _refuse_unknown(dtype)
-        travels_as = compression if compression and dtype in _COMPRESSED else dtype
-        batches = filling.setdefault(travels_as, [Batch(travels_as)])
-        if shape.numel() * travels_as.itemsize > capacity:
+        batches = filling.setdefault(dtype, [Batch(dtype)])
+        if shape.numel() * dtype.itemsize > capacity:
             split.append(index)
-            _add_parts(batches, index, shape.numel(), capacity // travels_as.itemsize)
+            _add_parts(batches, index, shape.numel(), capacity // dtype.itemsize)
         elif shape.numel():
-            if batches[-1].nbytes + shape.numel() * travels_as.itemsize > capacity:
-                batches.append(Batch(travels_as))
+            if batches[-1].nbytes + shape.numel() * dtype.itemsize > capacity:
+                batches.append(Batch(dtype))
             batches[-1].add(index, shape)
     whole = tuple(batch for batches in filling.values() for batch in batches if batch.length)
     return Packing(whole, tuple(split), zlib.crc32(repr(signature).encode()))

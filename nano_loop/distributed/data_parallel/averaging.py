@@ -26,7 +26,6 @@ from nano_loop.data.random_states import part_ways
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel import checksums
-from nano_loop.distributed.data_parallel.buffers import Sync
 from nano_loop.distributed.data_parallel.comparison import Comparison, warn_once_a_run
 from nano_loop.distributed.data_parallel.duplicate_work import gradient_checksum, note_duplicate_work
 from nano_loop.distributed.data_parallel.fingerprint import NOTHING, Fingerprint, Purpose, refuse_divergence
@@ -39,7 +38,6 @@ from nano_loop.distributed.data_parallel.gradients import (
 )
 from nano_loop.distributed.data_parallel.initial_sync import make_equal
 from nano_loop.distributed.data_parallel.overlap import NONE, Overlap
-from nano_loop.distributed.data_parallel.overwritten import Overwritten
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 from nano_loop.errors import error_message
@@ -64,8 +62,6 @@ class Averaging:
         Carries the gradients; it is not closed.
     compare : bool
         Whether the ranks compare their parameters and buffers from time to time; see `checksums`.
-    sync_buffers : {"average", "rank0"} or None
-        How buffers are made equal after each averaging.
     overlapped : bool
         Whether averaging begins while the backward still computes; see `overlap`.
     """
@@ -76,17 +72,15 @@ class Averaging:
         transport: SharedMemoryTransport,
         *,
         compare: bool = True,
-        sync_buffers: Sync = None,
         overlapped: bool = False,
     ) -> None:
         self._ranks = ranks
         self._transport = transport
-        self._comparison = Comparison(ranks, compare, sync_buffers)
+        self._comparison = Comparison(ranks, compare)
         self._overlap = Overlap(transport.stream) if overlapped else None
         self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
         self._process = os.getpid()
         self._parameters = Parameters(self._note)
-        self._overwritten = Overwritten(ranks)
         self._averaged = AveragedGradients()
         self._waiting: set[int] = set()  # ids of parameters whose gradients arrived and are not averaged yet
         self._paused: list[nn.Module] = []
@@ -98,7 +92,6 @@ class Averaging:
         self._at_step: Any = WeakIdKeyDictionary()  # averagings before the last step, by the optimizer
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
-        self._undoing.callback(self._overwritten.close)
         self._undoing.callback(hook_before_steps(self._before_any_step).remove)
         self._undoing.enter_context(nested_backwards_noticed())
 
@@ -140,11 +133,7 @@ class Averaging:
                 self._has_trained = True
                 part_ways(self._ranks)
                 self._welcome()
-            self._overwritten.begin(self._parameters.in_order)
-            try:
-                result = call(*args, **kwargs)
-            finally:
-                self._overwritten.end()
+            result = call(*args, **kwargs)
             self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
             return result
 
@@ -158,7 +147,6 @@ class Averaging:
         NanoError
             On every rank, if the ranks have diverged.
         """
-        self._overwritten.note()
         self._parameters.refresh()
         held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
         fingerprints = self._agree("average", self._waiting - held)
@@ -171,8 +159,7 @@ class Averaging:
         self._averaged.note([*dense, *sparse])
         self._waiting &= held
         self._welcome()  # too late for this backward, where it was the first that knew of them, but in time for others
-        places = self._settle_overwritten(fingerprints)
-        self._comparison.after(self._averagings, self._parameters, places)
+        self._comparison.after(self._averagings, self._parameters)
         self._averagings += 1
         for function in self._ranks.context.after_averaging:
             function(self._averagings)
@@ -230,7 +217,6 @@ class Averaging:
             arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
             gradients=gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=self._overlap.state if self._overlap is not None and purpose == "average" else NONE,
-            overwritten=len(self._overwritten.ids),
         )
         packed = self._ranks.channel.gather(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
@@ -239,11 +225,6 @@ class Averaging:
             work = [fingerprint.gradients for fingerprint in fingerprints]
             note_duplicate_work(self._ranks, work, self._averagings)
         return fingerprints
-
-    def _settle_overwritten(self, fingerprints: list[Fingerprint]) -> list[int]:
-        """Return the places of the parameters that calls have overwritten on some rank. Collective."""
-        is_any = any(fingerprint.overwritten for fingerprint in fingerprints)
-        return self._overwritten.settle(self._parameters.in_order) if is_any else []
 
     def _welcome(self) -> None:
         """Give parameters that the loop has added rank 0's values. Collective if there are any."""
@@ -276,7 +257,6 @@ class Averaging:
         """Make the closure return the mean over the ranks; without one, average what no backward has averaged."""
         if self._forked:
             return None
-        self._overwritten.note()
         closure = closure_of(args, kwargs)
         if closure is not None:
             return with_closure(args, kwargs, lambda: _mean(closure(), self._ranks))
@@ -316,7 +296,6 @@ class Averaging:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._forked:
             return
-        self._overwritten.resume()
         self._steps += 1
         self._at_step[optimizer] = self._averagings
 

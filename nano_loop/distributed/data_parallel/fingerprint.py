@@ -15,10 +15,10 @@ NOTHING, DENSE, SPARSE = range(3)
 #: To average gradients, or to make equal what the loop has added to a model.
 Purpose = Literal["average", "welcome"]
 
-#: The purpose, averagings, steps, newcomers, overlap, overwritten, learning rates, and the checksum of gradients.
-_COUNTS = struct.Struct("<7s6q2d")
+#: The purpose, averagings, steps, newcomers, overlap, learning rates, and the checksum of gradients.
+_COUNTS = struct.Struct("<7s5q2d")
 _PLACES = {"average": "ended a backward", "welcome": "called a model with added parameters"}
-_MAY_DIFFER: dict[str, Any] = {"arrived": b"", "gradients": (0.0, 0.0), "overlap": 0, "overwritten": 0}
+_MAY_DIFFER: dict[str, Any] = {"arrived": b"", "gradients": (0.0, 0.0), "overlap": 0}
 _ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
 
 
@@ -44,8 +44,6 @@ class Fingerprint:
         The checksum of `nano_loop.distributed.data_parallel.duplicate_work`; zeros where it is not compared.
     overlap : int
         The state of `nano_loop.distributed.data_parallel.overlap`.
-    overwritten : int
-        How many parameters this rank's calls have overwritten.
     """
 
     purpose: Purpose
@@ -56,29 +54,28 @@ class Fingerprint:
     arrived: bytes
     gradients: tuple[float, float] = (0.0, 0.0)
     overlap: int = 0
-    overwritten: int = 0
 
     def pack(self) -> bytes:
         """Return it as bytes."""
         purpose = self.purpose.encode()
-        states = self.newcomers, self.overlap, self.overwritten
-        counts = _COUNTS.pack(purpose, self.averagings, self.steps, *states, len(self.rates), *self.gradients)
+        states = self.averagings, self.steps, self.newcomers, self.overlap
+        counts = _COUNTS.pack(purpose, *states, len(self.rates), *self.gradients)
         rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
         return b"".join([counts, rates, self.arrived])
 
     @classmethod
     def unpack(cls, content: bytes) -> Fingerprint:
         """Make one from what `pack` returned."""
-        purpose, averagings, steps, newcomers, *states, count, total, norm = _COUNTS.unpack_from(content)
+        purpose, averagings, steps, newcomers, overlap, count, total, norm = _COUNTS.unpack_from(content)
         rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
         arrived = content[_COUNTS.size + 8 * count :]
-        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, (total, norm), *states)
+        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, (total, norm), overlap)
 
 
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
     """Raise a `NanoWorkerError` that names what differs, and on which ranks, if `fingerprints` are of diverged ranks.
 
-    What arrived, gradients, the overlap and what was overwritten may differ. NaN equals NaN.
+    What arrived, gradients and the overlap may differ. NaN equals NaN.
     """
     if all(_agree(fingerprint, fingerprints[0]) for fingerprint in fingerprints):
         return

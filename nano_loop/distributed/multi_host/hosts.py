@@ -92,8 +92,6 @@ class HostsTransport(SharedMemoryTransport):
         All ranks, with a default process group between them. Collective.
     hosts : Hosts, optional
         Where they are; by default, each rank alone on its host.
-    compression : torch.dtype, optional
-        In which float32 and float64 tensors travel, such as ``torch.bfloat16``.
     chunk : int, optional
         Bytes that travel as one, a multiple of 128.
     slots : int
@@ -110,7 +108,6 @@ class HostsTransport(SharedMemoryTransport):
         ranks: Ranks,
         hosts: Hosts | None = None,
         *,
-        compression: torch.dtype | None = None,
         chunk: int | None = None,
         slots: int = _SLOTS,
     ) -> None:
@@ -124,7 +121,6 @@ class HostsTransport(SharedMemoryTransport):
         super().__init__(
             local,
             partial(map_together, ranks, None if path is None else path / _FILE, local.rank == 0),
-            compression=compression,
             chunk=chunk,
             slots=slots,
             between=BetweenHosts(count, len(here) * count / ranks.size, average),

@@ -27,8 +27,6 @@ class SharedMemoryTransport:
         Two or more, all on this host. Collective.
     mapped : callable
         See `SharedSegment`, such as `map_together` with a folder of a file system in memory.
-    compression : torch.dtype, optional
-        In which float32 and float64 tensors travel, such as ``torch.bfloat16``.
     chunk : int
         Bytes that are averaged at once, a multiple of 128.
     slots : int
@@ -47,7 +45,6 @@ class SharedMemoryTransport:
         ranks: Ranks,
         mapped: Callable[[int], mmap.mmap],
         *,
-        compression: torch.dtype | None = None,
         chunk: int = _CHUNK,
         slots: int = _SLOTS,
         between: BetweenHosts | None = None,
@@ -59,7 +56,7 @@ class SharedMemoryTransport:
 
         @lru_cache(maxsize=64)
         def plan(signature: Signature) -> Plan:  # not a method, which would hold the memory in a cycle after `close`
-            return ring.plan(pack(signature, chunk, compression))
+            return ring.plan(pack(signature, chunk))
 
         self._plan = plan
 

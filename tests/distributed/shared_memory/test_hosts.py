@@ -102,20 +102,6 @@ def test_equal_tensors_stay_what_they_are(team, folders):
         assert all(map(same_bits, got, mine))
 
 
-@pytest.mark.parametrize("slots", [4, 6])
-def test_compressed_tensors_arrive_rounded_and_alike(team, folders, slots):
-    def run(ranks):
-        with Placed(ranks, folders, ODD, compression=torch.bfloat16, slots=slots) as transport:
-            tensors = [values(5, ranks.rank, (2000,), torch.float32)]
-            transport.average(tensors)
-            return tensors
-
-    by_rank = team(3)(run)
-    lists = [[values(5, rank, (2000,), torch.float32)] for rank in range(3)]
-    assert_means(by_rank, lists, eps=torch.finfo(torch.bfloat16).eps)
-    assert same_bits(by_rank[0][0], by_rank[0][0].bfloat16().float())
-
-
 @pytest.mark.parametrize("failing", [0, 1, 2, 3])
 def test_one_rank_without_room_is_an_error_on_every_rank_at_once(team, folders, failing):
     def run(ranks):
