@@ -26,7 +26,7 @@ from torch import distributed
 from benchmarks.names import at_least_one
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.multi_host.hosts import HostsTransport
+from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_file import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
@@ -58,10 +58,10 @@ def systems(ranks: Ranks) -> dict[str, Callable[[list[torch.Tensor]], None]]:
         for tensor in tensors:
             tensor.div_(ranks.size)
 
-    mapped = partial(map_together, ranks, Path(f"/dev/shm/averaging-{os.getppid()}"), ranks.rank == 0)
+    mapped = partial(map_together, ranks, Path(f"/dev/shm/averaging-{os.getppid()}"))
     return {
         OURS: SharedMemoryTransport(ranks, mapped).average,
-        "process group": HostsTransport(ranks).average,
+        "process group": GroupTransport(ranks).average,
         "gloo all_reduce": all_reduce,
     }
 

@@ -38,7 +38,6 @@ ROOMS = (
     ("distributed.launch_external",),
     ("distributed.launch",),
     ("distributed.data_parallel",),
-    ("distributed.multi_host",),
     ("distributed.shared_memory",),
     ("distributed.sharding", "distributed.payload", "distributed.files"),
     ("data", "integrations.fabric"),

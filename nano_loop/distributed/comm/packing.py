@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nano_loop.distributed.comm.averaging_math import is_summed_wider
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import foreach_copy
 
@@ -72,10 +71,6 @@ class Batch:
         """The memory that the batch takes."""
         return self.length * self.dtype.itemsize
 
-    def padded(self, count: int) -> int:
-        """Return the elements that go to and fro between `count` ranks: of 16 bits, as many for each of them."""
-        return -(-self.length // count) * count if is_summed_wider(self.dtype) else self.length
-
     def add(self, index: int, shape: torch.Size, bounds: slice | None = None) -> None:
         """Append a piece."""
         self.pieces.append(Piece(index, bounds, shape, self.length))
@@ -96,10 +91,6 @@ class Places:
     def __init__(self, pieces: Sequence[Piece], memory: torch.Tensor) -> None:
         self.views = [memory[piece.offset : piece.offset + piece.shape.numel()].view(piece.shape) for piece in pieces]
         self._pieces = [(piece.index, piece.bounds) for piece in pieces]
-
-    def have_arrived(self, tensors: Sequence[torch.Tensor | None], wait: bool) -> bool:
-        """Return whether the list has the tensors of the pieces, as a `Reached`; what waits has put them all there."""
-        return wait or all(tensors[index] is not None for index, _ in self._pieces)
 
     def fill(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
         """Copy the tensors of a list to their places; `flat` is what `Packing.flat` has made of them."""

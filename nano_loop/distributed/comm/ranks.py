@@ -23,9 +23,6 @@ Value = TypeVar("Value")
 
 _OF_GLOO = "Timed out waiting"  # in the error of a collective that has taken longer than the timeout of its group
 
-#: Returns whether what another rank has to do first is done; called with True, waits until it is.
-Reached = Callable[[bool], bool]
-
 
 @dataclass(frozen=True)
 class Loop:
@@ -55,33 +52,6 @@ class Waits(Protocol):
 
     def begin(self, other: int, what: str) -> Any:
         """Return the wait that this rank begins, for rank `other` in a collective."""
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """The hosts of a run that has several.
-
-    Parameters
-    ----------
-    members : sequence of sequences of int
-        The ranks of each host, ascending, the host of rank 0 first.
-    own : int
-        Which of the hosts is this rank's.
-    folder : Path or None
-        A private folder of this host's ranks; None where there is one rank alone.
-    leaders : torch.distributed.ProcessGroup
-        A group of the first rank of each host; on other ranks, what torch has for a group that a rank is not in.
-    """
-
-    members: Sequence[Sequence[int]]
-    own: int
-    folder: Path | None
-    leaders: Any
-
-    @property
-    def here(self) -> Sequence[int]:
-        """The ranks of this host."""
-        return self.members[self.own]
 
 
 def by_host(hosts: Sequence[object]) -> list[list[int]]:
@@ -126,8 +96,8 @@ class RunContext:
     ----------
     loop : Loop
         What the ranks execute.
-    hosts : Hosts or None
-        Where the ranks of several hosts are; None on one host.
+    gradient_group : torch.distributed.ProcessGroup or None
+        A group of all ranks of several hosts for gradients, which travel while values do; None on one host.
     waits : Waits or None
         Finds ranks that wait for each other; None between hosts.
     after_averaging : list of callable
@@ -139,7 +109,7 @@ class RunContext:
     """
 
     loop: Loop = field(default_factory=Loop)
-    hosts: Hosts | None = None
+    gradient_group: Any = None
     waits: Waits | None = None
     after_averaging: list[Callable[[int], None]] = field(default_factory=list)
     common_seed: int | None = None
@@ -298,13 +268,6 @@ class Ranks:
         """Wait until every rank is here. Collective."""
         if self.size > 1:
             self.channel.barrier()
-
-    def is_finished(self, work: Any, wait: bool) -> bool:
-        """Return whether a collective of torch is done, as a `Reached`; see `finish`."""
-        done = wait or work.is_completed()
-        if done:
-            self.finish(work)
-        return bool(done)
 
     def finish(self, work: Any) -> None:
         """Wait for a collective of torch that was started with ``async_op=True``.

@@ -26,6 +26,7 @@ from nano_loop.data.random_states import part_ways
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel import checksums
+from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.data_parallel.comparison import Comparison, warn_once_a_run
 from nano_loop.distributed.data_parallel.duplicate_work import gradient_checksum, note_duplicate_work
 from nano_loop.distributed.data_parallel.fingerprint import NOTHING, Fingerprint, Purpose, refuse_divergence
@@ -58,18 +59,18 @@ class Averaging:
     ----------
     ranks : Ranks
         The processes.
-    transport : SharedMemoryTransport
+    transport : SharedMemoryTransport or GroupTransport
         Carries the gradients; it is not closed.
     compare : bool
         Whether the ranks compare their parameters and buffers from time to time; see `checksums`.
     overlapped : bool
-        Whether averaging begins while the backward still computes; see `overlap`.
+        Whether averaging by a `GroupTransport` begins while the backward still computes; see `overlap`.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        transport: SharedMemoryTransport,
+        transport: SharedMemoryTransport | GroupTransport,
         *,
         compare: bool = True,
         overlapped: bool = False,
@@ -77,7 +78,7 @@ class Averaging:
         self._ranks = ranks
         self._transport = transport
         self._comparison = Comparison(ranks, compare)
-        self._overlap = Overlap(transport.stream) if overlapped else None
+        self._overlap = Overlap(transport) if overlapped and isinstance(transport, GroupTransport) else None
         self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
         self._process = os.getpid()
         self._parameters = Parameters(self._note)
@@ -108,7 +109,7 @@ class Averaging:
                 self._undoing.callback(optimizer.register_step_post_hook(self._after_step).remove)
         self._parameters.add(models, optimizers)
 
-    def use(self, transport: SharedMemoryTransport) -> None:
+    def use(self, transport: SharedMemoryTransport | GroupTransport) -> None:
         """Let another transport carry the gradients from now on. Collective, as what makes it is."""
         self._transport = transport
 

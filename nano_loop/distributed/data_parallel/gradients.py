@@ -9,6 +9,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, SPARSE
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 from nano_loop.patching.objects.optimizers import is_dense, laid_out_as
@@ -51,7 +52,7 @@ def average_gradients(
     dense: Sequence[torch.Tensor],
     sparse: Sequence[torch.Tensor],
     ranks: Ranks,
-    transport: SharedMemoryTransport,
+    transport: SharedMemoryTransport | GroupTransport,
 ) -> None:
     """Give parameters the mean of all ranks' gradients, all ranks in the same order. Collective."""
     gradients = DenseGradients(dense[::-1])  # in the order in which a backward makes them, as `Overlap` does

@@ -13,10 +13,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine, Share, bound, restricted
+from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
-from nano_loop.distributed.comm.ranks import Hosts, Ranks, by_host
+from nano_loop.distributed.comm.ranks import Ranks, by_host
 from nano_loop.distributed.files.private_files import folders_made_together, private_files
-from nano_loop.distributed.launch.group import leaders_group, local_group, process_group, shared_channel
+from nano_loop.distributed.launch.group import gradient_group, local_group, process_group, shared_channel
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.shared_folder import folder_of_process
 from nano_loop.distributed.launch.task import Task
@@ -31,7 +32,6 @@ from nano_loop.distributed.launch_external.rendezvous import (
     this_host,
 )
 from nano_loop.distributed.launch_external.store import external_store
-from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.rank_zero import note_rank
@@ -163,10 +163,7 @@ def join_run(
             if store is not None:
                 group = PrefixStore("group", store)
                 stack.enter_context(process_group(group, ranks, backend, address=terms.address))
-            leaders = stack.enter_context(leaders_group(ranks, members, address=terms.address))
-            if leaders is not None:
-                ranks.context.hosts = Hosts(members, members.index(here), folder if len(here) > 1 else None, leaders)
-                stack.callback(setattr, ranks.context, "hosts", None)  # see `GroupMean.close`
+            stack.enter_context(gradient_group(ranks, address=terms.address))
             ranks.channel = ProcessGroupChannel(ranks)
         if share is not None:
             stack.enter_context(bound(share.cpus))

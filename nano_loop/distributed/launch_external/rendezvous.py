@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.files.made_folders import MadeFolders
 from nano_loop.distributed.launch.shared_folder import private_folder, refuse_foreign_folder, shared_memory_device
-from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
 from nano_loop.errors import NanoError, RankLateError, error_message
 
 _INTERVAL = 0.01  # seconds between two looks at a store, which may be on another host

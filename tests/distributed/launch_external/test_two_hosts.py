@@ -34,7 +34,7 @@ def ranks(folder, program, **variables):
 
 
 @pytest.mark.slow
-def test_ranks_of_a_host_average_before_the_hosts_do(tmp_path):
+def test_ranks_of_two_hosts_train_as_those_of_one(tmp_path):
     """Three ranks on two hosts: weights are those of one process, whatever the hosts."""
     for variables in ({"HOST_OF": "PLACE"}, {"HOST_OF": None}):
         placed = 'os.environ["PLACE"] = str(int(os.environ["RANK"]) // 2)'
@@ -43,8 +43,8 @@ def test_ranks_of_a_host_average_before_the_hosts_do(tmp_path):
         ((code, output),) = run_together([command], [environment(**variables)], tmp_path)
         assert code == 0, output
         found = [each[0] for each in told(tmp_path, 3)]
-        when, then = ("during", ", then between hosts by gloo") if variables["HOST_OF"] else ("at the end of", "")
-        assert [each["way"] for each in found] == [f"{when} each backward, through shared memory{then}"] * 3
+        way = "during each backward, by gloo" if variables["HOST_OF"] else "at the end of each backward, through shared memory"
+        assert [each["way"] for each in found] == [way] * 3
         assert found[0]["weights"] == found[1]["weights"] == found[2]["weights"]
         if variables["HOST_OF"]:
             by_hosts = found[0]["weights"]

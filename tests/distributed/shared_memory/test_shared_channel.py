@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from nano_loop.distributed.comm.channel import ITERATION
+from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.shared_memory import shared_file
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_file import make, map_whole, open_private
