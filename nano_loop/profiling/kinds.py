@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from nano_loop.config.protocol import AVERAGING_EVENT
+
 #: The kinds of work, in the order of the table.
 PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products and convolutions", "attention", "norms and elementwise"
 OPTIMIZER, CASTS, LOADER, PYTHON = "optimizer", "casts and layouts", "loader", "Python and the rest"
 AVERAGING = "averaging and waiting for ranks"
 KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, OPTIMIZER, CASTS, LOADER, AVERAGING, PYTHON)
-#: The names of what the recorder puts around the averaging of gradients, and around the steps of optimizers.
-AVERAGING_EVENT, OPTIMIZER_EVENT = "nano_loop: averaging", "nano_loop: optimizer"
+#: The name of what the recorder puts around the steps of optimizers.
+OPTIMIZER_EVENT = "nano_loop: optimizer"
 #: That of a closure that an optimizer calls in its step.
 CLOSURE_EVENT = "nano_loop: closure"
 

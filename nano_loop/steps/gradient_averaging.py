@@ -18,10 +18,7 @@ from nano_loop.steps.step import RanksStep
 
 if TYPE_CHECKING:
     from nano_loop.distributed.data_parallel.averaging import Averaging
-    from nano_loop.distributed.data_parallel.buckets import GroupTransport
-    from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
-
-    Transport = SharedMemoryTransport | GroupTransport
+    from nano_loop.distributed.data_parallel.means import Transport
 
 _FILE = "averaging-gradients"
 _AT_END, _DURING = "at the end of each backward", "during each backward"

@@ -9,9 +9,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, SPARSE
-from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 from nano_loop.patching.objects.optimizers import is_dense, laid_out_as
 
 
@@ -45,21 +43,6 @@ def by_kind(parameters: list[torch.Tensor], arrived: Sequence[bytes]) -> tuple[l
         if any(kinds):
             (dense if DENSE in kinds else sparse).append(parameter)
     return dense, sparse
-
-
-@torch.no_grad()
-def average_gradients(
-    dense: Sequence[torch.Tensor],
-    sparse: Sequence[torch.Tensor],
-    ranks: Ranks,
-    transport: SharedMemoryTransport | GroupTransport,
-) -> None:
-    """Give parameters the mean of all ranks' gradients, all ranks in the same order. Collective."""
-    gradients = DenseGradients(dense[::-1])  # in the order in which a backward makes them, as `Overlap` does
-    if gradients.tensors:
-        transport.average(gradients.tensors)
-    gradients.put_back()
-    average_sparse(sparse, ranks)
 
 
 class DenseGradients:
