@@ -67,7 +67,7 @@ def test_rows_that_an_embedding_renorms_by_its_batch_are_named_at_the_first_aver
         setup.setup(model)
         model(setup.share(torch.arange(40).view(10, 4))).sum().backward()
 
-    with pytest.raises(AssertionError, match=r"Sequential\.0\.weight is not the same .* in place of an embedding's max_norm"):
+    with pytest.raises(AssertionError, match=r"Sequential\.0\.weight is not the same .* an embedding's max_norm"):
         team(2)(trained, loop)
 
 

@@ -43,8 +43,8 @@ def test_ranks_of_two_hosts_train_as_those_of_one(tmp_path):
         ((code, output),) = run_together([command], [environment(**variables)], tmp_path)
         assert code == 0, output
         found = [each[0] for each in told(tmp_path, 3)]
-        way = "during each backward, by gloo" if variables["HOST_OF"] else "at the end of each backward, through shared memory"
-        assert [each["way"] for each in found] == [way] * 3
+        when, way = ("during", "by gloo") if variables["HOST_OF"] else ("at the end of", "through shared memory")
+        assert [each["way"] for each in found] == [f"{when} each backward, {way}"] * 3
         assert found[0]["weights"] == found[1]["weights"] == found[2]["weights"]
         if variables["HOST_OF"]:
             by_hosts = found[0]["weights"]
