@@ -1,10 +1,9 @@
 """Measures how fast two ranks of one core each average 440 MB of gradients, in GB of gradients a second.
 
 python -m benchmarks.averaging
-python -m benchmarks.averaging --rounds 9 --compression bfloat16
 
 Through shared memory, through our buckets over the process group, and through a bare gloo all-reduce of each tensor,
-in turn: once as one tensor, once as the tensors of BERT-base. Compression is of our transports alone.
+in turn: once as one tensor, once as the tensors of BERT-base.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import distributed
 from benchmarks.names import at_least_one
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.multi_host.hosts import HostsTransport
+from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_file import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
@@ -52,24 +51,24 @@ def gradients(name: str) -> list[torch.Tensor]:
     return [torch.rand(shape) for shape in shapes]
 
 
-def systems(ranks: Ranks, compression: torch.dtype | None) -> dict[str, Callable[[list[torch.Tensor]], None]]:
+def systems(ranks: Ranks) -> dict[str, Callable[[list[torch.Tensor]], None]]:
     def all_reduce(tensors: list[torch.Tensor]) -> None:
         for work in [distributed.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
         for tensor in tensors:
             tensor.div_(ranks.size)
 
-    mapped = partial(map_together, ranks, Path(f"/dev/shm/averaging-{os.getppid()}"), ranks.rank == 0)
+    mapped = partial(map_together, ranks, Path(f"/dev/shm/averaging-{os.getppid()}"))
     return {
-        OURS: SharedMemoryTransport(ranks, mapped, compression=compression).average,
-        "process group": HostsTransport(ranks, compression=compression).average,
+        OURS: SharedMemoryTransport(ranks, mapped).average,
+        "process group": GroupTransport(ranks).average,
         "gloo all_reduce": all_reduce,
     }
 
 
-def measure(ranks: Ranks, rounds: int, compression: torch.dtype | None) -> dict[str, list[dict[str, float]]]:
+def measure(ranks: Ranks, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Return, for each list, a round's GB/s of each system; an unmeasured round warms up."""
-    ways, results = systems(ranks, compression), {}
+    ways, results = systems(ranks), {}
     for name in LISTS:
         tensors = gradients(name)
         gigabytes = sum(tensor.nbytes for tensor in tensors) / 1e9
@@ -97,8 +96,7 @@ def serve(rank: int, arguments: argparse.Namespace) -> None:
     folder = Path(arguments.store).parent
     ranks = Ranks(rank, 2, local_rank=rank, local_size=2, folder=folder)
     ranks.channel = SharedChannel(ranks, folder)
-    compression = getattr(torch, arguments.compression) if arguments.compression else None
-    results = measure(ranks, arguments.rounds, compression)
+    results = measure(ranks, arguments.rounds)
     ranks.barrier()
     distributed.destroy_process_group()
     if rank == 0:
@@ -133,7 +131,6 @@ def show(name: str, rounds: list[dict[str, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=at_least_one, default=5)
-    parser.add_argument("--compression", choices=["bfloat16"])
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

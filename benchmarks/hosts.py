@@ -36,15 +36,15 @@ from nano_loop.config.options import Options
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.averaging import Averaging
+from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import Terms, join_run
-from nano_loop.distributed.multi_host.hosts import HostsTransport
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTS = ("nano-loop-a", "nano-loop-b")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = 29617
-WAYS = ("DDP over gloo", "flat", "by host", "by host, overlapped")
+WAYS = ("DDP over gloo", "buckets at the end", "buckets")
 
 
 class Bert(nn.Module):
@@ -114,11 +114,8 @@ def averaged(ranks: Ranks, way: str, model: nn.Module, optimizer: Any) -> Iterat
         optimizer.zero_grad()
         gc.collect()
         return
-    assert ranks.context.hosts is not None
-    flat = way == "flat"
-    transport = HostsTransport(ranks, None if flat else ranks.context.hosts)
-    stream = transport.stream if way == "by host, overlapped" else None
-    averaging = Averaging(ranks, transport, compare=False, stream=stream)
+    transport = GroupTransport(ranks, ranks.context.gradient_group)
+    averaging = Averaging(ranks, transport, compare=False, overlapped=way == "buckets")
     averaging.add([model], [optimizer])
     with ExitStack() as stack:
         stack.callback(transport.close)
@@ -186,7 +183,7 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
     for way in WAYS:
         cells = []
         for times in found.values():
-            ratios = [mine / ours for mine, ours in zip(times[way], times["by host"], strict=True)]
+            ratios = [mine / ours for mine, ours in zip(times[way], times["buckets"], strict=True)]
             spread = f"{statistics.median(ratios):.2f}× ({min(ratios):.2f} to {max(ratios):.2f})"
             cells.append(f"{statistics.median(times[way]):.0f} ms, {spread}")
         lines.append(f"| {way} | {' | '.join(cells)} |")

@@ -34,9 +34,7 @@ def test_every_public_name_is_on_the_page_of_the_api():
     }
 
 
-@pytest.mark.parametrize(
-    "variable", [environment.SECRET, environment.KERNELS, exports.EXPORTS, protocol.COMMAND, protocol.INSTALL]
-)
+@pytest.mark.parametrize("variable", [environment.KERNELS, exports.EXPORTS, protocol.COMMAND, protocol.INSTALL])
 def test_every_variable_that_is_no_option_is_on_the_page_of_variables(variable):
     assert f"| `{variable}` |" in text_of("docs/environment.md")
 

@@ -74,8 +74,7 @@ def broadcast(obj: Any, src: int = 0) -> Any:
     Parameters
     ----------
     obj : object
-        A tensor, number, string or collection, or any object that can be pickled. Between hosts, other objects than
-        these need a secret (docs/security.md).
+        A tensor, number, string or collection, or any object that can be pickled.
     src : int
         The rank whose object is returned.
 

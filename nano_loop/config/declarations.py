@@ -208,21 +208,10 @@ class Declarations:
         checks.operators_or_safe,
         "The same for fp32. `\"safe\"`: what CUDA's autocast runs in fp32 and the CPU's does not, such as softmax.",
     )
-    gradient_compression: str | None = option(
-        None,
-        checks.gradient_compression,
-        'What gradients are rounded to on their way between processes: `"bf16"`.',
-        changes_bits=True,
-    )
     compare_parameters: bool = switch(
         True,
         "Comparison of the parameters of all processes every 100 steps, with an error where they differ, and of the "
         "buffers, with a warning.",
-    )
-    sync_buffers: Literal["average", "rank0"] | None = option(
-        None,
-        checks.sync_buffers,
-        'What buffers become after each backward, with several processes: `"average"`, the mean of all, or `"rank0"`.',
     )
     worker_init: Callable[[], object] | None = option(  # noqa: RUF009
         None,

@@ -11,8 +11,6 @@ from nano_loop.config.option_checks import Check, RefusedValueError
 from nano_loop.config.protocol import COMMAND, INSTALL
 from nano_loop.errors import NanoConfigError, error_message, shortened
 
-#: Has the secret of a launch on several hosts, and is no option; see docs/security.md.
-SECRET = "NANO_LOOP_SECRET"
 #: Chooses the kernels in C, and is no option: libraries are loaded once for all runs of a process.
 KERNELS = "NANO_LOOP_KERNELS"
 
@@ -70,8 +68,8 @@ def read_options(
     variables = {variable_of(option): option for option in checks}
     known, unknown = {}, {}
     ours = (name for name in environ if name.upper().startswith(_PREFIX))
-    for name in sorted(name for name in ours if name not in (SECRET, KERNELS, EXPORTS, COMMAND, INSTALL)):
-        # A mistyped secret is in no message.
+    for name in sorted(name for name in ours if name not in (KERNELS, EXPORTS, COMMAND, INSTALL)):
+        # That of an older version is in no message.
         value = "..." if "SECRET" in name.upper() else shortened(environ[name])
         text = f"{shortened(name)}={value}"
         if name in variables:

@@ -30,7 +30,17 @@ LEFTOVERS = {
 #: Options that earlier commits had: the last two parts of the message.
 REMOVED = {
     "fast_chains": ("it was removed, and layers are computed one by one", "Leave it out"),
+    "gradient_compression": ("it was removed, and gradients travel in their own dtype", "Leave it out"),
+    "sync_buffers": ("it was removed, and buffers are those of process 0 at the end", "Leave it out"),
     "tune": ("it was removed: `nano-loop tune train.py` prints the options to write", "Leave it out"),
+}
+
+#: Variables that earlier commits read and that were no options: the same.
+REMOVED_VARIABLES = {
+    "NANO_LOOP_SECRET": (
+        "it was removed: ranks pickle values as torch.distributed does, and only the cluster's network protects them",
+        "Unset it, and keep all but your own hosts from the ranks' ports, as by a private network or a VPN",
+    ),
 }
 
 #: What other trainers name what an option here is for: the option, by the name. Misspelled options are found without.

@@ -57,8 +57,6 @@ def _count(least: int, hint: str, *words: str) -> Check:
 boolean = _one_of(True, False, hint="Pass one of the two")
 auto_or_boolean = _one_of("auto", True, False, hint="Pass one of the three")
 verbosity = _one_of(True, False, "all", hint="Pass False to silence the report")
-gradient_compression = _one_of(None, "bf16", hint="Leave it out for exact averages")
-sync_buffers = _one_of(None, "average", "rank0", hint="Leave it out, and each process keeps its own")
 num_processes = _count(1, "Pass the number of processes, or leave it out for one")
 num_threads = _count(1, "Leave it out for one thread a physical core", "auto")
 loader_workers = _count(0, "Leave it out for as many as each loader has")

@@ -16,6 +16,8 @@ from nano_loop.errors import NanoConfigError, error_message
 COMMAND = "NANO_LOOP_COMMAND"
 #: The variable by which the hook at the start of Python installs the ambient mode. It is no option.
 INSTALL = "NANO_LOOP_INSTALL"
+#: What a profile shows around an averaging of gradients.
+AVERAGING_EVENT = "nano_loop: averaging"
 
 
 class Command(NamedTuple):

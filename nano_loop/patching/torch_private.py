@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from itertools import repeat
 from typing import Any
@@ -76,11 +76,6 @@ def in_dispatch_mode() -> bool:
 def version(tensor: torch.Tensor) -> int:
     """Return the version counter of a tensor, which in-place changes increment. Inference tensors have none: 0."""
     return 0 if tensor.is_inference() else int(tensor._version)
-
-
-def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the version counters of tensors, none of which is an inference tensor."""
-    return [tensor._version for tensor in tensors]
 
 
 def has_lone_storage(tensor: torch.Tensor) -> bool:

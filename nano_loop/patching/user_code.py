@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import sys
 import sysconfig
 import traceback
@@ -11,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from traceback import FrameSummary
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -90,13 +89,7 @@ class Place(NamedTuple):
 
     filename: str
     number: int
-    code: CodeType
     names: dict[str, Any]
-
-    @property
-    def text(self) -> str:
-        """The line itself; empty where there is no file, as in ``python -c``."""
-        return linecache.getline(self.filename, self.number, self.names)
 
 
 def users_place() -> Place | None:
@@ -106,20 +99,12 @@ def users_place() -> Place | None:
         frame = frame.f_back
     if frame is None:
         return None
-    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code, frame.f_globals)
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
 
 
-def is_running(code: CodeType) -> bool:
-    """Whether this thread is running a function with this code."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
-
-
-def warn(message: str, place: Place | None = None) -> None:
-    """Give a `NanoWarning` about a line of the user's code; by default the one that is running."""
-    place = place or users_place()
+def warn(message: str) -> None:
+    """Give a `NanoWarning` about the line of the user's code that is running."""
+    place = users_place()
     if place is None:
         warnings.warn(message, NanoWarning, stacklevel=2)
     else:
@@ -131,16 +116,14 @@ def warn(message: str, place: Place | None = None) -> None:
 _warned: set[tuple[str, int, str]] = set()
 
 
-def warn_once(message: str, place: Place | None = None) -> bool:
-    """Give a `NanoWarning` about a line of the user's code, unless this process has given it; return whether it is new.
+def warn_once(message: str) -> None:
+    """Give a `NanoWarning` about the line of the user's code that is running, unless this process has given it.
 
     A function that is called once an epoch meets the same at each call, and a run changes the filters of warnings, by
     which Python's own record is void.
     """
-    place = place or users_place()
+    place = users_place()
     line = (place.filename, place.number, message) if place else ("", 0, message)
-    is_new = line not in _warned
-    if is_new:
+    if line not in _warned:
         _warned.add(line)
-        warn(message, place)
-    return is_new
+        warn(message)

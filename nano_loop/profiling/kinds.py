@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from nano_loop.config.protocol import AVERAGING_EVENT
+
 #: The kinds of work, in the order of the table.
 PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products and convolutions", "attention", "norms and elementwise"
 OPTIMIZER, CASTS, LOADER, PYTHON = "optimizer", "casts and layouts", "loader", "Python and the rest"
 AVERAGING = "averaging and waiting for ranks"
 KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, OPTIMIZER, CASTS, LOADER, AVERAGING, PYTHON)
-#: The names of what the recorder puts around the averaging of gradients, and around the steps of optimizers.
-AVERAGING_EVENT, OPTIMIZER_EVENT = "nano_loop: averaging", "nano_loop: optimizer"
+#: The name of what the recorder puts around the steps of optimizers.
+OPTIMIZER_EVENT = "nano_loop: optimizer"
 #: That of a closure that an optimizer calls in its step.
 CLOSURE_EVENT = "nano_loop: closure"
 
@@ -78,11 +80,6 @@ def _for_loader(now: Circumstances) -> str:
     return f"{workers}keep decoded samples in memory"
 
 
-def _for_averaging(now: Circumstances) -> str | None:
-    compression = "" if now.options.get("gradient_compression") else 'gradient_compression="bf16", '
-    return f"try {compression}larger batches, or fewer processes"
-
-
 #: A part of the step from which on a kind of work is worth a change, and what to change; None if all of it is on.
 _ADVICE: Mapping[str, tuple[float, Callable[[Circumstances], str | None]]] = {
     PRODUCTS: (0.4, _for_products),
@@ -91,7 +88,7 @@ _ADVICE: Mapping[str, tuple[float, Callable[[Circumstances], str | None]]] = {
     OPTIMIZER: (0.1, _for_optimizer),
     CASTS: (0.1, _for_casts),
     LOADER: (0.1, _for_loader),
-    AVERAGING: (0.1, _for_averaging),
+    AVERAGING: (0.1, lambda now: "try larger batches, or fewer processes"),
     PYTHON: (0.15, lambda now: "use larger batches: this time does not grow with them"),
 }
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import statistics
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,12 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from nano_loop.config.protocol import Command, take_command
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.cpu.native_output import without_lines
-from nano_loop.distributed.data_parallel.averaging import Averaging
-from nano_loop.patching.attributes import replaced
 from nano_loop.patching.objects.optimizers import closure_of, hook_after_steps, hook_before_steps, with_closure
 from nano_loop.profiling import PROFILED, STEPS, TIMED, UNCOUNTED, WARMUP
 from nano_loop.profiling.kinds import (
-    AVERAGING_EVENT,
     CLOSURE_EVENT,
     ELEMENTWISE,
     KINDS,
@@ -77,8 +72,6 @@ class _Recorder:
         self._open: list[Any] = []  # a mark for each optimizer that steps
         hook_before_steps(self._mark)
         hook_after_steps(self._note)
-        self._naming = replaced(Averaging, "average", _named)  # which ends what it does when it is freed
-        self._naming.__enter__()
 
     def _is_here(self) -> bool:
         return (os.getpid(), threading.get_ident()) == self._place
@@ -212,14 +205,3 @@ def _exit() -> NoReturn:
         with suppress(Exception):  # the script may have closed or replaced it
             stream.flush()
     os._exit(0)  # what follows in the script belongs to a training
-
-
-def _named(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the profiler see a method as averaging."""
-
-    @functools.wraps(method)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with record_function(AVERAGING_EVENT):
-            return method(*args, **kwargs)
-
-    return named

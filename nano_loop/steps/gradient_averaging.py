@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import distributed, nn
 from typing_extensions import override
 
@@ -19,7 +18,7 @@ from nano_loop.steps.step import RanksStep
 
 if TYPE_CHECKING:
     from nano_loop.distributed.data_parallel.averaging import Averaging
-    from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
+    from nano_loop.distributed.data_parallel.means import Transport
 
 _FILE = "averaging-gradients"
 _AT_END, _DURING = "at the end of each backward", "during each backward"
@@ -34,7 +33,7 @@ class GradientAveraging(RanksStep):
     @override
     def begin(self) -> None:
         self._averaging: Averaging | None = None
-        self._transport: SharedMemoryTransport | None = None
+        self._chunk = 0  # of the transport through shared memory
         self._nbytes = 0  # of all parameters that were set up
         self._route = ""
 
@@ -48,13 +47,12 @@ class GradientAveraging(RanksStep):
         )
         if self._averaging is None:
             self._averaging = self._open()
-        elif self._transport is not None and self._transport.chunk < chunk_for(self._nbytes):
+        elif 0 < self._chunk < chunk_for(self._nbytes):
             self._averaging.use(self._opened(self._make_transport()))
         self._averaging.add(parts.models, parts.optimizers)
         for model in parts.models:
             self.interceptors.add(model, self.name, self._averaging.around_call)
-        narrowed = f", as {self.options.gradient_compression}" if self.options.gradient_compression else ""
-        return f"{self._route}{narrowed}"
+        return self._route
 
     @override
     def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -69,7 +67,6 @@ class GradientAveraging(RanksStep):
     def _open(self) -> Averaging:
         from nano_loop.distributed.data_parallel.averaging import Averaging
         from nano_loop.distributed.data_parallel.sync_batch_norm import synchronized_on_cpu
-        from nano_loop.distributed.multi_host.hosts import HostsTransport
 
         self.undoing.enter_context(synchronized_on_cpu())
         transport = self._opened(self._make_transport())
@@ -77,40 +74,30 @@ class GradientAveraging(RanksStep):
             self.ranks,
             transport,
             compare=self.options.compare_parameters,
-            sync_buffers=self.options.sync_buffers,
-            overlapped=isinstance(transport, HostsTransport) and not self.ranks.on_one_host,
+            overlapped=not self.ranks.on_one_host,
         )
         self.undoing.callback(averaging.close)
         return averaging
 
-    def _opened(self, transport: SharedMemoryTransport) -> SharedMemoryTransport:
-        self._transport = transport
+    def _opened(self, transport: Transport) -> Transport:
         self.undoing.callback(transport.close)
         self.undoing.callback(transport.leave)
         return transport
 
-    def _make_transport(self) -> SharedMemoryTransport:
+    def _make_transport(self) -> Transport:
         """Return the shared-memory transport, which is faster, if available and no other backend was requested."""
-        from nano_loop.distributed.multi_host.hosts import HostsTransport
+        from nano_loop.distributed.data_parallel.buckets import GroupTransport
         from nano_loop.distributed.shared_memory.shared_file import map_together
         from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
 
-        compression = torch.bfloat16 if self.options.gradient_compression else None
         backend = self.options.process_group_backend
         folder = self.ranks.folder
         if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank if shared memory is too small, as in many containers
-                mapped = partial(map_together, self.ranks, folder / _FILE, self.ranks.rank == 0)
-                chunk = chunk_for(self._nbytes)
-                transport = SharedMemoryTransport(self.ranks, mapped, compression=compression, chunk=chunk)
+                mapped, self._chunk = partial(map_together, self.ranks, folder / _FILE), chunk_for(self._nbytes)
+                transport = SharedMemoryTransport(self.ranks, mapped, chunk=self._chunk)
                 self._route = f"{_AT_END}, through shared memory"
                 return transport
-        if self.ranks.context.hosts is not None and backend in (None, "gloo"):
-            with suppress(NanoError):  # raised on every rank, as above
-                transport = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
-                shares = any(len(member) > 1 for member in self.ranks.context.hosts.members)
-                route = "through shared memory, then between hosts by gloo" if shares else "by gloo"
-                self._route = f"{_DURING}, {route}"
-                return transport
+        self._chunk = 0
         self._route = f"{_AT_END if self.ranks.on_one_host else _DURING}, by {distributed.get_backend()}"
-        return HostsTransport(self.ranks, compression=compression)
+        return GroupTransport(self.ranks, self.ranks.context.gradient_group)

@@ -24,7 +24,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Mine:
-    """An object that is not plain, so that between hosts it needs the secret of the launch."""
+    """An object of the script, which travels between hosts."""
 
     def __init__(self, value):
         self.value = value

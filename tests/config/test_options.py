@@ -500,11 +500,13 @@ def test_other_variables_are_let_alone():
     assert Options.from_call({}, environ) == Options()
 
 
-def test_secret_of_a_launch_is_no_option_and_a_mistyped_one_is_in_no_message():
-    assert Options.from_call({}, {"NANO_LOOP_SECRET": "0123456789abcdef" * 2}) == Options()
-    with pytest.raises(NanoConfigError, match=r"NANO_LOOP_SECRETS=.*there is no such option") as caught:
-        Options.from_call({}, {"NANO_LOOP_SECRETS": "0123456789abcdef" * 2})
-    assert "0123456789abcdef" not in str(caught.value)
+@pytest.mark.parametrize("call", [TorchNano, nano, in_a_block, installed])
+def test_secret_of_a_launch_was_removed_and_is_in_no_message(call, monkeypatch):
+    monkeypatch.setenv("NANO_LOOP_SECRET", "0123456789abcdef" * 2)
+    message = refusal(call)
+    assert message.startswith("NANO_LOOP_SECRET=...: it was removed")
+    assert "network protects them. Unset it" in message
+    assert "0123456789abcdef" not in message
 
 
 @pytest.mark.parametrize("text", ["v3", "v4", " BF16 ", "compile", "off", ""])

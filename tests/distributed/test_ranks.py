@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed
 
-from nano_loop.distributed.comm.ranks import ALONE, Ranks, wait_until
-from nano_loop.distributed.launch.group import leaders_group
+from nano_loop.distributed.comm.ranks import ALONE, Ranks, by_host, wait_until
+from nano_loop.distributed.launch.group import gradient_group
 from nano_loop.errors import NanoError, NanoWorkerError, RankLateError
 
 # The processes of a team do not find the tests' modules by name.
@@ -54,6 +54,10 @@ def test_tensors_travel_whatever_their_layout(team):
         assert mean.tolist() == [0.5, 4.0]
 
 
+def test_ranks_are_grouped_by_host_in_the_order_of_their_first_ranks():
+    assert by_host(["b", "a", "b", "c", "a"]) == [[0, 2], [1, 4], [3]]
+
+
 def test_collective_of_torch_that_is_never_done_has_a_deadline():
     class Never:
         def is_completed(self):
@@ -66,11 +70,11 @@ def test_collective_of_torch_that_is_never_done_has_a_deadline():
 def test_rank_that_is_late_is_named_also_where_gloo_notices_first(team):
     def wait(ranks):
         ranks = Ranks(ranks.rank, ranks.size, timeout=1.0)
-        with leaders_group(ranks, [[0], [1]]) as leaders:
+        with gradient_group(ranks):
             if ranks.rank == 1:
                 time.sleep(2)
                 return None
-            work = distributed.all_reduce(torch.ones(4), group=leaders, async_op=True)
+            work = distributed.all_reduce(torch.ones(4), group=ranks.context.gradient_group, async_op=True)
             time.sleep(0.2)  # the rest of a backward, while gradients travel
             try:
                 return ranks.finish(work)

@@ -368,7 +368,7 @@ FAULTS = [
         FIRST,
         _changed_in_calls(_set_codes, "_Changing.codes is no longer the same on all ranks"),
         None,
-        result="training goes on, and a `NanoWarning` names the buffer and `sync_buffers`",
+        result="training goes on, and a `NanoWarning` names the buffer",
     ),
     Fault(
         "the loop puts other gradients in the place of the averaged ones",

@@ -58,8 +58,8 @@ class NextRows(Dataset):
 
 def _next_rows():
     model, optimizer, _ = small.parts()
-    with pytest.warns(NanoWarning, match="the loaders of all 2 ranks deliver the same batches"):
-        nano(**OPTIONS)(small.fit)(model, optimizer, DataLoader(NextRows(), 4), epochs=1)
+    with pytest.warns(NanoWarning, match="each of the 2 ranks computes the same batches"):
+        nano(**OPTIONS)(small.fit)(model, optimizer, DataLoader(NextRows(), 4), epochs=3)
 
 
 def _late_dataset():
@@ -92,7 +92,7 @@ FAULTS = [
         EPOCH,
         _next_rows,
         None,
-        result="training goes on, and a `NanoWarning` says that all ranks get the same batches",
+        result="training goes on, and a `NanoWarning` says that all ranks compute the same batches",
     ),
     Fault(
         "a dataset raises in a worker",

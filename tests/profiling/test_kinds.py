@@ -69,7 +69,7 @@ def test_no_more_than_three_kinds_get_advice_the_largest_first():
     assert advice_for(dict.fromkeys(KINDS, 0.0), Circumstances()) == []
 
 
-ON = {"channels_last": True, "compile": True, "fast_attention": "auto", "gradient_compression": "bf16"}
+ON = {"channels_last": True, "compile": True, "fast_attention": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,7 @@ ON = {"channels_last": True, "compile": True, "fast_attention": "auto", "gradien
         (kinds.OPTIMIZER, Circumstances(optimizer="Lion"), ("use Adam, AdamW, SGD or Adagrad",)),
         (kinds.LOADER, Circumstances(), ("loader_workers",)),
         (kinds.LOADER, Circumstances({"loader_workers": 2}), (": keep decoded",)),
-        (kinds.AVERAGING, Circumstances(), ("gradient_compression",)),
-        (kinds.AVERAGING, Circumstances(ON), ("larger batches",)),
+        (kinds.AVERAGING, Circumstances(), ("larger batches",)),
     ],
 )
 def test_advice_is_about_what_is_not_on_yet(kind, now, words):

@@ -45,7 +45,6 @@ def test_one_process_has_nothing_to_average():
 WAYS = {
     "shared memory": ({}, "at the end of each backward, through shared memory", 1e-6),
     "gloo": ({"process_group_backend": "gloo"}, "at the end of each backward, through shared memory", 1e-6),
-    "bf16": ({"gradient_compression": "bf16"}, "at the end of each backward, through shared memory, as bf16", 2e-2),
 }
 
 

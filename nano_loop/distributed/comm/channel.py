@@ -2,46 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-from typing import Any, Protocol
+from typing import Protocol
 
-import cloudpickle
 import torch
-
-from nano_loop.errors import NanoError
 
 #: What the exchanges are for with which ranks begin to iterate a loader together.
 ITERATION = "the iteration of a loader"
-#: What a message begins with.
-PICKLE, REFUSAL = b"p", b"r"
-
-
-class Codec:
-    """Turns the values that ranks exchange into bytes, and back: any values, among processes of one user alone."""
-
-    def begin(self) -> None:
-        """Note that a collective begins; every rank calls it once for each."""
-
-    def dumps(self, value: Any) -> bytes:
-        """Return `value` as bytes.
-
-        Raises
-        ------
-        NanoError
-            If values of this type may not travel. The ranks that wait get `refusal`.
-        """
-        data: bytes = cloudpickle.dumps(value)
-        return PICKLE + data
-
-    def refusal(self, reason: str) -> bytes:
-        """Return a message that makes `loads` raise a NanoError with this reason."""
-        return REFUSAL + reason.encode()
-
-    def loads(self, data: bytes, sender: int) -> Any:
-        """Return the value that rank `sender` has sent."""
-        if data[:1] == REFUSAL:
-            raise NanoError(data[1:].decode())
-        return pickle.loads(memoryview(data)[1:])
 
 
 class Channel(Protocol):
@@ -51,14 +17,7 @@ class Channel(Protocol):
     another rank has failed or left, or after the run's timeout.
 
     The parameter ``what`` says what a collective is for, the same on every rank, for the error of ranks that part.
-
-    Attributes
-    ----------
-    codec : Codec
-        For the values that travel through this channel.
     """
-
-    codec: Codec
 
     def gather(self, data: bytes, what: str = "") -> list[bytes]:
         """Return the bytes of all ranks, by rank; the lengths may differ."""

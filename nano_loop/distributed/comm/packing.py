@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nano_loop.distributed.comm.averaging_math import is_summed_wider
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import foreach_copy
 
@@ -24,7 +23,6 @@ AVERAGED = (
     torch.complex64,
     torch.complex128,
 )
-_COMPRESSED = (torch.float32, torch.float64)
 
 #: The shape of each tensor of a list, and the dtype of each. Lists of thousands are looked up by it in each step.
 Signature = tuple[tuple[torch.Size, ...], tuple[torch.dtype, ...]]
@@ -73,10 +71,6 @@ class Batch:
         """The memory that the batch takes."""
         return self.length * self.dtype.itemsize
 
-    def padded(self, count: int) -> int:
-        """Return the elements that go to and fro between `count` ranks: of 16 bits, as many for each of them."""
-        return -(-self.length // count) * count if is_summed_wider(self.dtype) else self.length
-
     def add(self, index: int, shape: torch.Size, bounds: slice | None = None) -> None:
         """Append a piece."""
         self.pieces.append(Piece(index, bounds, shape, self.length))
@@ -97,10 +91,6 @@ class Places:
     def __init__(self, pieces: Sequence[Piece], memory: torch.Tensor) -> None:
         self.views = [memory[piece.offset : piece.offset + piece.shape.numel()].view(piece.shape) for piece in pieces]
         self._pieces = [(piece.index, piece.bounds) for piece in pieces]
-
-    def have_arrived(self, tensors: Sequence[torch.Tensor | None], wait: bool) -> bool:
-        """Return whether the list has the tensors of the pieces, as a `Reached`; what waits has put them all there."""
-        return wait or all(tensors[index] is not None for index, _ in self._pieces)
 
     def fill(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
         """Copy the tensors of a list to their places; `flat` is what `Packing.flat` has made of them."""
@@ -139,7 +129,7 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     return tuple([tensor.shape for tensor in tensors]), tuple([tensor.dtype for tensor in tensors])
 
 
-def pack(signature: Signature, capacity: int, compression: torch.dtype | None = None) -> Packing:
+def pack(signature: Signature, capacity: int) -> Packing:
     """Pack a list of tensors into batches, those of one dtype together.
 
     Parameters
@@ -148,8 +138,6 @@ def pack(signature: Signature, capacity: int, compression: torch.dtype | None = 
         The shapes and dtypes of the list.
     capacity : int
         Bytes that a batch may take. A tensor that needs more is split.
-    compression : torch.dtype, optional
-        In which float32 and float64 travel.
 
     Raises
     ------
@@ -160,14 +148,13 @@ def pack(signature: Signature, capacity: int, compression: torch.dtype | None = 
     split = []
     for index, (shape, dtype) in enumerate(zip(*signature, strict=True)):
         _refuse_unknown(dtype)
-        travels_as = compression if compression and dtype in _COMPRESSED else dtype
-        batches = filling.setdefault(travels_as, [Batch(travels_as)])
-        if shape.numel() * travels_as.itemsize > capacity:
+        batches = filling.setdefault(dtype, [Batch(dtype)])
+        if shape.numel() * dtype.itemsize > capacity:
             split.append(index)
-            _add_parts(batches, index, shape.numel(), capacity // travels_as.itemsize)
+            _add_parts(batches, index, shape.numel(), capacity // dtype.itemsize)
         elif shape.numel():
-            if batches[-1].nbytes + shape.numel() * travels_as.itemsize > capacity:
-                batches.append(Batch(travels_as))
+            if batches[-1].nbytes + shape.numel() * dtype.itemsize > capacity:
+                batches.append(Batch(dtype))
             batches[-1].add(index, shape)
     whole = tuple(batch for batches in filling.values() for batch in batches if batch.length)
     return Packing(whole, tuple(split), zlib.crc32(repr(signature).encode()))

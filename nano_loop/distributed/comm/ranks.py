@@ -5,12 +5,14 @@ Every wait is a Python loop with checks, so that a signal, or a rank that has fa
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
+import cloudpickle
 import torch
 
 from nano_loop.distributed.comm.channel import Channel
@@ -20,9 +22,6 @@ from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_me
 Value = TypeVar("Value")
 
 _OF_GLOO = "Timed out waiting"  # in the error of a collective that has taken longer than the timeout of its group
-
-#: Returns whether what another rank has to do first is done; called with True, waits until it is.
-Reached = Callable[[bool], bool]
 
 
 @dataclass(frozen=True)
@@ -55,33 +54,6 @@ class Waits(Protocol):
         """Return the wait that this rank begins, for rank `other` in a collective."""
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """The hosts of a run that has several.
-
-    Parameters
-    ----------
-    members : sequence of sequences of int
-        The ranks of each host, ascending, the host of rank 0 first.
-    own : int
-        Which of the hosts is this rank's.
-    folder : Path or None
-        A private folder of this host's ranks; None where there is one rank alone.
-    leaders : torch.distributed.ProcessGroup
-        A group of the first rank of each host; on other ranks, what torch has for a group that a rank is not in.
-    """
-
-    members: Sequence[Sequence[int]]
-    own: int
-    folder: Path | None
-    leaders: Any
-
-    @property
-    def here(self) -> Sequence[int]:
-        """The ranks of this host."""
-        return self.members[self.own]
-
-
 def by_host(hosts: Sequence[object]) -> list[list[int]]:
     """Return the ranks of each host, of the host of each rank, in the order of the hosts' first ranks."""
     ranks: dict[object, list[int]] = {}
@@ -96,22 +68,10 @@ class ShardingState:
 
     Attributes
     ----------
-    delivered : bool
-        Whether a divided loader has delivered a batch since the last averaging of gradients.
-    batch : int
-        A digest of the first such batch, where the ranks compare it at the next averaging; else 0.
-    compares_batches : bool
-        Whether they do.
     undivided : bool
         Whether all ranks computed the same when they compared it last; the same on all ranks.
     whole : bool
         Whether the latest batch was one that all ranks get.
-    chosen : bool
-        Whether the latest batch came from a loader that ``shard=False`` keeps whole.
-    whole_by_mode : bool
-        Whether the latest batch came from a loader that is served whole only because every model is in eval mode, with
-        gradients on. Training on such batches, each rank on all of them, is what
-        ``setup_dataloaders(loader, shard=True)`` is for.
     implicit_loaders : bool
         Whether a loader that was not set up was divided.
     own_shares : dict of str to bool
@@ -121,13 +81,8 @@ class ShardingState:
         The warnings that the run has given.
     """
 
-    delivered: bool = False
-    batch: int = 0
-    compares_batches: bool = True
     undivided: bool = False
     whole: bool = False
-    chosen: bool = False
-    whole_by_mode: bool = False
     implicit_loaders: bool = False
     own_shares: dict[str, bool] = field(default_factory=dict)
     warnings_given: set[str] = field(default_factory=set)
@@ -141,8 +96,8 @@ class RunContext:
     ----------
     loop : Loop
         What the ranks execute.
-    hosts : Hosts or None
-        Where the ranks of several hosts are; None on one host.
+    gradient_group : torch.distributed.ProcessGroup or None
+        A group of all ranks of several hosts for gradients, which travel while values do; None on one host.
     waits : Waits or None
         Finds ranks that wait for each other; None between hosts.
     after_averaging : list of callable
@@ -154,7 +109,7 @@ class RunContext:
     """
 
     loop: Loop = field(default_factory=Loop)
-    hosts: Hosts | None = None
+    gradient_group: Any = None
     waits: Waits | None = None
     after_averaging: list[Callable[[int], None]] = field(default_factory=list)
     common_seed: int | None = None
@@ -264,9 +219,6 @@ class Ranks:
     def broadcast(self, value: Value, source: int = 0, what: str = "") -> Value:
         """Return the value that rank `source` has. Collective.
 
-        Between hosts, a named tuple arrives as a tuple, and values of other than the types of
-        `nano_loop.distributed.comm.plain` need a secret; see docs/security.md.
-
         Parameters
         ----------
         value : Any
@@ -278,21 +230,16 @@ class Ranks:
         """
         if self.size == 1:
             return value
-        channel = self.channel
-        channel.codec.begin()
-        data = self._dumped(value, lambda data: channel.broadcast(data, source, what)) if self.rank == source else b""
-        data = channel.broadcast(data, source, what)
-        received: Value = value if self.rank == source else channel.codec.loads(data, source)
+        own = self.rank == source
+        data = self.channel.broadcast(cloudpickle.dumps(value) if own else b"", source, what)
+        received: Value = value if own else pickle.loads(data)
         return received
 
     def gather(self, value: Value, what: str = "") -> list[Value]:
         """Return the values of all ranks, by rank, on every rank; see `broadcast`. Collective."""
         if self.size == 1:
             return [value]
-        channel = self.channel
-        channel.codec.begin()
-        gathered = channel.gather(self._dumped(value, lambda data: channel.gather(data, what)), what)
-        return [channel.codec.loads(data, rank) for rank, data in enumerate(gathered)]
+        return [pickle.loads(data) for data in self.channel.gather(cloudpickle.dumps(value), what)]
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite `tensors` in place with rank 0's. Collective; the same shapes and dtypes on every rank.
@@ -322,13 +269,6 @@ class Ranks:
         if self.size > 1:
             self.channel.barrier()
 
-    def is_finished(self, work: Any, wait: bool) -> bool:
-        """Return whether a collective of torch is done, as a `Reached`; see `finish`."""
-        done = wait or work.is_completed()
-        if done:
-            self.finish(work)
-        return bool(done)
-
     def finish(self, work: Any) -> None:
         """Wait for a collective of torch that was started with ``async_op=True``.
 
@@ -357,14 +297,6 @@ class Ranks:
         hint = "Check what the other ranks are doing, or pass a longer timeout if they are working"
         message = error_message(got, "every rank has to get there within the timeout", hint)
         return RankLateError(message, 1 - self.rank if self.size == 2 else None)
-
-    def _dumped(self, value: Any, send: Callable[[bytes], object]) -> bytes:
-        """Return a value as bytes; if it may not travel, send the others the reason and raise."""
-        try:
-            return self.channel.codec.dumps(value)
-        except NanoError as error:
-            send(self.channel.codec.refusal(str(error)))
-            raise
 
 
 #: A run of one process.

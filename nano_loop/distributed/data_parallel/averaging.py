@@ -10,49 +10,38 @@ The processes that a rank forks have its hooks, and take no part.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nano_loop.config.protocol import AVERAGING_EVENT
 from nano_loop.data.random_states import part_ways
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.data_parallel import checksums
-from nano_loop.distributed.data_parallel.buffers import Sync
-from nano_loop.distributed.data_parallel.comparison import Comparison, warn_once_a_run
-from nano_loop.distributed.data_parallel.duplicate_work import DuplicateWork
-from nano_loop.distributed.data_parallel.fingerprint import NOTHING, Fingerprint, Purpose, refuse_divergence
-from nano_loop.distributed.data_parallel.gradients import (
-    AveragedGradients,
-    are_all_dense,
-    average_gradients,
-    by_kind,
-    kind_of,
-)
-from nano_loop.distributed.data_parallel.initial_sync import make_equal
-from nano_loop.distributed.data_parallel.overlap import NONE, Overlap
-from nano_loop.distributed.data_parallel.overwritten import Overwritten
+from nano_loop.distributed.data_parallel.agreement import Agreement
+from nano_loop.distributed.data_parallel.checksums import checksums
+from nano_loop.distributed.data_parallel.comparison import warn_once_a_run
+from nano_loop.distributed.data_parallel.means import Means, Transport
 from nano_loop.distributed.data_parallel.parameters import Parameters
-from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import closure_of, held_by, hook_before_steps, with_closure
-from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
+from nano_loop.patching.torch_private_optimizers import is_profiling
 
 
 class Averaging:
-    """The gradients of some models and optimizers, averaged over the ranks.
+    """The hooks by which the gradients of some models and optimizers are averaged over the ranks.
 
     The whole of ``p.grad`` is averaged, so an earlier mean in it, which is equal on all ranks, stays what it is when
     gradients are accumulated.
@@ -61,46 +50,36 @@ class Averaging:
     ----------
     ranks : Ranks
         The processes.
-    transport : SharedMemoryTransport
+    transport : SharedMemoryTransport or GroupTransport
         Carries the gradients; it is not closed.
     compare : bool
-        Whether the ranks compare their parameters and buffers from time to time; see `checksums`.
-    sync_buffers : {"average", "rank0"} or None
-        How buffers are made equal after each averaging.
+        See `Agreement`.
     overlapped : bool
-        Whether averaging begins while the backward still computes; see `overlap`.
+        See `Means`.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        transport: SharedMemoryTransport,
+        transport: Transport,
         *,
         compare: bool = True,
-        sync_buffers: Sync = None,
         overlapped: bool = False,
     ) -> None:
         self._ranks = ranks
-        self._transport = transport
-        self._comparison = Comparison(ranks, compare, sync_buffers)
-        self._overlap = Overlap(transport.stream) if overlapped else None
         self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
         self._process = os.getpid()
         self._parameters = Parameters(self._note)
-        self._overwritten = Overwritten(ranks)
-        self._averaged = AveragedGradients()
+        self._agreement = Agreement(ranks, self._parameters, compare=compare)
+        self._means = Means(ranks, transport, overlapped=overlapped)
         self._waiting: set[int] = set()  # ids of parameters whose gradients arrived and are not averaged yet
         self._paused: list[nn.Module] = []
-        self._task = -1  # the backward whose end is waited for
+        self._task = -1  # graph task id of the pending end-of-backward callback
         self._noted = False  # whether anything arrived in it
         self._has_trained = False  # whether a model was called with gradients on
-        self._duplicate_work = DuplicateWork(ranks)
-        self._averagings = 0
-        self._steps = 0
         self._at_step: Any = WeakIdKeyDictionary()  # averagings before the last step, by the optimizer
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
-        self._undoing.callback(self._overwritten.close)
         self._undoing.callback(hook_before_steps(self._before_any_step).remove)
         self._undoing.enter_context(nested_backwards_noticed())
 
@@ -109,17 +88,17 @@ class Averaging:
         self._parameters.forget_dropped(self._ranks.gather)
         known = set(map(id, self._parameters.in_order))
         self._waiting &= known
-        self._averaged.keep(known)
+        self._means.averaged.keep(known)
         for optimizer in optimizers:
             if optimizer not in self._at_step:
-                self._at_step[optimizer] = self._averagings
+                self._at_step[optimizer] = self._agreement.averagings
                 self._undoing.callback(optimizer.register_step_pre_hook(self._before_step).remove)
                 self._undoing.callback(optimizer.register_step_post_hook(self._after_step).remove)
         self._parameters.add(models, optimizers)
 
-    def use(self, transport: SharedMemoryTransport) -> None:
-        """Let another transport carry the gradients from now on. Collective, as what makes it is."""
-        self._transport = transport
+    def use(self, transport: Transport) -> None:
+        """Let another transport carry the gradients from now on; see `Means.use`."""
+        self._means.use(transport)
 
     @contextmanager
     def paused(self, models: Iterable[nn.Module]) -> Iterator[None]:
@@ -138,21 +117,11 @@ class Averaging:
             if torch.compiler.is_compiling() or in_backward() or self._forked:
                 return call(*args, **kwargs)
             # A rank may evaluate alone, so an evaluation must not be collective.
-            trains = torch.is_grad_enabled()
-            is_plain = trains and not in_functorch()  # its tensors have no memory
-            self._has_trained |= trains
-            if trains:
+            if torch.is_grad_enabled():
+                self._has_trained = True
                 part_ways(self._ranks)
-                self._welcome()
-            if is_plain:
-                self._duplicate_work.before_call(args[_INPUTS:], kwargs)
-            self._overwritten.begin(self._parameters.in_order)
-            try:
-                result = call(*args, **kwargs)
-            finally:
-                self._overwritten.end()
-            if is_plain:
-                self._duplicate_work.after_call(result)
+                self._agreement.welcome()
+            result = call(*args, **kwargs)
             self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
             return result
 
@@ -166,30 +135,19 @@ class Averaging:
         NanoError
             On every rank, if the ranks have diverged.
         """
-        self._warn_of_whole_batches()
-        self._overwritten.note()
-        self._parameters.refresh()
-        held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
-        fingerprints = self._agree("average", self._waiting - held)
-        arrived = [fingerprint.arrived for fingerprint in fingerprints]
-        dense, sparse = by_kind(self._parameters.in_order, arrived)
-        if self._overlap is None or not self._overlap.finish([fingerprint.overlap for fingerprint in fingerprints]):
-            average_gradients(dense, sparse, self._ranks, self._transport)
-        if self._overlap is not None:
-            self._overlap.expect(dense[::-1] if are_all_dense(arrived) else [])
-        self._averaged.note([*dense, *sparse])
-        self._waiting &= held
-        self._welcome()  # too late for this backward, where it was the first that knew of them, but in time for others
-        places = self._settle_overwritten(fingerprints)
-        self._comparison.after(self._averagings, self._parameters, places)
-        self._averagings += 1
-        for function in self._ranks.context.after_averaging:
-            function(self._averagings)
+        with record_function(AVERAGING_EVENT) if is_profiling() else nullcontext():
+            self._parameters.refresh()
+            held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
+            fingerprints = self._agreement.exchange("average", self._waiting - held, self._means.overlap_state)
+            self._means.average(self._parameters.in_order, fingerprints)
+            self._waiting &= held
+            self._agreement.welcome()  # too late for this backward, where it was the first that knew of them
+            self._agreement.end_averaging()
 
     def compare_rest(self) -> None:
         """Compare, at the end of the run, the parameters whose gradients were never averaged; see `Comparison`."""
         if self._has_trained:
-            self._comparison.of_rest(self._parameters, self._averaged)
+            self._agreement.compare_rest(self._means.averaged)
 
     def close(self) -> None:
         """Take all hooks away."""
@@ -208,11 +166,9 @@ class Averaging:
         self._noted = True
         if self._task != graph_task():
             self._task = graph_task()
-            if self._overlap is not None:
-                self._overlap.start(allowed=not self._paused and not self._parameters.newcomers)
+            self._means.start(allowed=not self._paused and not self._parameters.newcomers)
             at_end_of_backward(self._end_backward)
-        if self._overlap is not None:
-            self._overlap.send(parameter)
+        self._means.send(parameter)
 
     def _end_backward(self) -> None:
         # Several may have been asked for in one backward, if others were run inside it.
@@ -224,41 +180,6 @@ class Averaging:
     def _all_paused(self) -> bool:
         paused = {id(model) for model in self._paused}
         return bool(paused) and all(id(model) in paused for model in self._parameters.models)
-
-    def _agree(self, purpose: Purpose, waiting: set[int]) -> list[Fingerprint]:
-        """Compare this rank's state, `waiting` included, with the others'; return those of all ranks. Collective."""
-        groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
-        in_order = self._parameters.in_order
-        own_fingerprint = Fingerprint(
-            purpose,
-            averagings=self._averagings,
-            steps=self._steps,
-            newcomers=len(self._parameters.newcomers),
-            rates=tuple(_as_number(group.get("lr")) for group in groups),
-            arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
-            evidence=self._duplicate_work.evidence(in_order) if purpose == "average" else b"",
-            overlap=self._overlap.state if self._overlap is not None and purpose == "average" else NONE,
-            overwritten=len(self._overwritten.ids),
-        )
-        packed = self._ranks.channel.gather(own_fingerprint.pack(), AVERAGING)
-        fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
-        refuse_divergence(fingerprints)
-        if purpose == "average":
-            self._duplicate_work.compare([fingerprint.evidence for fingerprint in fingerprints], in_order)
-        return fingerprints
-
-    def _settle_overwritten(self, fingerprints: list[Fingerprint]) -> list[int]:
-        """Return the places of the parameters that calls have overwritten on some rank. Collective."""
-        is_any = any(fingerprint.overwritten for fingerprint in fingerprints)
-        return self._overwritten.settle(self._parameters.in_order) if is_any else []
-
-    def _welcome(self) -> None:
-        """Give parameters that the loop has added rank 0's values. Collective if there are any."""
-        self._parameters.refresh()
-        if self._parameters.newcomers:
-            self._agree("welcome", set())
-            make_equal(self._ranks, self._parameters.newcomers)
-            self._parameters.are_equal()
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Average gradients that the loop has written by hand, and for an optimizer that the loop has made itself."""
@@ -283,7 +204,6 @@ class Averaging:
         """Make the closure return the mean over the ranks; without one, average what no backward has averaged."""
         if self._forked:
             return None
-        self._overwritten.note()
         closure = closure_of(args, kwargs)
         if closure is not None:
             return with_closure(args, kwargs, lambda: _mean(closure(), self._ranks))
@@ -299,7 +219,7 @@ class Averaging:
         """
         self._parameters.refresh()
         ready = {id(parameter) for parameter in held_by(optimizer) if parameter.grad is not None}
-        if in_backward() or self._at_step.get(optimizer) == self._averagings:
+        if in_backward() or self._at_step.get(optimizer) == self._agreement.averagings:
             self._waiting |= ready
             self.average()
         elif self._waiting & ready:
@@ -309,43 +229,26 @@ class Averaging:
         """Average the gradients that the loop has put in the place of means, unless all ranks have the same."""
         held = set(map(id, held_by(optimizer)))
         in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held - self._waiting]
-        is_by_hand = self._at_step.get(optimizer) == self._averagings  # all of them: see `_settle`
-        replaced = [] if is_by_hand else self._averaged.replaced(in_order)
+        is_by_hand = self._at_step.get(optimizer) == self._agreement.averagings  # all of them: see `_settle`
+        replaced = [] if is_by_hand else self._means.averaged.replaced(in_order)
         if not replaced:
             return
-        own_checksums = checksums.checksums([parameter.grad for parameter in replaced])
+        own_checksums = checksums([parameter.grad for parameter in replaced])
         if len(set(self._ranks.channel.gather(own_checksums, AVERAGING))) > 1:
             self._waiting |= set(map(id, replaced))
             self.average()
         else:
-            self._averaged.note(replaced)
+            self._means.averaged.note(replaced)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._forked:
             return
-        self._overwritten.resume()
-        self._steps += 1
-        self._at_step[optimizer] = self._averagings
-
-    def _warn_of_whole_batches(self) -> None:
-        sharding = self._ranks.context.sharding
-        if sharding.whole_by_mode:
-            got = "the models are trained in eval mode, in which every rank gets all batches"
-            warn_once_a_run(self._ranks, error_message(got, _WHOLE, _SHARD), _WHOLE)
-            sharding.warnings_given.add("undivided")  # which says the same
+        self._agreement.steps += 1
+        self._at_step[optimizer] = self._agreement.averagings
 
 
-_INPUTS = 2  # behind the function that is called and the model, in the arguments of a layer
-
-_WHOLE = "all ranks compute the same, so several processes gain nothing"
 _OWN = "every rank trains its own copy, and only rank 0's is kept"
 _SET_UP = "Call self.setup(model, optimizer) in train, or make them before and pass them as arguments"
-_SHARD = "Set the loader up with setup_dataloaders(loader, shard=True)"
-
-
-def _as_number(rate: Any) -> float:
-    """Return a learning rate as a number; NaN where a group has none."""
-    return float(rate) if isinstance(rate, (int, float, torch.Tensor)) else math.nan
 
 
 def _mean(loss: Any, ranks: Ranks) -> Any:

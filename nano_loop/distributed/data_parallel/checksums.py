@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +22,9 @@ _OF_SUM = 1e-6  # of a sum, which ranks with other numbers of threads add up in 
 _PAIR = struct.Struct("<dd")
 _ADVICE = (
     "Change parameters in the same way on every rank: load a checkpoint on all of them, take decisions that depend on "
-    "a rank's own loss from the mean or from rank 0, and call a model whose first call sets parameters once before the "
-    "run. What each call sets by its batch may be a buffer, with sync_buffers. Or pass compare_parameters=False"
+    "a rank's own loss from the mean or from rank 0, call a model whose first call sets parameters once before the "
+    "run, and in place of an embedding's max_norm renorm the rows after optimizer.step(). Or pass "
+    "compare_parameters=False"
 )
 
 
@@ -55,26 +57,43 @@ def sum_and_norm(tensor: torch.Tensor | None) -> tuple[float, float]:
     return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
 
 
-def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None:
-    """Raise a `NanoWorkerError` that names the first parameter that is not equal on all ranks.
+class Unequal(NamedTuple):
+    """A tensor that a rank has other than rank 0, with the sum and the norm that both have."""
+
+    name: str
+    rank: int
+    there: tuple[float, float]
+    on_rank_0: tuple[float, float]
+
+
+def first_unequal(packed: Sequence[bytes], named: Sequence[Named]) -> Unequal | None:
+    """Return the first tensor that is not equal on all ranks.
 
     Parameters
     ----------
     packed : sequence of bytes
         What `checksums` returned, by rank.
-    parameters : sequence of (str, torch.Tensor)
-        The parameters in the same order, with their names.
+    named : sequence of (str, torch.Tensor)
+        The tensors in the same order, with their names.
     """
     if all(rank_checksums == packed[0] for rank_checksums in packed):
-        return
-    for (name, parameter), *pairs in zip(parameters, *map(_PAIR.iter_unpack, packed), strict=True):
+        return None
+    for (name, tensor), *pairs in zip(named, *map(_PAIR.iter_unpack, packed), strict=False):
         for rank, pair in enumerate(pairs):
-            if not are_equal(pair, pairs[0], parameter.dtype):
-                values = f"its norm is {pairs[0][1]:.6g} on rank 0, and {pair[1]:.6g} on rank {rank}"
-                if pair[1] == pairs[0][1]:
-                    values = f"its sum is {pairs[0][0]:.6g} on rank 0, and {pair[0]:.6g} on rank {rank}"
-                got = f"{name} is not the same on all ranks: {values}"
-                raise NanoWorkerError(error_message(got, "all ranks must train the same model", _ADVICE), rank=rank)
+            if not are_equal(pair, pairs[0], tensor.dtype):
+                return Unequal(name, rank, pair, pairs[0])
+    return None
+
+
+def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None:
+    """Raise a `NanoWorkerError` that names the first parameter that is not equal on all ranks; see `first_unequal`."""
+    unequal = first_unequal(packed, parameters)
+    if unequal is not None:
+        place = 1 if unequal.there[1] != unequal.on_rank_0[1] else 0
+        values = f"{unequal.on_rank_0[place]:.6g} on rank 0, and {unequal.there[place]:.6g} on rank {unequal.rank}"
+        got = f"{unequal.name} is not the same on all ranks: its {('sum', 'norm')[place]} is {values}"
+        message = error_message(got, "all ranks must train the same model", _ADVICE)
+        raise NanoWorkerError(message, rank=unequal.rank)
 
 
 def are_equal(one: tuple[float, float], other: tuple[float, float], dtype: torch.dtype) -> bool:

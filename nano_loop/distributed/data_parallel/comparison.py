@@ -1,4 +1,4 @@
-"""Compares what ranks may have changed by themselves, from time to time, and makes buffers equal where wanted."""
+"""Compares what ranks may have changed by themselves, at some averagings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from contextlib import suppress
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel import checksums
-from nano_loop.distributed.data_parallel.buffers import Sync, make_buffers_equal, message_of_unequal_buffer
+from nano_loop.distributed.data_parallel.buffers import compared_buffers
 from nano_loop.distributed.data_parallel.gradients import AveragedGradients
+from nano_loop.distributed.data_parallel.initial_sync import Named
 from nano_loop.distributed.data_parallel.parameters import Parameters
-from nano_loop.errors import RankLateError, RankLeftError
+from nano_loop.errors import RankLateError, RankLeftError, error_message
 from nano_loop.patching.user_code import warn
 
-_BUFFER = "a buffer"
+_BUFFER = "a call changes it by its rank's batch, and rank 0's is kept"
+_MEAN = "Set it to nano_loop.all_reduce(value), the mean of all ranks, in the call"
 
 
 class Comparison:
@@ -26,44 +28,30 @@ class Comparison:
         The processes.
     is_enabled : bool
         Whether anything is compared; see `checksums`.
-    sync_buffers : {"average", "rank0"} or None
-        How buffers are made equal after each averaging. None: they are compared.
     """
 
-    def __init__(self, ranks: Ranks, is_enabled: bool, sync_buffers: Sync) -> None:
+    def __init__(self, ranks: Ranks, is_enabled: bool) -> None:
         self._ranks = ranks
         self._is_enabled = is_enabled
-        self._sync_buffers = sync_buffers
 
-    def after(self, averagings: int, parameters: Parameters, overwritten: Sequence[int]) -> None:
-        """Compare after an averaging. Collective.
-
-        Parameters
-        ----------
-        averagings : int
-            How many there have been before.
-        parameters : Parameters
-            What is averaged.
-        overwritten : sequence of int
-            The places of the parameters that calls have overwritten since the last averaging, on any rank.
+    def after(self, averagings: int, parameters: Parameters) -> None:
+        """Compare after an averaging, before which there have been so many. Collective.
 
         Raises
         ------
         NanoWorkerError
             If a parameter differs.
         """
-        is_due = checksums.is_due(averagings)
-        if self._is_enabled and (overwritten or is_due):
-            named = parameters.named
-            compared = named if is_due else [named[place] for place in overwritten]
-            own_checksums = checksums.checksums([parameter for _, parameter in compared])
-            checksums.refuse_unequal(self._ranks.channel.gather(own_checksums, AVERAGING), compared)
-        if self._sync_buffers is not None:
-            make_buffers_equal(self._ranks, parameters.models, self._sync_buffers)
-        elif self._is_enabled and is_due and _BUFFER not in self._ranks.context.sharding.warnings_given:
-            message = message_of_unequal_buffer(self._ranks, parameters.models)
-            if message is not None:
-                warn_once_a_run(self._ranks, message, _BUFFER)
+        if not self._is_enabled or not checksums.is_due(averagings):
+            return
+        named = parameters.named
+        checksums.refuse_unequal(self._gathered(named), named)
+        if _BUFFER not in self._ranks.context.sharding.warnings_given:
+            buffers = compared_buffers(parameters.models)
+            unequal = checksums.first_unequal(self._gathered(buffers), buffers)
+            if unequal is not None:
+                got = f"the buffer {unequal.name} is no longer the same on all ranks"
+                warn_once_a_run(self._ranks, error_message(got, _BUFFER, _MEAN), _BUFFER)
 
     def of_rest(self, parameters: Parameters, averaged: AveragedGradients) -> None:
         """Compare the parameters whose gradients were never averaged, as where `torch.autograd.grad` makes them.
@@ -79,9 +67,12 @@ class Comparison:
         rest = [pair for pair in parameters.named if pair[1].requires_grad and pair[1] not in averaged]
         if not rest or not self._is_enabled:
             return
-        own_checksums = checksums.checksums([parameter for _, parameter in rest])
         with suppress(RankLeftError, RankLateError):
-            checksums.refuse_unequal(self._ranks.channel.gather(own_checksums, AVERAGING), rest)
+            checksums.refuse_unequal(self._gathered(rest), rest)
+
+    def _gathered(self, named: Sequence[Named]) -> list[bytes]:
+        """Return the checksums of all ranks."""
+        return self._ranks.channel.gather(checksums.checksums([tensor for _, tensor in named]), AVERAGING)
 
 
 def warn_once_a_run(ranks: Ranks, message: str, kind: str) -> None:

@@ -15,10 +15,10 @@ NOTHING, DENSE, SPARSE = range(3)
 #: To average gradients, or to make equal what the loop has added to a model.
 Purpose = Literal["average", "welcome"]
 
-#: The purpose, averagings, steps, newcomers, overlap, overwritten, learning rates, bytes of evidence.
-_COUNTS = struct.Struct("<7s7q")
+#: The purpose, averagings, steps, newcomers, overlap, learning rates, and the checksum of gradients.
+_COUNTS = struct.Struct("<7s5q2d")
 _PLACES = {"average": "ended a backward", "welcome": "called a model with added parameters"}
-_MAY_DIFFER: dict[str, Any] = {"arrived": b"", "evidence": b"", "overlap": 0, "overwritten": 0}
+_MAY_DIFFER: dict[str, Any] = {"arrived": b"", "gradients": (0.0, 0.0), "overlap": 0}
 _ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
 
 
@@ -40,12 +40,10 @@ class Fingerprint:
         The learning rates of all groups of all optimizers; NaN for a group without one.
     arrived : bytes
         One of NOTHING, DENSE and SPARSE for each parameter.
-    evidence : bytes
-        That of `nano_loop.distributed.data_parallel.duplicate_work`; empty where it is not compared.
+    gradients : (float, float)
+        The checksum of `nano_loop.distributed.data_parallel.duplicate_work`; zeros where it is not compared.
     overlap : int
         The state of `nano_loop.distributed.data_parallel.overlap`.
-    overwritten : int
-        How many parameters this rank's calls have overwritten.
     """
 
     purpose: Purpose
@@ -54,32 +52,30 @@ class Fingerprint:
     newcomers: int
     rates: tuple[float, ...]
     arrived: bytes
-    evidence: bytes = b""
+    gradients: tuple[float, float] = (0.0, 0.0)
     overlap: int = 0
-    overwritten: int = 0
 
     def pack(self) -> bytes:
         """Return it as bytes."""
         purpose = self.purpose.encode()
-        states = self.newcomers, self.overlap, self.overwritten
-        counts = _COUNTS.pack(purpose, self.averagings, self.steps, *states, len(self.rates), len(self.evidence))
+        states = self.averagings, self.steps, self.newcomers, self.overlap
+        counts = _COUNTS.pack(purpose, *states, len(self.rates), *self.gradients)
         rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
-        return b"".join([counts, rates, self.evidence, self.arrived])
+        return b"".join([counts, rates, self.arrived])
 
     @classmethod
     def unpack(cls, content: bytes) -> Fingerprint:
         """Make one from what `pack` returned."""
-        purpose, averagings, steps, newcomers, *states, count, size = _COUNTS.unpack_from(content)
+        purpose, averagings, steps, newcomers, overlap, count, total, norm = _COUNTS.unpack_from(content)
         rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
-        start = _COUNTS.size + 8 * count
-        evidence, arrived = content[start : start + size], content[start + size :]
-        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, evidence, *states)
+        arrived = content[_COUNTS.size + 8 * count :]
+        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, (total, norm), overlap)
 
 
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
     """Raise a `NanoWorkerError` that names what differs, and on which ranks, if `fingerprints` are of diverged ranks.
 
-    What arrived, the overlap and what was overwritten may differ, and evidence is compared elsewhere. NaN equals NaN.
+    What arrived, gradients and the overlap may differ. NaN equals NaN.
     """
     if all(_agree(fingerprint, fingerprints[0]) for fingerprint in fingerprints):
         return

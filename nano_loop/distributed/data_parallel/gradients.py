@@ -10,7 +10,6 @@ from torch.utils.weak import TensorWeakRef
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, SPARSE
-from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 from nano_loop.patching.objects.optimizers import is_dense, laid_out_as
 
 
@@ -44,21 +43,6 @@ def by_kind(parameters: list[torch.Tensor], arrived: Sequence[bytes]) -> tuple[l
         if any(kinds):
             (dense if DENSE in kinds else sparse).append(parameter)
     return dense, sparse
-
-
-@torch.no_grad()
-def average_gradients(
-    dense: Sequence[torch.Tensor],
-    sparse: Sequence[torch.Tensor],
-    ranks: Ranks,
-    transport: SharedMemoryTransport,
-) -> None:
-    """Give parameters the mean of all ranks' gradients, all ranks in the same order. Collective."""
-    gradients = DenseGradients(dense[::-1])  # in the order in which a backward makes them, as `Overlap` does
-    if gradients.tensors:
-        transport.average(gradients.tensors)
-    gradients.put_back()
-    average_sparse(sparse, ranks)
 
 
 class DenseGradients:
@@ -195,10 +179,7 @@ def average_sparse(parameters: Sequence[torch.Tensor], ranks: Ranks) -> None:
         indices = torch.cat([indices for indices, _ in pairs], dim=1)
         values = torch.cat([values for _, values in pairs]) / ranks.size
         # Every rank adds the same numbers up in the same order.
-        shape = parameter.shape
-        # Those of another host are checked: an index outside the shape would write to other memory.
-        checked = not ranks.on_one_host
-        parameter.grad = torch.sparse_coo_tensor(indices, values, shape, check_invariants=checked).coalesce()
+        parameter.grad = torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
 
 
 def _parts(gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -9,37 +9,37 @@ rest of the run is not overlapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from nano_loop.distributed.comm.packing import Signature, signature
+from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.data_parallel.gradients import in_memory_order, is_plain
-from nano_loop.distributed.shared_memory.shared_memory import Stream
-from nano_loop.patching.torch_private import foreach_copy, version
+from nano_loop.patching.torch_private import version
 
-#: What a rank says of its stream: it has begun none, a whole one, or one of no use.
+#: What a rank says of the averaging: it has begun none, a whole one, or one of no use.
 NONE, WHOLE, SPOILED = range(3)
-#: How many streams may be of no use, and one more for each so many that are.
-_FEW, _RARE = 2, 10
+#: How many may be of no use, and one more for each so many that are.
+_MAX_USELESS, _USELESS_RATIO = 2, 10
 
 
 class Overlap:
-    """The stream of gradients of the current backward.
+    """The averaging of the gradients of the current backward.
 
     Parameters
     ----------
-    begin : callable
-        Begins a stream; see `nano_loop.distributed.multi_host.hosts.HostsTransport.stream`.
+    transport : GroupTransport
+        Carries them.
     """
 
-    def __init__(self, begin: Callable[[Sequence[torch.Tensor]], Stream]) -> None:
-        self._begin = begin
+    def __init__(self, transport: GroupTransport) -> None:
+        self._transport = transport
         self._parameters: dict[int, torch.Tensor] = {}  # by their ids, in the order in which they are averaged
         self._places: dict[int, int] = {}  # likewise
-        self._means: list[torch.Tensor] = []
-        self._stream: Stream | None = None
-        self._sent: dict[int, tuple[torch.Tensor, int]] = {}  # gradients and their versions then, likewise
-        self._spoiled = False
+        self._signature: Signature = ((), ())
+        self._has_begun = self._is_spoiled = False
+        self._sent: dict[int, tuple[torch.Tensor, int]] = {}  # gradients and their versions then, by parameter
         self._useful = self._useless = 0
 
     def expect(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -47,44 +47,44 @@ class Overlap:
 
         Called with the same ones on all ranks, in the order in which they are averaged.
         """
-        pays = self._useless <= _FEW + self._useful // _RARE
+        pays = self._useless <= _MAX_USELESS + self._useful // _USELESS_RATIO
         expected = {id(parameter): parameter for parameter in parameters if pays and parameter.numel()}
         if [*expected] != [*self._parameters]:
             self._parameters, self._places = expected, {key: place for place, key in enumerate(expected)}
-            parameters = [*expected.values()]
-            self._means = [torch.empty_like(in_memory_order(tensor, tensor.detach())) for tensor in parameters]
+            self._signature = signature([in_memory_order(each, each.detach()) for each in expected.values()])
 
     def start(self, *, allowed: bool) -> None:
         """Note that a backward begins, which may be overlapped."""
-        if self._stream is not None:
-            self._spoiled = True  # of a backward that did not end
+        if self._has_begun:
+            self._is_spoiled = True  # by a backward that did not end
         elif allowed and self._parameters:
-            self._stream = self._begin(self._means)
+            self._begin()
 
     def send(self, parameter: torch.Tensor) -> None:
         """Send the gradient that has arrived for a parameter."""
         key, gradient = id(parameter), parameter.grad
-        if self._stream is None or self._spoiled or key not in self._parameters:
+        if not self._has_begun or self._is_spoiled or key not in self._parameters:
             return
         if gradient is None or key in self._sent or not is_plain(gradient, parameter):
-            self._spoiled = True
+            self._is_spoiled = True
             return
-        elements, mean = in_memory_order(parameter, gradient), self._means[self._places[key]]
-        if elements.shape != mean.shape or elements.dtype is not mean.dtype:  # the loop has converted the model
-            self._spoiled = True
+        elements, place = in_memory_order(parameter, gradient), self._places[key]
+        shapes, dtypes = self._signature
+        if elements.shape != shapes[place] or elements.dtype is not dtypes[place]:  # the loop has converted the model
+            self._is_spoiled = True
             return
         self._sent[key] = gradient, version(gradient)
-        self._stream.add(self._places[key], elements)
+        self._transport.add(place, elements)
 
     @property
     def state(self) -> int:
         """What to tell the other ranks: NONE, WHOLE or SPOILED."""
-        if self._stream is None:
+        if not self._has_begun:
             return NONE
-        return SPOILED if self._spoiled or not all(map(self._is_as_sent, self._parameters)) else WHOLE
+        return SPOILED if self._is_spoiled or not all(map(self._is_as_sent, self._parameters)) else WHOLE
 
     def finish(self, states: Sequence[int]) -> bool:
-        """End the stream if any rank has begun one; return whether the gradients are means now. Collective.
+        """End the averaging if any rank has begun one; return whether the gradients are means now. Collective.
 
         Parameters
         ----------
@@ -93,21 +93,22 @@ class Overlap:
         """
         if not any(states):
             return False
-        stream = self._stream or self._begin(self._means)
-        for key, mean in zip(self._parameters, self._means, strict=True):
-            if key not in self._sent:
-                stream.add(self._places[key], mean)  # anything: the others wait for as many bytes
-        stream.finish()
+        if not self._has_begun:
+            self._begin()
+        self._transport.finish()
         is_mean = all(state == WHOLE for state in states)
         if is_mean:
-            with torch.no_grad():
-                pairs = ((parameter, self._sent[key][0]) for key, parameter in self._parameters.items())
-                foreach_copy([in_memory_order(*pair) for pair in pairs], self._means)
+            pairs = ((parameter, self._sent[key][0]) for key, parameter in self._parameters.items())
+            self._transport.write([in_memory_order(*pair) for pair in pairs])
         else:
-            self._parameters = {}  # `expect` makes the memory for means again
-        self._stream, self._sent, self._spoiled = None, {}, False
+            self._parameters = {}  # `expect` looks at shapes and dtypes again
+        self._has_begun, self._sent, self._is_spoiled = False, {}, False
         self._useful, self._useless = self._useful + is_mean, self._useless + (not is_mean)
         return is_mean
+
+    def _begin(self) -> None:
+        self._transport.begin(self._signature)
+        self._has_begun = True
 
     def _is_as_sent(self, key: int) -> bool:
         """Whether the gradient of a parameter was sent, and is what it was then."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -105,30 +105,23 @@ def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: s
 
 
 @contextmanager
-def leaders_group(ranks: Ranks, members: Sequence[Sequence[int]], *, address: str | None = None) -> Iterator[Any]:
-    """Make a process group of the first ranks of all hosts; give None where the ranks are not connected by gloo.
-
-    Collective over all ranks of the default process group.
+def gradient_group(ranks: Ranks, *, address: str | None = None) -> Iterator[None]:
+    """Make a process group for the gradients of all ranks, beside the default one. Collective.
 
     Parameters
     ----------
     ranks : Ranks
-        All ranks.
-    members : sequence of sequences of int
-        The ranks of each host.
+        All ranks. Their context has the group until this one is left.
     address : str or None
         See `process_group`.
     """
-    if distributed.get_backend() != "gloo":
-        yield None
-        return
-    timeout = timedelta(seconds=ranks.timeout)
     with _through_interface_of(address), without_greeting():
-        group = distributed.new_group([host[0] for host in members], timeout=timeout, backend="gloo")
+        ranks.context.gradient_group = distributed.new_group(timeout=timedelta(seconds=ranks.timeout))
     try:
-        yield group
+        yield
     finally:
-        if distributed.is_initialized() and any(host[0] == ranks.rank for host in members):
+        group, ranks.context.gradient_group = ranks.context.gradient_group, None  # see `GroupTransport.close`
+        if distributed.is_initialized():
             distributed.destroy_process_group(group)
 
 

@@ -26,8 +26,8 @@ class Launcher(ABC):
       the launcher's to give. A slot's ``ranks.check`` raises, at any time, if another rank has failed;
     - *rendezvous*: in the body of `joined`, and in `Task.run_in`, a channel and torch's default process group connect
       the ranks: on one host through their private folder (`nano_loop.distributed.launch.group.local_group`), between
-      hosts over a store that no other run uses (`process_group`). Nothing that comes from a peer which may be somebody
-      else is unpickled (docs/security.md). A process group of the user's is refused, or used and left;
+      hosts over a store that no other run uses (`process_group`). What is read from the store is never
+      unpickled (docs/security.md). A process group of the user's is refused, or used and left;
     - *sending*: a launcher that starts processes sends each the task, in an `Assignment`, and has it call
       `nano_loop.distributed.launch.worker.work`. The task is pickled before anything is changed, so that what
       cannot be pickled is an error by name (`nano_loop.distributed.payload`);

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,14 +11,13 @@ from pathlib import Path
 from torch import distributed
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from nano_loop.config.environment import SECRET
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine, Share, bound, restricted
+from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
-from nano_loop.distributed.comm.ranks import Hosts, Ranks, by_host
-from nano_loop.distributed.comm.signed import SignedCodec, secret_of
+from nano_loop.distributed.comm.ranks import Ranks, by_host
 from nano_loop.distributed.files.private_files import folders_made_together, private_files
-from nano_loop.distributed.launch.group import leaders_group, local_group, process_group, shared_channel
+from nano_loop.distributed.launch.group import gradient_group, local_group, process_group, shared_channel
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.shared_folder import folder_of_process
 from nano_loop.distributed.launch.task import Task
@@ -35,7 +32,6 @@ from nano_loop.distributed.launch_external.rendezvous import (
     this_host,
 )
 from nano_loop.distributed.launch_external.store import external_store
-from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.rank_zero import note_rank
@@ -53,8 +49,6 @@ class Terms:
         See `Ranks`.
     address : str or None
         See `process_group`.
-    secret : bytes or None
-        By which values are signed between hosts. None: that in the environment.
     threads : int or None
         Compute threads of this process, which is not bound then. None: the ranks of a host divide it.
     watched : bool
@@ -65,7 +59,6 @@ class Terms:
 
     check: Callable[[], None] = lambda: None
     address: str | None = None
-    secret: bytes | None = None
     threads: int | None = None
     watched: bool = False
     parent: Path | None = None
@@ -138,8 +131,7 @@ def join_run(
     """
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=terms.check)
     gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
-    secret = terms.secret or secret_of(os.environ)
-    own = Presence.here(this_host(), machine.allowed, signs=secret is not None)
+    own = Presence(this_host(), machine.allowed)
     presences = [Presence.from_text(text, rank) for rank, text in enumerate(gather(own.as_text()))]
     members = by_host([presence.host for presence in presences])
     here = next(ranks for ranks in members if launch.rank in ranks)
@@ -171,12 +163,8 @@ def join_run(
             if store is not None:
                 group = PrefixStore("group", store)
                 stack.enter_context(process_group(group, ranks, backend, address=terms.address))
-            leaders = stack.enter_context(leaders_group(ranks, members, address=terms.address))
-            _refuse_different_secrets(presences)
-            if leaders is not None:
-                ranks.context.hosts = Hosts(members, members.index(here), folder if len(here) > 1 else None, leaders)
-                stack.callback(setattr, ranks.context, "hosts", None)  # see `GroupMean.close`
-            ranks.channel = ProcessGroupChannel(ranks, SignedCodec(ranks.rank, _run_of(presences), secret))
+            stack.enter_context(gradient_group(ranks, address=terms.address))
+            ranks.channel = ProcessGroupChannel(ranks)
         if share is not None:
             stack.enter_context(bound(share.cpus))
         part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, terms.threads)
@@ -192,19 +180,6 @@ def _watched_by_each_other(connected: AbstractContextManager[object], ranks: Ran
         if isinstance(ranks.channel, SharedChannel):
             liveness.has_left = ranks.channel.segment.has_left
         yield
-
-
-def _refuse_different_secrets(presences: list[Presence]) -> None:
-    """Raise on every rank if some have a secret and others have none."""
-    without = [rank for rank, presence in enumerate(presences) if not presence.signs]
-    if without and len(without) < len(presences):
-        got = f"{SECRET} is not set for rank {', '.join(map(str, without))}"
-        raise NanoError(error_message(got, "all ranks have the same secret, or none has one", "Set it for every rank"))
-
-
-def _run_of(presences: list[Presence]) -> bytes:
-    """Return what only this run has, as each rank's own nonce is in it."""
-    return hashlib.sha256(json.dumps([presence.nonce for presence in presences]).encode()).digest()
 
 
 def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Mask]) -> tuple[Share, ...]:

@@ -1,10 +1,9 @@
-"""The rendezvous of an external launch: what its processes tell each other before they trust each other, as JSON."""
+"""The rendezvous of an external launch: what its processes tell each other before they are connected, as JSON."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +13,10 @@ from typing import Any, NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.comm.signed import SignedCodec
 from nano_loop.distributed.files.made_folders import MadeFolders
 from nano_loop.distributed.launch.shared_folder import private_folder, refuse_foreign_folder, shared_memory_device
-from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
 from nano_loop.errors import NanoError, RankLateError, error_message
 
 _INTERVAL = 0.01  # seconds between two looks at a store, which may be on another host
@@ -47,21 +45,10 @@ class Presence(NamedTuple):
         Where it is.
     cpus : tuple of int
         The logical CPUs that it may use.
-    nonce : str
-        Its random part of what only this run has.
-    signs : bool
-        Whether it has a secret to sign messages with.
     """
 
     host: Host
     cpus: tuple[int, ...]
-    nonce: str
-    signs: bool
-
-    @classmethod
-    def here(cls, host: Host, cpus: tuple[int, ...], *, signs: bool) -> Presence:
-        """Return that of this process."""
-        return cls(host, cpus, secrets.token_hex(16), signs)
 
     def as_text(self) -> str:
         """Return it as JSON."""
@@ -77,8 +64,8 @@ class Presence(NamedTuple):
             If it is something else.
         """
         match _read(text, rank):
-            case [[str(), str(), int()] as host, [*cpus], str(nonce), bool(signs)] if {*map(type, cpus)} <= {int}:
-                return cls(Host(*host), tuple(cpus), nonce, signs)
+            case [[str(), str(), int()] as host, [*cpus]] if {*map(type, cpus)} <= {int}:
+                return cls(Host(*host), tuple(cpus))
         raise NanoError(_malformed(text, rank))
 
 
@@ -113,7 +100,7 @@ def gather_at(store: Store, ranks: Ranks) -> Gather:
 
 def gather_in_group(ranks: Ranks) -> Gather:
     """Return a way to exchange texts in the process group that the user has made."""
-    channel = ProcessGroupChannel(ranks, SignedCodec(ranks.rank, b"", None))
+    channel = ProcessGroupChannel(ranks)
     return lambda text: [data.decode(errors="replace") for data in channel.gather(text.encode())]
 
 

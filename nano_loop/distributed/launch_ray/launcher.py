@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -17,7 +15,6 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.comm.signed import secret_of
 from nano_loop.distributed.files.private_files import folders_made_together
 from nano_loop.distributed.launch.assignment import Assignment, State, write_payload
 from nano_loop.distributed.launch.ending import running_together
@@ -62,8 +59,7 @@ class RayLauncher(Launcher):
                     copied = write_payload(assignment, folder, task.names, options.worker_init).copied
             with interrupts.heard():
                 stack.enter_context(cluster.connected())
-            secret = secret_of(os.environ) or secrets.token_hex(32).encode()
-            actors, placement, folders = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
+            actors, placement, folders = stack.enter_context(starting.started(options, folder, interrupts.hear))
             address, threads = placement.nodes[0].address, threads_for(machine, placement.share(0))
             waiting = timedelta(seconds=options.timeout)
             store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
@@ -71,7 +67,7 @@ class RayLauncher(Launcher):
                 actor.run(folders[actor], address, store.port, actor.node.address, placement.share(actor.rank))
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[RankSlot]:
-                terms = Terms(check, address, secret, threads, watched=True, parent=folder)
+                terms = Terms(check, address, threads, watched=True, parent=folder)
                 launch = Launch("ray", 0, assignment.size)
                 return join_run(store, assignment.options, machine, launch, terms)
 

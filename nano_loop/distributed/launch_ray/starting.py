@@ -23,7 +23,7 @@ _CONNECTING = 30.0  # seconds that the actors' connections may take, which they 
 
 @contextmanager
 def started(
-    options: Options, payload: Path, secret: bytes, check: Callable[[], None]
+    options: Options, payload: Path, check: Callable[[], None]
 ) -> Iterator[tuple[list[Actor], Placement, dict[Actor, str]]]:
     """Start the actors of a run and bring the payload to them; end them on leaving.
 
@@ -33,8 +33,6 @@ def started(
         The options of the run.
     payload : pathlib.Path
         The folder with the payload, on this node.
-    secret : bytes
-        By which values are signed between nodes.
     check : callable
         Raises where the user has interrupted the run.
 
@@ -64,7 +62,6 @@ def started(
             "worker": pickle.dumps(RankWorker),
             "payload": str(payload),
             "verbose": options.verbose == "all",
-            "secret": secret,
             "token": token,
             "place": listener.place,
         }

@@ -119,8 +119,8 @@ class RankWorker:
                 os.environ.pop("RAY_RAYLET_PID", None)
             waiting = timedelta(seconds=options.timeout)
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=waiting)
-            threads, secret = threads_for(machine, share), self._setting["secret"]
-            terms = Terms(address=address, secret=secret, threads=threads, watched=True, parent=self._folder)
+            threads = threads_for(machine, share)
+            terms = Terms(address=address, threads=threads, watched=True, parent=self._folder)
             with join_run(store, options, machine, Launch("ray", rank, assignment.size), terms) as slot:
                 yield slot
 

@@ -117,8 +117,7 @@ class OwnShares:
         dataset = Digest(self._dataset, *_indices(source.dataset)).crc
         items = Digest(ahead, pickled=True, elements=_ELEMENTS).crc
         samples = [*itertools.islice(_digests(ahead, source.batched), _FIRST)]
-        seen = self._ranks.gather(_Seen(self._loader, dataset, items, samples, source.length), ITERATION)
-        by_rank = [_Seen(*one) for one in seen]  # which come as tuples from other hosts
+        by_rank = self._ranks.gather(_Seen(self._loader, dataset, items, samples, source.length), ITERATION)
         self._check_loaders([one.loader for one in by_rank])
         self.apart = len({one[:3] for one in by_rank}) > 1
         lengths = [one.length for one in by_rank]

@@ -14,19 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from nano_loop.data.random_states import generators_of, part_ways
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.sharding.dataset_digest import Known, digest
+from nano_loop.distributed.sharding.dataset_digest import Known
 from nano_loop.distributed.sharding.own_shares import OwnShares, Source
 from nano_loop.distributed.sharding.shared_sampler_rng import AgreedItems, AgreedState
-from nano_loop.errors import error_message
 from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start
 from nano_loop.patching.thread_depth import ThreadDepth
-from nano_loop.patching.user_code import Place, is_running, users_place, warn_once
 
 Loader = DataLoader[Any]
-
-_LENGTH_WARNING = "len(loader)"
-_LENGTH_ADVICE = "Take len(loader) after the iteration, or count the batches in it"
-
 
 #: Entered while a loader fetches a batch: loaders that a dataset iterates meanwhile are not the loop's.
 serving = ThreadDepth()
@@ -69,7 +63,6 @@ class BatchSharding(LoaderChange):
         self.own_shares = OwnShares(ranks, known or Known(), number)
         self.number = number
         self.last_was_whole: bool | None = None  # how the most recent batch was served
-        self._lengths = _LengthAdvice(ranks)
 
     def choose(self, shard: bool) -> None:
         """Shard always, or never, from the next iteration on."""
@@ -82,11 +75,6 @@ class BatchSharding(LoaderChange):
         if self.shard is not None:
             return not self.shard
         return not torch.is_grad_enabled() or self._evaluating
-
-    @property
-    def whole_by_mode(self) -> bool:
-        """Whether it is served whole for no other reason than the models' mode."""
-        return self.shard is None and torch.is_grad_enabled() and self._evaluating
 
     def attributes(self, loader: Loader) -> dict[str, Any]:
         """See `LoaderChange.attributes`."""
@@ -107,19 +95,18 @@ class BatchSharding(LoaderChange):
     def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
         """See `LoaderChange.iterate`."""
         if sharded_by_user(loader, self.ranks.size):
-            return _Served(start(), self, whole=False, by_mode=False)
-        whole, by_mode = self.whole, self.whole_by_mode
-        self._lengths.begin(whole)
+            return _Served(start(), self, whole=False)
+        whole = self.whole
         reads = isinstance(loader.dataset, IterableDataset) and not whole
         iterator = self._read(loader, start) if reads else start()
-        return _Served(iterator, self, whole, by_mode)
+        return _Served(iterator, self, whole)
 
     def iterate_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
         """See `LoaderChange.iterate_class`."""
         if sharded_by_user(loader, self.ranks.size):
             return iteration.start()
         if self.whole:
-            return _Served(iter(iteration.start()), self, whole=True, by_mode=self.whole_by_mode)
+            return _Served(iter(iteration.start()), self, whole=True)
         return self._divide_class(loader, iteration)
 
     def length(self, loader: Loader, length: int) -> int:
@@ -129,10 +116,7 @@ class BatchSharding(LoaderChange):
         """
         if self._counted_whole(loader):
             return length
-        share = self.share_of(length)
-        if not self.own_shares.apart:
-            self._lengths.of_loader(share, length, evaluating=self.whole)
-        return share
+        return self.share_of(length)
 
     def share_of(self, length: int) -> int:
         """Return how many of so many batches this rank takes."""
@@ -150,16 +134,9 @@ class BatchSharding(LoaderChange):
             self.ranks.context.sharding.implicit_loaders |= not self.number
             yield from sharded(lambda n: ahead.pop() if ahead else take(n), self.ranks.rank, self.ranks.size)
 
-    def served(self, batch: Any, whole: bool, by_mode: bool) -> None:
+    def served(self, whole: bool) -> None:
         """Take note that a batch has come to the loop, and how."""
-        self.last_was_whole = whole
-        sharding = self.ranks.context.sharding
-        sharding.whole, sharding.whole_by_mode, sharding.chosen = whole, by_mode, self.shard is False
-        if not (whole or self.own_shares.apart):
-            if sharding.compares_batches and not sharding.delivered:
-                sharding.batch = digest(batch) or 1
-            sharding.delivered = True
-            self._lengths.training = True
+        self.last_was_whole = self.ranks.context.sharding.whole = whole
 
     def _counted_whole(self, loader: Loader) -> bool:
         """Whether what the loop has summed up, or is to sum up next, is of all batches."""
@@ -191,50 +168,13 @@ class BatchSharding(LoaderChange):
             yield from rest
         else:
             divided = self.divide(lambda n: [*itertools.islice(rest, n)], Source.of(loader))
-            yield from _Served(divided, self, whole=False, by_mode=False)
+            yield from _Served(divided, self, whole=False)
 
     def _agreed_state(self, loader: Loader) -> AgreedState:
         part_ways(self.ranks)
         state = AgreedState(self.ranks, generators_of(loader, loader.dataset))
         state.agree()
         return state
-
-
-class _LengthAdvice:
-    """Notes where the loop takes the length of one loader, and warns if an evaluation of the same function follows.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        The ranks among which the loader is divided. Only rank 0 warns, once a run.
-
-    Attributes
-    ----------
-    training : bool
-        Whether a batch of a share has arrived. A length that is then taken in train mode belongs to the training.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._taken: tuple[Place, int, int] | None = None
-        self.training = False
-
-    def of_loader(self, share: int, length: int, *, evaluating: bool) -> None:
-        """Take note that the user's code was given the length of a share, perhaps for an evaluation that follows."""
-        place = users_place() if self._ranks.rank == 0 and (evaluating or not self.training) else None
-        if place is not None:
-            self._taken = place, share, length
-
-    def begin(self, whole: bool) -> None:
-        """Take note that an iteration starts; warn if the same function took the length as that of a share."""
-        taken, self._taken = self._taken, None
-        if not whole or taken is None or _LENGTH_WARNING in self._ranks.context.sharding.warnings_given:
-            return
-        place, share, length = taken
-        if is_running(place.code):
-            self._ranks.context.sharding.warnings_given.add(_LENGTH_WARNING)
-            got = f"len(loader) was {share}, the batches of one of {self._ranks.size} ranks"
-            warn_once(error_message(got, f"the evaluation that follows takes all {length}", _LENGTH_ADVICE), place)
 
 
 class _ShardedSampler(Sampler[Any]):
@@ -265,16 +205,15 @@ class _ShardedSampler(Sampler[Any]):
 class _Served(Iterator[Any]):
     """Iterates over a loader's iterator, and notes how its batches are served."""
 
-    def __init__(self, iterator: Iterator[Any], sharding: BatchSharding, whole: bool, by_mode: bool) -> None:
+    def __init__(self, iterator: Iterator[Any], sharding: BatchSharding, whole: bool) -> None:
         self._iterator = iterator
         self._sharding = sharding
         self._whole = whole
-        self._by_mode = by_mode
 
     def __next__(self) -> Any:
         with serving:
             batch = next(self._iterator)
-        self._sharding.served(batch, self._whole, self._by_mode)
+        self._sharding.served(self._whole)
         return batch
 
     def __len__(self) -> int:

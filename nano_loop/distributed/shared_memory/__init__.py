@@ -1,1 +1,1 @@
-"""How gradients travel: through shared memory on one host, through a process group between hosts."""
+"""How values and gradients travel on one host: through shared memory."""

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from nano_loop.distributed.comm.channel import Codec
 from nano_loop.distributed.comm.mismatch import CallSite, mismatch_message
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.raw_bytes import Receive, raw_bytes
@@ -55,7 +54,6 @@ class SharedChannel:
 
     def __init__(self, ranks: Ranks, folder: Path, name: str = "channel", *, piece: int = _PIECE) -> None:
         path = folder / name
-        self.codec = Codec()
         self._ranks = ranks
         self._piece = piece
         self._steps = 0

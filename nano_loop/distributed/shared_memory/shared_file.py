@@ -81,19 +81,17 @@ def map_whole(path: str, size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def map_together(ranks: Ranks, path: Path | None, makes: bool, size: int) -> mmap.mmap:
-    """Map `size` bytes of a file that the ranks of a host share. Collective over all ranks.
+def map_together(ranks: Ranks, path: Path, size: int) -> mmap.mmap:
+    """Map `size` bytes of a file that rank 0 makes. Collective.
 
     The file is gone as soon as all have mapped it, so whatever happens later leaves nothing behind.
 
     Parameters
     ----------
     ranks : Ranks
-        All ranks, of one host or of several.
-    path : pathlib.Path or None
-        Of the file; None for a rank that is alone on its host.
-    makes : bool
-        Whether this rank makes the file, for those of its host.
+        All of one host.
+    path : pathlib.Path
+        Of the file.
     size : int
         How many bytes.
 
@@ -104,12 +102,12 @@ def map_together(ranks: Ranks, path: Path | None, makes: bool, size: int) -> mma
     """
     try:
         with _agreed(ranks, path, size):
-            if makes and path is not None:
+            if ranks.rank == 0:
                 make(str(path), size)
         with _agreed(ranks, path, size):
-            mapped = mmap.mmap(-1, size) if path is None else map_whole(str(path), size)
+            mapped = map_whole(str(path), size)
     finally:
-        if makes and path is not None:
+        if ranks.rank == 0:
             with suppress(FileNotFoundError):
                 os.unlink(path)
     return mapped
@@ -147,13 +145,13 @@ def _failed(path: Path) -> Path:
 
 
 @contextmanager
-def _agreed(ranks: Ranks, path: Path | None, size: int) -> Iterator[None]:
+def _agreed(ranks: Ranks, path: Path, size: int) -> Iterator[None]:
     """Raise a NanoError on every rank if the body fails on one of them. Collective."""
     reason = ""
     try:
         yield
     except (OSError, NanoError) as error:
-        reason = str(error) if path is None else _no_room(path, size, error)
+        reason = _no_room(path, size, error)
     reasons = [rank_reason for rank_reason in ranks.gather(reason) if rank_reason]
     if reasons:
         raise NanoError(reasons[0])

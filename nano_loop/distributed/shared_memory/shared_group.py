@@ -8,6 +8,7 @@ collectives, raise an error that names what to call instead.
 
 from __future__ import annotations
 
+import pickle
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -264,8 +265,7 @@ def _reduce_sparse(channel: SharedChannel, tensor: torch.Tensor, operation: Any,
     if operation != ReduceOp.SUM:
         got = f"{operation} of a sparse tensor"
         raise NanoError(error_message(got, "sparse tensors can be summed", "Use ReduceOp.SUM, or tensor.to_dense()"))
-    channel.codec.begin()
-    parts = [channel.codec.loads(data, rank) for rank, data in enumerate(channel.gather(channel.codec.dumps(tensor)))]
+    parts = [pickle.loads(data) for data in channel.gather(pickle.dumps(tensor))]
     if here:
         total = parts[0]
         for part in parts[1:]:

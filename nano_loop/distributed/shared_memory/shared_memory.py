@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
 
-from nano_loop.distributed.comm.packing import Packing, Signature, pack, signature
-from nano_loop.distributed.comm.ranks import Ranks, Reached
-from nano_loop.distributed.shared_memory.shared_ring import BetweenHosts, Elements, Plan, Ring
+from nano_loop.distributed.comm.packing import Signature, pack, signature
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.shared_memory.shared_ring import Plan, Ring
 from nano_loop.errors import NanoError, error_message
 
 _CHUNK = 1 << 20  # bytes that are copied, summed and copied back at once; the ring of them stays in a cache
@@ -27,14 +27,10 @@ class SharedMemoryTransport:
         Two or more, all on this host. Collective.
     mapped : callable
         See `SharedSegment`, such as `map_together` with a folder of a file system in memory.
-    compression : torch.dtype, optional
-        In which float32 and float64 tensors travel, such as ``torch.bfloat16``.
     chunk : int
         Bytes that are averaged at once, a multiple of 128.
     slots : int
         Such chunks under way at a time, two or more.
-    between : BetweenHosts, optional
-        In a run on several hosts.
 
     Raises
     ------
@@ -47,19 +43,15 @@ class SharedMemoryTransport:
         ranks: Ranks,
         mapped: Callable[[int], mmap.mmap],
         *,
-        compression: torch.dtype | None = None,
         chunk: int = _CHUNK,
         slots: int = _SLOTS,
-        between: BetweenHosts | None = None,
     ) -> None:
-        ring = Ring(ranks, mapped, chunk, slots, between)
-        #: Bytes that are averaged at once.
-        self.chunk = chunk
+        ring = Ring(ranks, mapped, chunk, slots)
         self._ring: Ring | None = ring
 
         @lru_cache(maxsize=64)
         def plan(signature: Signature) -> Plan:  # not a method, which would hold the memory in a cycle after `close`
-            return ring.plan(pack(signature, chunk, compression))
+            return ring.plan(pack(signature, chunk))
 
         self._plan = plan
 
@@ -82,24 +74,7 @@ class SharedMemoryTransport:
             where they give different lists.
         """
         ring = self._open()
-        plan = self._plan(signature(tensors))
-        elements = Elements([*tensors], plan.packing.flat(tensors))
-        _finish(ring.average(plan, elements, elements))
-
-    def stream(self, targets: Sequence[torch.Tensor]) -> Stream:
-        """Begin to average a list whose tensors are still to arrive. It has to be finished before the next averaging.
-
-        Collective, and only in a run on several hosts.
-
-        Parameters
-        ----------
-        targets : sequence of torch.Tensor
-            Where the means go: of the list's shapes and dtypes.
-        """
-        ring = self._open()
-        plan = self._plan(signature(targets))
-        sources, means = Elements([None] * len(targets), {}), Elements([*targets], plan.packing.flat(targets))
-        return Stream(plan.packing, sources, ring.average(plan, sources, means))
+        ring.average(self._plan(signature(tensors)), tensors)
 
     def leave(self) -> None:
         """Announce that this rank averages no more, so that a rank which waits for it raises at once."""
@@ -116,46 +91,6 @@ class SharedMemoryTransport:
         if self._ring is None:
             raise NanoError(error_message("averaging after the run", "the transport is closed", "Start another run"))
         return self._ring
-
-
-class Stream:
-    """A list that is averaged while its tensors arrive.
-
-    Parameters
-    ----------
-    packing : Packing
-        How the list is packed.
-    sources : Elements
-        Its tensors, none of which is there yet.
-    averaging : iterator of Reached
-        What is left to do.
-    """
-
-    def __init__(self, packing: Packing, sources: Elements, averaging: Iterator[Reached]) -> None:
-        self._packing, self._sources, self._averaging = packing, sources, averaging
-        self._reached = next(averaging, None)
-
-    @torch.no_grad()
-    def add(self, index: int, tensor: torch.Tensor) -> None:
-        """Take a tensor of the list, which stays as it is until `finish`, and go on as far as there is no wait."""
-        self._sources.tensors[index] = tensor
-        if index in self._packing.split:
-            self._sources.flat[index] = tensor.contiguous().view(-1)
-        while self._reached is not None and self._reached(False):
-            self._reached = next(self._averaging, None)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait until all tensors, which have arrived, are averaged."""
-        if self._reached is not None:
-            self._reached(True)
-            _finish(self._averaging)
-            self._reached = None
-
-
-def _finish(steps: Iterator[Reached]) -> None:
-    for reached in steps:
-        reached(True)
 
 
 def chunk_for(nbytes: int) -> int:

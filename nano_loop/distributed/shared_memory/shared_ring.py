@@ -17,60 +17,29 @@ views are made once.
 
 What a rank begins, it counts and marks, so that ranks which average other lists find out before they touch a tensor. A
 rank can be one averaging ahead of another, and never two; so marks alternate between two places.
-
-In a run on several hosts, batches are copied in and out as a whole, and between the sum and the copy out the first rank
-makes the host's mean the mean over the hosts. Tensors may still arrive then: an averaging stops wherever it would wait.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
 
 import torch
 
 from nano_loop.distributed.comm.averaging_math import divide_each, new_scratch, real, write_mean
 from nano_loop.distributed.comm.packing import Batch, Packing, Places
-from nano_loop.distributed.comm.ranks import Ranks, Reached
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_segment import LINE, SharedSegment
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import foreach_add, foreach_copy
 
-_BEGUN, *_OF_BATCHES = range(5)  # the counters
+_BEGUN, *_OF_BATCHES = range(4)  # the counters
 _MARKS = 1  # two words behind the counter of what has begun
 # What is summed in itself. Numbers of 16 bits are summed in another dtype, and complex ones as pairs.
 _SUMMED_IN_PLACE = (torch.float32, torch.float64)
 
-
-class Elements(NamedTuple):
-    """The tensors of a list, but those that have not arrived, and in `flat` the split ones, in a row."""
-
-    tensors: list[Any]
-    flat: dict[int, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class BetweenHosts:
-    """What a host's means go through before its ranks copy them out.
-
-    Parameters
-    ----------
-    hosts : int
-        How many there are.
-    weight : float
-        By what the means of this host are multiplied: a host counts by its ranks.
-    average : callable or None
-        For the first rank of the host; see `nano_loop.distributed.multi_host.hosts.GroupMean.average`.
-    """
-
-    hosts: int
-    weight: float
-    average: Callable[[torch.Tensor], Iterator[Reached]] | None
+_Flat = dict[int, torch.Tensor]  # see `Packing.flat`
 
 
 class Ring:
@@ -83,9 +52,7 @@ class Ring:
     chunk : int
         Bytes of a batch, a multiple of 128.
     slots : int
-        Batches that the ring holds: two or more, and four or more between hosts.
-    between : BetweenHosts or None
-        In a run on several hosts.
+        Batches that the ring holds, two or more.
 
     Attributes
     ----------
@@ -93,30 +60,16 @@ class Ring:
         The memory; what views it must go with it.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        mapped: Callable[[int], mmap.mmap],
-        chunk: int,
-        slots: int,
-        between: BetweenHosts | None,
-    ) -> None:
-        padding = 0 if between is None else -(-2 * between.hosts // LINE) * LINE
+    def __init__(self, ranks: Ranks, mapped: Callable[[int], mmap.mmap], chunk: int, slots: int) -> None:
         rows = slots * (ranks.size + 1)
-        self.segment = SharedSegment(ranks, 1 + len(_OF_BATCHES), rows * (chunk + padding), mapped)
+        self.segment = SharedSegment(ranks, 1 + len(_OF_BATCHES), rows * chunk, mapped)
         self._names, self._rank, self._size, self._slots = ranks.names, ranks.rank, ranks.size, slots
         self._memory = self.segment.memory.view(slots, ranks.size + 1, -1)  # the last of a row is for the result
         self._begun = self.segment.places(_BEGUN)
-        self._posted, self._reduced, self._read, self._sent = map(self.segment.places, _OF_BATCHES)
+        self._posted, self._reduced, self._read = map(self.segment.places, _OF_BATCHES)
         self._averagings = 0
         self._base = 0  # batches until now, and those that a list left out at its end
         self._scratch = new_scratch()
-        self._between = between
-        self._travelling: deque[Iterator[Reached]] = deque()  # what waits for the means of batches that were sent
-        if between is None:
-            self._steps = {0: Ring._post, 1: Ring._reduce, 2: Ring._copy_out}
-        else:
-            self._steps = {0: Ring._post, 1: Ring._reduce, 2: Ring._send, slots - 1: Ring._copy_out}
 
     def plan(self, packing: Packing) -> Plan:
         """Make the views that averaging a list needs; they hold for the ring's life."""
@@ -126,32 +79,32 @@ class Ring:
         cut = {index for stage in stages for index in stage.cut}
         return Plan(replace(packing, split=tuple(sorted({*packing.split, *cut}))), stages, length)
 
-    def average(self, plan: Plan, sources: Elements, targets: Elements) -> Iterator[Reached]:
-        """Write the means of `sources`, for which `plan` was made, to `targets`; yield what has to be reached first.
+    def average(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite `tensors`, for which `plan` was made, by their means.
 
-        On one host these are the same. The steps are in one order on all ranks, and none waits for a later one.
-        Collective. Raises a NanoError where another rank averages another list, and after an averaging that was
-        interrupted.
+        The steps are in one order on all ranks, and none waits for a later one. Collective. Raises a NanoError where
+        another rank averages another list, and after an averaging that was interrupted.
         """
         self.segment.begin()
-        yield from self._begin(plan.packing.mark)
+        self._begin(plan.packing.mark)
+        flat = plan.packing.flat(tensors)
         stages, last = plan.stages, len(plan.stages)
-        for number in range(last + max(self._steps)):
-            for delay, step in self._steps.items():
+        for number in range(last + 2):
+            for delay, step in enumerate((self._post, self._reduce, self._copy_out)):
                 if 0 <= number - delay < last:
-                    yield from step(self, stages[number - delay], number - delay, sources, targets)
+                    step(stages[number - delay], number - delay, tensors, flat)
         self._base += plan.length
-        plan.packing.put_back(*targets)
+        plan.packing.put_back(tensors, flat)
         self.segment.end()
 
-    def _begin(self, mark: int) -> Iterator[Reached]:
+    def _begin(self, mark: int) -> None:
         """Announce what this rank begins, which all others have to begin too; raise if one begins something else."""
         words = self.segment.words
         self._averagings += 1
         offset = _MARKS + self._averagings % 2
         words[self._begun[self._rank] + offset] = mark
         self.segment.publish(self._begun[self._rank], self._averagings)
-        yield partial(self.segment.reached, self._begun, self._averagings)
+        self.segment.wait(self._begun, self._averagings)
         others = [
             str(name) for name, place in zip(self._names, self._begun, strict=True) if words[place + offset] != mark
         ]
@@ -160,40 +113,23 @@ class Ring:
             hint = "Make the loop do the same on every rank: the same model, the same parameters frozen, the same steps"
             raise NanoError(error_message(got, "all ranks must average the same gradients in the same order", hint))
 
-    def _post(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
-        if sources is not targets:
-            yield partial(stage.coming.have_arrived, sources.tensors)
-        yield partial(self.segment.reached, self._reduced, self._base + number + 1 - self._slots)
-        stage.coming.fill(*sources)
+    def _post(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor], flat: _Flat) -> None:
+        self.segment.wait(self._reduced, self._base + number + 1 - self._slots)
+        stage.coming.fill(tensors, flat)
         self.segment.publish(self._posted[self._rank], self._base + stage.count)
 
-    def _reduce(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
-        yield partial(self.segment.reached, self._posted, self._base + number + 1)
-        yield partial(self.segment.reached, self._read, self._base + number + 1 - self._slots)
+    def _reduce(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor], flat: _Flat) -> None:
+        self.segment.wait(self._posted, self._base + number + 1)
+        self.segment.wait(self._read, self._base + number + 1 - self._slots)
         if stage.own is not None:
-            stage.own.average(*targets)
-        elif len(stage.mean) and len(stage.parts) > 1:
+            stage.own.average(tensors, flat)
+        elif len(stage.mean):
             write_mean(stage.mean, stage.parts, self._scratch)
-        if self._between is not None and self._between.weight != 1:
-            stage.mean.mul_(self._between.weight)
         self.segment.publish(self._reduced[self._rank], self._base + stage.count)
 
-    def _send(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
-        assert self._between is not None
-        if self._between.average is not None:
-            yield partial(self.segment.reached, self._reduced, self._base + number + 1)
-            rest = self._between.average(stage.result)
-            self._travelling.append(chain([next(rest)], rest))
-
-    def _copy_out(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
-        if self._between is None:
-            yield partial(self.segment.reached, self._reduced, self._base + number + 1)
-        elif self._travelling:
-            yield from self._travelling.popleft()
-            self.segment.publish(self._sent[self._rank], self._base + stage.count)
-        else:
-            yield partial(self.segment.reached, self._sent[:1], self._base + number + 1)
-        stage.going.empty(*targets)
+    def _copy_out(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor], flat: _Flat) -> None:
+        self.segment.wait(self._reduced, self._base + number + 1)
+        stage.going.empty(tensors, flat)
         self.segment.publish(self._read[self._rank], self._base + stage.count)
 
     def _stage(self, batch: Batch, number: int, count: int) -> _Stage:
@@ -203,17 +139,14 @@ class Ring:
         length = -(-batch.length // self._size)
         length = -(-length // LINE) * LINE
         start, stop = (min(rank * length, batch.length) for rank in (self._rank, self._rank + 1))
-        if self._between is not None or batch.dtype not in _SUMMED_IN_PLACE:
+        if batch.dtype not in _SUMMED_IN_PLACE:
             *parts, mean = (real(elements[start:stop]) for elements in row)
-            length = batch.length if self._between is None else batch.padded(self._between.hosts)
-            result = slot[-1, : length * batch.dtype.itemsize].view(batch.dtype)
-            coming = batch.places(row[self._rank] if self._size > 1 else result)
-            return _Stage(coming, batch.places(result), parts, mean, result, count)
+            return _Stage(batch.places(row[self._rank]), batch.places(row[-1]), parts, mean, count)
         own = LocalShard(batch, start, stop, self._rank, [*row[:-1]], row[-1])
         others = [*batch.between(0, start), *batch.between(stop, batch.length)]
         cut = [piece.index for piece in (*others, *batch.between(start, stop)) if piece.bounds is not None]
         coming, going = Places(others, row[self._rank]), Places(others, row[-1])
-        return _Stage(coming, going, [], row[-1][:0], row[-1], count, own, cut)
+        return _Stage(coming, going, [], row[-1][:0], count, own, cut)
 
 
 class LocalShard:
@@ -264,15 +197,13 @@ class _Stage:
     """The views of a batch: into this rank's slot, into the result slot, and of its slice in every slot.
 
     `count` is what the counters show, from the averaging's start on, when the batch is done. `own` sums the slice where
-    the tensors lie; without it, `parts` are summed into `mean`, a slice of `result`. `cut` are the tensors of
-    which the views hold parts.
+    the tensors lie; without it, `parts` are summed into `mean`. `cut` are the tensors of which the views hold parts.
     """
 
     coming: Places
     going: Places
     parts: list[torch.Tensor]
     mean: torch.Tensor
-    result: torch.Tensor
     count: int
     own: LocalShard | None = None
     cut: Sequence[int] = ()

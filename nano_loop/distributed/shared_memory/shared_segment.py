@@ -97,17 +97,6 @@ class SharedSegment:
                 self._wait_for(rank, place, value, what)
         self.fence()
 
-    def reached(self, places: Sequence[int], value: int, wait: bool) -> bool:
-        """Return whether the counters at `places` are at `value` or beyond, as a `Reached`; see `wait`."""
-        words = self.words
-        if wait:
-            self.wait(places, value)
-        elif any(words[place] < value for place in places):
-            return False
-        else:
-            self.fence()
-        return True
-
     def fence(self) -> None:
         """Order this thread's memory accesses: no CPU sees one from after the fence before one from ahead of it.
 

@@ -15,7 +15,7 @@ CLEAN = {
     "unknown memory": {"files": {"/proc/meminfo": "damaged"}},
     "IPEX with its torch": {"packages": {"torch": "2.8.0+cpu", "intel-extension-for-pytorch": "2.8.0+cpu"}},
     "torchrun's number of threads": {"environ": {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}},
-    "options": {"environ": {"NANO_LOOP_PRECISION": "bf16", "NANO_LOOP_SECRET": "s" * 32}},
+    "options": {"environ": {"NANO_LOOP_PRECISION": "bf16"}},
     "other tunables of glibc": {"environ": {"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}},
     "many arenas": {"environ": {"MALLOC_ARENA_MAX": "32"}},
     "kernels of the package": {"kernels": Kernels("v4", "in the package")},

@@ -840,23 +840,6 @@ def test_learning_rates_of_nan_are_equal_and_groups_may_have_none(team):
 # --- what is said, and what is left behind ---
 
 
-def test_training_on_batches_that_were_served_whole_is_warned_of_once_a_run(team):
-    def loop(setup):
-        setup.ranks.context.sharding.whole_by_mode = True
-        model = net()
-        setup.setup(model, sgd(model))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                model(torch.ones(1, 6)).sum().backward()
-        return [(issubclass(each.category, NanoWarning), str(each.message)) for each in caught]
-
-    ((first,), second) = team(2)(trained, loop)
-    assert first[0]
-    assert "setup_dataloaders(loader, shard=True)" in first[1]
-    assert second == []
-
-
 def test_optimizers_made_in_the_loop_step_inside_the_backward_with_averaged_gradients(team):
     def loop(setup):
         model = net()

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset
 import nano_loop
 from distributed import small
 from nano_loop import NanoError, NanoWarning, TorchNano, nano
-from nano_loop.distributed.data_parallel import duplicate_work
 from nano_loop.patching import user_code
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -26,7 +25,6 @@ MADE_AT_IMPORT = small.parts()[2]
 def nothing_warned(monkeypatch):
     """Let this process have given no warning, which it would not repeat."""
     monkeypatch.setattr(user_code, "_warned", set())
-    monkeypatch.setattr(duplicate_work, "_counts", {})
 
 
 def rows():

@@ -521,32 +521,6 @@ def test_what_is_decided_when_the_iteration_starts_holds_to_its_end(team):
     assert team(2)(loop) == [3, 3]
 
 
-def test_it_is_known_that_a_batch_was_whole_because_of_the_mode_alone(team):
-    def loop(ranks):
-        model, told, sharding = nn.Linear(1, 1), [], ranks.context.sharding
-        train, check = DataLoader(Numbers(), 4), DataLoader(Numbers(), 4)
-        with sharing(ranks, train, check, models=[model]):
-            told.append(sharding.whole_by_mode)
-            for _ in train:
-                told.append(sharding.whole_by_mode)
-                model.eval()
-                with torch.no_grad():
-                    next(iter(check))
-                told.append(sharding.whole_by_mode)
-                next(iter(check))
-                told.append(sharding.whole_by_mode)
-                model.train()
-                break
-            next(iter(train))
-            told.append(sharding.whole_by_mode)
-            model.eval()
-            next(iter(train))
-            told.append(sharding.whole_by_mode)
-        return told
-
-    assert team(2)(loop) == [[False, False, False, True, False, True]] * 2
-
-
 # --- streams ---
 
 

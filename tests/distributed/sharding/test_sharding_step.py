@@ -67,15 +67,14 @@ def test_models_of_other_calls_count_too(team):
         sharding.observe(TrainingObjects(models=[model]))
         sharding.apply(TrainingObjects(loaders=[loader]))
         counts = [len(seen(loader))]
-        told = ranks.context.sharding.whole_by_mode
         sharding.observe(TrainingObjects(models=[late]))
         counts += [len(seen(loader)), len(loader)]
         late.eval()
         counts += [len(seen(loader)), len(loader)]
         sharding.undo()
-        return counts, told
+        return counts
 
-    assert team(2)(loop) == [([5, 3, 3, 5, 5], True)] * 2
+    assert team(2)(loop) == [[5, 3, 3, 5, 5]] * 2
 
 
 def test_shard_of_a_later_call_wins_and_none_changes_nothing(team):
@@ -85,12 +84,12 @@ def test_shard_of_a_later_call_wins_and_none_changes_nothing(team):
         counts = []
         for shard in (None, True, None, False, None):
             sharding.apply(TrainingObjects(models=[model], loaders=[loader], shard=shard))
-            counts.append((len(seen(loader)), len(loader), ranks.context.sharding.whole_by_mode))
+            counts.append((len(seen(loader)), len(loader)))
         sharding.undo()
         return counts
 
-    whole, shared = (5, 5, False), (3, 3, False)
-    assert team(2)(loop) == [[(5, 5, True), shared, shared, whole, whole]] * 2
+    whole, shared = (5, 5), (3, 3)
+    assert team(2)(loop) == [[whole, shared, shared, whole, whole]] * 2
 
 
 def test_a_run_within_a_run_shares_once(team):

@@ -9,15 +9,14 @@ from nano_loop.distributed.comm.packing import pack, signature
 CAPACITY = 512
 
 
-def packed(tensors, compression=None):
-    return pack(signature(tensors), CAPACITY, compression)
+def packed(tensors):
+    return pack(signature(tensors), CAPACITY)
 
 
-@pytest.mark.parametrize("compression", [None, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(30))
-def test_each_element_is_in_one_batch(seed, compression):
+def test_each_element_is_in_one_batch(seed):
     tensors = random_list(seed, 0)
-    packing, seen = packed(tensors, compression), [torch.zeros(each.numel(), dtype=torch.int) for each in tensors]
+    packing, seen = packed(tensors), [torch.zeros(each.numel(), dtype=torch.int) for each in tensors]
     for batch in packing.batches:
         assert 0 < batch.nbytes <= CAPACITY
         offset = 0
@@ -36,11 +35,9 @@ def test_small_tensors_stay_whole_and_large_ones_fill_batches_up():
     assert packing.split == (2,)
 
 
-def test_dtypes_travel_apart_and_compressed_ones_with_their_like():
+def test_dtypes_travel_apart():
     tensors = [torch.empty(3, dtype=dtype) for dtype in (*DTYPES, *DTYPES)]
     assert [batch.dtype for batch in packed(tensors).batches] == [*DTYPES]
-    kinds = [torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
-    assert [batch.dtype for batch in packed(tensors, torch.bfloat16).batches] == kinds
 
 
 def test_marks_tell_lists_apart():

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from nano_loop.distributed.comm.channel import ITERATION
+from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.shared_memory import shared_file
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_file import make, map_whole, open_private
@@ -36,12 +36,6 @@ def opened(ranks, folder, piece=256):
     return SharedChannel(ranks, Path(folder), "small", piece=piece)
 
 
-def other_channel(ranks):
-    from nano_loop.distributed.comm.signed import SignedCodec
-
-    return ProcessGroupChannel(ranks, SignedCodec(ranks.rank, b"run", None))
-
-
 def closing(channel):
     if isinstance(channel, SharedChannel):
         channel.close()
@@ -56,7 +50,7 @@ def test_bytes_and_tensors_of_all_dtypes_arrive(team, tmp_path, kind, size):
         return bytes((turn + rank + n) % 256 for n in range(lengths[(turn * (rank + 1)) % len(lengths)]))
 
     def run(ranks):
-        channel = opened(ranks, tmp_path) if kind == "shared memory" else other_channel(ranks)
+        channel = opened(ranks, tmp_path) if kind == "shared memory" else ProcessGroupChannel(ranks)
         wrong = []
         for turn in range(len(lengths) * 3):
             source = turn % ranks.size

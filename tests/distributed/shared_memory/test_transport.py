@@ -43,31 +43,6 @@ def test_random_lists_become_their_means(team, tmp_path, kind, size):
 
 @kinds
 @sizes
-def test_compressed_tensors_arrive_rounded_and_alike(team, tmp_path, kind, size):
-    seeds, dtypes = range(20), (torch.float32, torch.float64, torch.complex64)
-
-    def run(ranks):
-        return averaged(ranks, kind, tmp_path, seeds, dtypes, compression=torch.bfloat16)
-
-    by_rank = team(size)(run)
-    for number, seed in enumerate(seeds):
-        lists = [random_list(seed, rank, dtypes) for rank in range(size)]
-        assert_means([results[number] for results in by_rank], lists, eps=torch.finfo(torch.bfloat16).eps)
-        for got in by_rank[0][number]:
-            rounded = got if got.is_complex() else got.to(torch.bfloat16).to(got.dtype)
-            assert same_bits(rounded, got)
-
-
-@kinds
-def test_what_is_not_compressed_keeps_its_precision(team, tmp_path, kind):
-    def make(rank):
-        return [values(1, rank, (50,), torch.complex64)]
-
-    assert_means(team(2)(once, kind, tmp_path, make, {"compression": torch.bfloat16}), [make(0), make(1)])
-
-
-@kinds
-@sizes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_numbers_are_summed_in_float32(team, tmp_path, kind, size, dtype):
     def make(rank):

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from nano_loop.distributed.multi_host.hosts import HostsTransport
+from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.shared_memory.shared_file import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 
@@ -16,10 +16,10 @@ SMALL = 512  # bytes that travel at once, so that small lists make many batches
 
 
 def opened(kind, ranks, folder, size=SMALL, **options):
-    """A transport; `size` is of its chunk."""
+    """A transport; `size` is of its chunk or bucket."""
     if kind == "process group":
-        return HostsTransport(ranks, chunk=size, **options)
-    mapped = partial(map_together, ranks, folder / "averaging-gradients", ranks.rank == 0)
+        return GroupTransport(ranks, capacity=size, **options)
+    mapped = partial(map_together, ranks, folder / "averaging-gradients")
     return SharedMemoryTransport(ranks, mapped, chunk=size, **options)
 
 

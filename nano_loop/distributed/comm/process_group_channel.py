@@ -1,4 +1,4 @@
-"""The channel between ranks of several hosts: torch's process group, with nothing that it receives unpickled."""
+"""The channel between ranks of several hosts: torch's process group."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import struct
 import torch
 from torch import distributed
 
-from nano_loop.distributed.comm.channel import Codec
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.raw_bytes import raw_tensor
-from nano_loop.errors import NanoError, error_message
 
-_LONGEST = 1 << 40  # bytes: a length beyond it is no length
 _LENGTH = struct.Struct("<q")
 _FIRST = 504  # bytes that travel with the length, in one message
 
@@ -24,19 +21,16 @@ class ProcessGroupChannel:
     ----------
     ranks : Ranks
         Two or more, with a default process group between them.
-    codec : Codec
-        For values.
     """
 
-    def __init__(self, ranks: Ranks, codec: Codec) -> None:
-        self.codec = codec
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def gather(self, data: bytes, what: str = "") -> list[bytes]:
         """See `Channel.gather`."""
         # The length, and what a short message has, travel at once.
         firsts = self._gather(_LENGTH.pack(len(data)) + data[:_FIRST].ljust(_FIRST, b"\0"))
-        sizes = [_length(_LENGTH.unpack_from(first)[0], rank) for rank, first in enumerate(firsts)]
+        sizes = [_LENGTH.unpack_from(first)[0] for first in firsts]
         wholes, longest = [first[_LENGTH.size :] for first in firsts], max(sizes) - _FIRST
         if longest > 0:
             rests = self._gather(data[_FIRST:].ljust(longest, b"\0"))
@@ -48,7 +42,7 @@ class ProcessGroupChannel:
         length = torch.tensor([len(data)])
         self._ranks.finish(distributed.broadcast(length, source, async_op=True))
         own = self._ranks.rank == source
-        content = _tensor(data) if own else torch.empty(_length(int(length), source), dtype=torch.uint8)
+        content = _tensor(data) if own else torch.empty(int(length), dtype=torch.uint8)
         self._ranks.finish(distributed.broadcast(content, source, async_op=True))
         return data if own else bytes(content.numpy())
 
@@ -73,11 +67,3 @@ class ProcessGroupChannel:
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _length(length: int, sender: int) -> int:
-    if not 0 <= length <= _LONGEST:
-        got = f"rank {sender} announced a message of {length} bytes"
-        expected = "a message has between 0 and 2**40 bytes"
-        raise NanoError(error_message(got, expected, "Check who can reach the ranks' ports"))
-    return length

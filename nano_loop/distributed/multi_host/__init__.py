@@ -1,1 +1,0 @@
-"""Transports between several hosts."""
