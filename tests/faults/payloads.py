@@ -72,11 +72,6 @@ def _edited(file, module):
     file.write_text(_SOURCE.format("raise ValueError(state)"))
 
 
-def _edited_with_a_lock(file, module):
-    module.lock = threading.Lock()
-    _edited(file, module)
-
-
 FAULTS = [
     Fault(
         "an argument cannot be pickled",
@@ -151,15 +146,7 @@ FAULTS = [
         "a module of an argument was edited since its import",
         STARTING,
         _after_import(_edited),
-        None,
-        begins=True,
-        result="training goes on: workers have the module as the program has imported it",
-    ),
-    Fault(
-        "a module of an argument was edited since its import, and cannot be sent",
-        STARTING,
-        _after_import(_edited_with_a_lock),
-        words=("module_that_changes: edited on disk", "_thread.lock", "Start the program anew"),
+        words=("module_that_changes.py has changed since it was imported", "Restart the program"),
         rank=0,
         begins=True,
     ),

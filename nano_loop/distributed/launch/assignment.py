@@ -14,13 +14,12 @@ from nano_loop.config.options import Options
 from nano_loop.data.random_states import process_states, set_process_states
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.payload.edited_modules import send_edited_modules
 from nano_loop.distributed.payload.payload import Written, dump
 from nano_loop.errors import NanoError, NanoWorkerError
 from nano_loop.integrations.cuda_calls.patching import is_cuda_patched, patch_cuda
 
 # Folders of what is pickled for the workers.
-PAYLOAD, WORKER_INIT, EDITED = "payload", "worker_init", "edited"
+PAYLOAD, WORKER_INIT = "payload", "worker_init"
 
 
 @dataclass
@@ -117,15 +116,14 @@ def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worke
     Returns
     -------
     Written
-        Without modules where something comes before their import: `worker_init`, and modules that were edited.
+        Without modules where `worker_init` comes before their import.
 
     Raises
     ------
     NanoWorkerError
-        If something cannot be pickled.
+        If something cannot be pickled, or a worker would import other code.
     """
     try:
-        send_edited_modules(folder / EDITED)
         if worker_init is not None:
             (folder / WORKER_INIT).mkdir()
             dump(worker_init, folder / WORKER_INIT, {"worker_init": worker_init})
@@ -133,5 +131,4 @@ def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worke
         written = dump(payload, folder / PAYLOAD, names, with_modules=True)
     except NanoError as error:
         raise NanoWorkerError(str(error), rank=0) from error
-    is_first = worker_init is None and not (folder / EDITED).exists()
-    return written if is_first else written._replace(modules=[])
+    return written if worker_init is None else written._replace(modules=[])

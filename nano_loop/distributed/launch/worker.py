@@ -13,11 +13,10 @@ from pathlib import Path
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.private_files import explaining, guard_files, redirect_files
 from nano_loop.distributed.launch.active_runs import of_ranks, running, whole_process
-from nano_loop.distributed.launch.assignment import EDITED, PAYLOAD, WORKER_INIT, Assignment
+from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment
 from nano_loop.distributed.launch.failure import flush_output
 from nano_loop.distributed.launch.reports import Reporter
 from nano_loop.distributed.launch.worker_warnings import sent
-from nano_loop.distributed.payload.edited_modules import take_edited_modules
 from nano_loop.distributed.payload.payload import load
 from nano_loop.integrations.fabric.rank_zero import note_rank
 from nano_loop.storage.trusted_files import opened_folder, path_of
@@ -54,7 +53,6 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: P
             keep_sockets_in(folder)
             redirect_files(folder, reporter.rank, made)
             sent_by_rank_0 = path_of(opened, payload)
-            take_edited_modules(sent_by_rank_0 / EDITED)
             if (sent_by_rank_0 / WORKER_INIT).exists():
                 where = " in worker_init"
                 load(sent_by_rank_0 / WORKER_INIT)()

@@ -14,7 +14,7 @@ from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.files.private_files import folders_made_together
-from nano_loop.distributed.launch.assignment import EDITED, PAYLOAD, WORKER_INIT, Assignment, State, write_payload
+from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment, State, write_payload
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
@@ -63,7 +63,7 @@ class Local(Launcher):
                 return local_group(slots[0].ranks, options.process_group_backend)
 
             def forget() -> None:
-                for name in (PAYLOAD, WORKER_INIT, EDITED):
+                for name in (PAYLOAD, WORKER_INIT):
                     shutil.rmtree(folder / name, ignore_errors=name != PAYLOAD)
 
             with running_together(workers, connect, options.timeout, interrupts, task.loop, forget=forget):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import io
 import marshal
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from enum import Enum
 from operator import attrgetter
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, prepare_class, resolve_bases
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -19,7 +16,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from nano_loop.distributed.payload.buffers import Reduction, reduced
-from nano_loop.patching.members import named_buffers_of, named_parameters_of
 from nano_loop.patching.torch_private_compiler import compile_call, compile_context, compiled_call, uncompiled
 from nano_loop.patching.walk import named_attributes_of
 
@@ -30,8 +26,6 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which a class has that Python code d
 
 def reduce_module(module: nn.Module) -> Reduction | None:
     """Add what `module.compile()` has set, which `nn.Module` leaves behind; make special modules anew."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return _reduce_scripted(module)
     # parametrize.is_parametrized() would take a compiled module for the one that is compiled.
     if "parametrizations" in dict(module.named_children()) and parametrize.is_parametrized(module):
         return _reduce_parametrized(module)
@@ -46,34 +40,6 @@ def _set_compiled_module(module: nn.Module, state: tuple[Any, Any]) -> None:
     attributes, context = state
     module.__setstate__(attributes)  # type: ignore[no-untyped-call]
     compile_call(module, context)
-
-
-def _reduce_scripted(module: torch.jit.ScriptModule) -> Reduction:
-    """Pickle a scripted module as `torch.jit.save` does, and its tensors beside that, for optimizers hold them too."""
-    content = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of all of torch.jit
-        torch.jit.save(module, content)
-    tensors = {**dict(named_parameters_of(module)), **dict(named_buffers_of(module))}
-    return _scripted, (content.getvalue(),), tensors, None, None, _set_tensors
-
-
-def reduce_scripted_function(function: torch.jit.ScriptFunction[Any, Any]) -> Reduction:
-    """Pickle a scripted or traced function as `torch.jit.save` does; it arrives as a module that is called alike."""
-    return _scripted, (function.save_to_buffer({}),)
-
-
-def _scripted(content: bytes) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.load(io.BytesIO(content))  # type: ignore[no-untyped-call]
-
-
-def _set_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
-    modules = dict(module.named_modules())
-    for name, tensor in tensors.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(modules[owner], attribute, tensor)
 
 
 def _reduce_parametrized(module: nn.Module) -> Reduction:
@@ -165,17 +131,6 @@ def _set_function(function: FunctionType, state: tuple[dict[str, Any], dict[str,
             (cell.cell_contents,) = contents
 
 
-def with_slots(value: type, reduction: Reduction) -> Reduction:
-    """Let a class that is sent by value have its slots: cloudpickle makes it without, and keeps their names."""
-    if "__slots__" not in vars(value) or issubclass(value, Enum):
-        return reduction
-    make, (metaclass, name, bases, members, *rest), *state = reduction
-    made_by, _, _ = prepare_class(name, resolve_bases(bases), {"metaclass": metaclass})
-    if made_by is not type(value):  # as of a NamedTuple, which has slots anyway, and takes none
-        return reduction
-    return make, (metaclass, name, bases, {**members, "__slots__": vars(value)["__slots__"]}, *rest), *state
-
-
 def in_main(value: type | FunctionType, reduction: Reduction) -> Reduction:
     """Let a class or a function of the script be an attribute of `__main__` in the other process, too.
 
@@ -221,18 +176,9 @@ def at_its_name(value: type | FunctionType) -> Any:
 
 
 def reduce_imported(module: ModuleType) -> Reduction | None:
-    """Pickle by name what cloudpickle takes for a module of the program's own.
-
-    These are a library's object in place of its module, and a module that is only an attribute of an imported one, as
-    compiled code has them.
-    """
-    if sys.modules.get(module.__name__) is module:
-        return None if type(module) is ModuleType else (importlib.import_module, (module.__name__,))
-    parent = sys.modules.get(module.__name__.rpartition(".")[0])
-    owners = (owner for owner in [parent, *sys.modules.values()] if isinstance(owner, ModuleType) and _is_named(owner))
-    places = ((owner, name) for owner in owners for name, value in [*vars(owner).items()] if value is module)
-    place = next(places, None)
-    return place and (getattr, place)
+    """Pickle a library's object in place of its module by name."""
+    is_object = type(module) is not ModuleType and sys.modules.get(module.__name__) is module
+    return (importlib.import_module, (module.__name__,)) if is_object else None
 
 
 class NamedObjects:
@@ -269,11 +215,6 @@ def imported_for(value: Any) -> str | None:
         return value.__name__ if _is_named(value) else None
     name = getattr(value, "__module__", None) if isinstance(value, (type, FunctionType, BuiltinFunctionType)) else None
     return name if isinstance(name, str) else None
-
-
-def reduce_operator(operator: Any) -> Reduction:
-    """Pickle an operator of `torch.ops` by its name, such as ``aten.mul.Tensor``."""
-    return attrgetter(str(operator)), (torch.ops,)
 
 
 def _is_named(module: ModuleType) -> bool:

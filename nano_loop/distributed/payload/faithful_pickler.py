@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nano_loop.distributed.payload.buffers import reduce_storage
-from nano_loop.distributed.payload.code_reductions import NamedObjects, imported_for, in_main, with_slots
+from nano_loop.distributed.payload.code_reductions import NamedObjects, imported_for, in_main
 from nano_loop.distributed.payload.reductions import REDUCTIONS
 from nano_loop.patching.members import buffers_of
 
@@ -56,7 +56,7 @@ class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.modules[module] = None
         if not isinstance(reduction, tuple) or not issubclass(kind, (type, FunctionType)):
             return reduction
-        return in_main(value, with_slots(value, reduction) if issubclass(kind, type) else reduction)
+        return in_main(value, reduction)
 
 
 def _about_to_change(kind: type, value: Any) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from nano_loop.distributed.payload.edited_modules import refuse_edited_modules
 from nano_loop.distributed.payload.faithful_pickler import FaithfulPickler
 from nano_loop.distributed.payload.module_state import ModuleState
 from nano_loop.distributed.payload.reached_modules import ReachedModules
@@ -59,8 +60,8 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: boo
     Raises
     ------
     NanoError
-        If something in `call` cannot be pickled, with the argument's name and the first steps down to it, or if the
-        folder has no room.
+        If something in `call` cannot be pickled, with the argument's name and the first steps down to it, if the folder
+        has no room, or if a worker would import other code.
     """
     try:
         with _main_by_value():
@@ -70,6 +71,7 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: boo
                 for path in folder.iterdir():
                     path.unlink()
                 written, not_compared = _written(call, reached, folder)
+            refuse_edited_modules(reached.functions if reached else ())
     except NanoError:
         raise
     except Exception as error:  # what a user's __reduce__ may raise is anything

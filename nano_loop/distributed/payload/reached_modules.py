@@ -49,11 +49,14 @@ class ReachedModules:
         Those of the program, and those of libraries, by name.
     named : set of (str, str)
         The modules, and the attributes of theirs, that functions of `roots`, or functions that these call, name.
+    functions : list of (module, function)
+        Those of the program that other processes import.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.modules: dict[str, ModuleType] = {}
         self.named: set[tuple[str, str]] = set()
+        self.functions: list[tuple[ModuleType, FunctionType]] = []
         self._walk(roots)
 
     def add(self, names: Iterable[str]) -> bool:
@@ -119,6 +122,8 @@ class ReachedModules:
         if module is None or not (is_program(module) or is_sent(module)):
             self._add_library(module)
             return
+        if is_program(module):
+            self.functions.append((module, function))
         yield from (module, function.__defaults__, function.__kwdefaults__)
         names, imported = _named_in(function.__code__)
         owners: list[Any] = [*_imported(imported, module)]

@@ -21,8 +21,6 @@ from nano_loop.distributed.payload.code_reductions import (
     reduce_function,
     reduce_imported,
     reduce_module,
-    reduce_operator,
-    reduce_scripted_function,
 )
 from nano_loop.patching.torch_private_autograd import TENSOR_HOOKS
 from nano_loop.patching.torch_private_loaders import kept_iterator, with_iterator
@@ -107,8 +105,5 @@ REDUCTIONS: dict[type, Callable[[Any], Reduction | None]] = {
     np.ndarray: reduce_array,
     CodeType: reduce_code,
     FunctionType: reduce_function,
-    torch.jit.ScriptFunction: reduce_scripted_function,
     ModuleType: reduce_imported,
-    type(torch.ops.aten.mul): reduce_operator,
-    type(torch.ops.aten.mul.Tensor): reduce_operator,
 }

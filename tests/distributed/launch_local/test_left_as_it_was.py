@@ -60,14 +60,6 @@ def test_model_and_optimizer_are_freed_without_a_collection():
         gc.enable()
 
 
-@pytest.mark.parametrize("how", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(4, 3))])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_and_scripted_models_train(how):
-    model = how(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert nano(**small.OPTIONS)(small.fit)(model, optimizer, small.parts()[2], epochs=1) == 4
-
-
 def test_patch_of_cuda_holds_in_workers():
     def train(model, optimizer, loader):
         for x, y in loader:
