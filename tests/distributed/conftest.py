@@ -1,6 +1,5 @@
 """A watch over what a run of several ranks leaves."""
 
-import contextlib
 import gc
 import os
 import tempfile
@@ -50,10 +49,7 @@ def runs_that_have_the_process():
 def _processes():
     # Workers are children of the process that is kept to fork them, which is no child of this one.
     roots = (os.getpid(), *(server.pid for server in servers.kept()))
-    kept = importers()
     for child in [child for root in roots for child in _below(root)]:
-        if child.pid in kept:
-            continue
         try:
             command = " ".join(child.cmdline())
         except psutil.ZombieProcess:
@@ -65,19 +61,9 @@ def _processes():
             yield child.pid, f"{child.pid} {command}"
 
 
-def importers():
-    """The processes that have imported modules for the next runs. Workers write to a pipe, and these to nowhere."""
-    found = set()
-    for child in [child for server in servers.kept() for child in _below(server.pid, recursive=False)]:
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{child.pid}/fd/1") == os.devnull:
-                found.add(child.pid)
-    return found
-
-
-def _below(pid, recursive=True):
+def _below(pid):
     try:
-        return psutil.Process(pid).children(recursive=recursive)
+        return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:  # the kept process ends by itself after a minute
         return []
 

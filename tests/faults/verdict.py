@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from distributed.conftest import belongings, importers
+from distributed.conftest import belongings
 from leaks import affinity_masks, changes, moved_threads, process_state
 
 from faults.fault import Fault
@@ -139,7 +139,7 @@ def _things():
 def _strays():
     """All processes that have this one's temporary folder in their environment, whoever their parents are now."""
     mark = f"TMPDIR={os.environ['TMPDIR']}\0".encode()
-    known = {os.getpid(), *(server.pid for server in servers.kept()), *importers()}
+    known = {os.getpid(), *(server.pid for server in servers.kept())}
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):

@@ -53,12 +53,10 @@ _PURE = (
 def refuse_unseen_changes(table: Table) -> None:
     """Raise where the caller's files would be changed by a function that no table is asked by, while there is a table.
 
-    And note what is opened for reading, where the table keeps it. Such a hook of Python's cannot be taken away.
+    Such a hook of Python's cannot be taken away.
     """
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if table.opened is not None and event == "open" and not _writes(arguments):
-            table.opened.append(arguments[0])
         if not table.root or table.is_rank_0 or event not in _EVENTS or redirected.depth:
             return
         for path in _changed_paths(event, arguments):

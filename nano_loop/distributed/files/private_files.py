@@ -26,7 +26,7 @@ from nano_loop.distributed.files.made_folders import MadeFolders
 from nano_loop.distributed.files.native import natives_by_module, replacements_in
 from nano_loop.distributed.files.originals import real
 from nano_loop.distributed.files.replacements import Replacement
-from nano_loop.distributed.files.table import SYSTEM, Table
+from nano_loop.distributed.files.table import Table
 from nano_loop.patching.when_imported import WhenImported
 
 # Modules that keep such functions in classes, in default arguments, or in dicts of objects.
@@ -109,46 +109,6 @@ def private_files(run: Path, own: Path, since: int) -> Iterator[None]:
         stack.callback(_begin(place, f"{place_of(own)}/temporary", run, own, since))
         stack.enter_context(explaining())
         yield
-
-
-class ImportedFiles:
-    """The files of imports: which they have read, and whether they have written some.
-
-    Parameters
-    ----------
-    temporary : str
-        The folder for temporary files.
-    """
-
-    def __init__(self, temporary: str) -> None:
-        self._temporary = temporary
-
-    def read(self) -> list[str]:
-        """Return the paths of the files that were opened for reading, without those of the system."""
-        paths = [os.fsdecode(path) for path in _table.opened or () if isinstance(path, (str, bytes))]
-        return [path for path in map(os.path.abspath, paths) if not path.startswith(SYSTEM)]
-
-    def has_written(self) -> bool:
-        """Whether files that belong to a run were written, removed or made for a while, shared caches aside."""
-        return not _table.is_empty or bool(os.listdir(self._temporary))
-
-
-@contextlib.contextmanager
-def private_imports(run: Path) -> Iterator[ImportedFiles]:
-    """Keep files private that modules write while this process imports them, before it forks workers.
-
-    Parameters
-    ----------
-    run : pathlib.Path
-        As for `redirect_files`.
-    """
-    place = tempfile.mkdtemp(dir=place_of(run))
-    with ExitStack() as stack:
-        stack.callback(_table.end)
-        stack.callback(_begin(place, f"{place}/temporary", run, run, began(run)))
-        stack.callback(setattr, _table, "opened", None)
-        _table.opened = []
-        yield ImportedFiles(f"{place}/temporary")
 
 
 def explaining() -> AbstractContextManager[None]:

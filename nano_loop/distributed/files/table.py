@@ -44,15 +44,12 @@ class Table:
         The caller's databases that were opened for reading alone.
     temporary : str
         A folder for temporary files, which are real ones.
-    opened : list or None
-        The paths that were opened for reading, while somebody asks for them.
     outside : executor or None
         A thread that may do what the kernel refuses to the others of this process: to change the caller's files.
     """
 
     def __init__(self) -> None:
         self._changes: Any = memoryview(bytearray(8)).cast("Q")  # how often folders may have become others
-        self.opened: list[Any] | None = None
         self.read_only: set[str] = set()
         self.outside: Executor | None = None
         self.is_rank_0 = False

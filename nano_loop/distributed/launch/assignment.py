@@ -14,7 +14,7 @@ from nano_loop.config.options import Options
 from nano_loop.data.random_states import process_states, set_process_states
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.payload.payload import Written, dump
+from nano_loop.distributed.payload.payload import dump
 from nano_loop.errors import NanoError, NanoWorkerError
 from nano_loop.integrations.cuda_calls.patching import is_cuda_patched, patch_cuda
 
@@ -99,7 +99,7 @@ class Assignment:
         return self.options.num_processes or 1
 
 
-def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worker_init: object = None) -> Written:
+def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worker_init: object = None) -> int:
     """Write what the workers read to new folders in `folder`.
 
     Parameters
@@ -115,8 +115,8 @@ def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worke
 
     Returns
     -------
-    Written
-        Without modules where `worker_init` comes before their import.
+    int
+        The bytes of the large storages and arrays that were copied.
 
     Raises
     ------
@@ -128,7 +128,6 @@ def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worke
             (folder / WORKER_INIT).mkdir()
             dump(worker_init, folder / WORKER_INIT, {"worker_init": worker_init})
         (folder / PAYLOAD).mkdir()
-        written = dump(payload, folder / PAYLOAD, names, with_modules=True)
+        return dump(payload, folder / PAYLOAD, names, with_modules=True)
     except NanoError as error:
         raise NanoWorkerError(str(error), rank=0) from error
-    return written if worker_init is None else written._replace(modules=[])

@@ -11,7 +11,6 @@ from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.launch.failure import Kind, kind_of, raised
 from nano_loop.distributed.launch.interrupts import Interrupts
-from nano_loop.distributed.launch.worker_warnings import noted
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.errors import NanoWorkerError, RankLeftError, error_message
 
@@ -66,7 +65,6 @@ def running_together(
 
     with ExitStack() as stack:
         stack.callback(workers.end)
-        stack.enter_context(noted())
         with interrupts.heard():
             workers.wait_until_ready(timeout)
         forget()  # whatever happens now, its memory is freed

@@ -1,8 +1,8 @@
 """The reports of a worker to rank 0, on a pipe or a socket: messages, and what both ends do with them.
 
 A worker reports "ready" when it has read its payload, and at the end "finished", or "failed" and then "exception": the
-words of a failure at once, since pickling an exception may fail or take long. In between come "warning", and "stack" in
-answer to a request. Nothing in a message is executed or unpickled before it is known who has sent it.
+words of a failure at once, since pickling an exception may fail or take long. In between comes "stack" in answer to a
+request. Nothing in a message is executed or unpickled before it is known who has sent it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
-from nano_loop.distributed.launch.worker_warnings import Awaiting
 from nano_loop.patching.user_code import users_traceback
 
 #: Requests about a worker: its end, and its stack.
@@ -142,7 +141,6 @@ class Worker(ABC):
         self.ready = self.finished = False
         self.reports: int | None = None
         self.stacks: list[str] = []
-        self.warnings = Awaiting()
         self._reading = threading.RLock()
         self._frames = Frames()
         self._failure: Failure | None = None
@@ -220,7 +218,5 @@ class Worker(ABC):
             assert self._failure is not None
             self._failure.pickled = content
             self._failed_at = 0.0  # complete
-        elif kind == "warning":
-            self.warnings.take(header)
         elif kind == "stack":
             self.stacks.append(content.decode(errors="replace"))

@@ -16,7 +16,6 @@ from nano_loop.distributed.launch.active_runs import of_ranks, running, whole_pr
 from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment
 from nano_loop.distributed.launch.failure import flush_output
 from nano_loop.distributed.launch.reports import Reporter
-from nano_loop.distributed.launch.worker_warnings import sent
 from nano_loop.distributed.payload.payload import load
 from nano_loop.integrations.fabric.rank_zero import note_rank
 from nano_loop.storage.trusted_files import opened_folder, path_of
@@ -24,7 +23,7 @@ from nano_loop.storage.trusted_files import opened_folder, path_of
 Join = Callable[[Assignment, int], AbstractContextManager[RankSlot]]
 
 
-def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: Path, verbose: bool) -> None:
+def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: Path) -> None:
     """Do what a worker process is for: read its payload, do the task, and report how that has ended.
 
     What is changed in the process (torch's settings, its seeds, its files) is left changed: it ends with the run.
@@ -41,16 +40,12 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: P
         The folder with the payload.
     made : pathlib.Path
         See `redirect_files`.
-    verbose : bool
-        Whether warnings are shown with the rest of its standard error; else they are sent to rank 0.
     """
     note_rank(reporter.rank)
-    if not verbose:
-        sent(reporter.report)
     where = ""
     try:
         with opened_folder(payload) as opened:
-            keep_sockets_in(folder)
+            _keep_sockets_in(folder)
             redirect_files(folder, reporter.rank, made)
             sent_by_rank_0 = path_of(opened, payload)
             if (sent_by_rank_0 / WORKER_INIT).exists():
@@ -77,7 +72,7 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: P
         reporter.report("finished")
 
 
-def keep_sockets_in(folder: Path) -> None:
+def _keep_sockets_in(folder: Path) -> None:
     """Let multiprocessing, which loaders use, have its temporary folder where rank 0 deletes it.
 
     And where paths are short: that of a socket has 107 characters at the most, and this process's temporary folder lies

@@ -4,8 +4,6 @@ It forks workers when the caller asks, ends them when the caller asks or is gone
 Without work it ends after a while, and in any case with the caller. A worker is so never a child of the caller's, and
 the caller's own children are not disturbed.
 
-Modules that workers need besides are imported by a child of it, an importer, which is such a server itself.
-
 `nano_loop.distributed.launch_local.server.BOOTSTRAP` calls `serve`.
 """
 
@@ -19,25 +17,18 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nano_loop.cpu.glibc import allocator_of_this_process
 from nano_loop.cpu.parent_process import end_with
 from nano_loop.distributed.files.private_files import prepare
 from nano_loop.distributed.launch.reports import DUMP, Frames, framed
-from nano_loop.distributed.launch.worker import keep_sockets_in
 from nano_loop.distributed.launch_local import stack_dump
-from nano_loop.distributed.launch_local.forked_worker import take_over, work_for
-from nano_loop.distributed.launch_local.importer import Importer, ImportKey, WorkerRequest, kill_group
-from nano_loop.distributed.launch_local.shared_imports import import_to_share
-from nano_loop.integrations.fabric.rank_zero import note_rank
+from nano_loop.distributed.launch_local.forked_worker import WorkerRequest, work_for
 
 _DESCRIPTORS = 4  # that come with each request for a worker: its channel, reports, standard output, standard error
 
@@ -91,14 +82,14 @@ class ForkServer:
     Parameters
     ----------
     control : socket.socket
-        A stream socket to who asks for workers: the caller, or the server that this process was forked from.
-    caller : int, optional
-        A descriptor that is readable when the caller has ended.
-    idle : float, optional
+        A stream socket to the caller.
+    caller : int or None
+        A descriptor that is readable when the caller has ended; None where the system has none.
+    idle : float
         Seconds without a run after which the process ends.
     """
 
-    def __init__(self, control: socket.socket, caller: int | None = None, idle: float | None = None) -> None:
+    def __init__(self, control: socket.socket, caller: int | None, idle: float) -> None:
         self._control = control
         self._idle = idle
         self._caller = caller
@@ -106,11 +97,6 @@ class ForkServer:
         self._descriptors: list[int] = []  # that have come for workers to be forked
         self._workers: dict[int, socket.socket] = {}  # the channels that the caller has to them, by their processes
         self._folders: set[str] = set()  # of the runs that are under way
-        self._importer: Importer | None = None
-        self._retired: list[Importer] = []  # which have workers yet
-        self._waiting: list[WorkerRequest] = []  # for the importer, which imports
-        self._not_shareable: set[ImportKey] = set()
-        self._is_retired = False
         self._woken, self._waking = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._waking, False)
@@ -119,22 +105,14 @@ class ForkServer:
 
     def run(self) -> None:
         """Do what the caller asks for, until there is nothing more to do."""
-        while self._workers or not self._is_retired:
+        while True:
             sources: list[Any] = [self._control, self._woken, *([] if self._caller is None else [self._caller])]
             busy = self._workers or self._folders
-            channels = [*self._workers.values(), *(request.channel for request in self._waiting)]
-            sources += [channel for channel in channels if channel.fileno() >= 0]
-            sources += [importer.control for importer in self._importers]
+            sources += [channel for channel in self._workers.values() if channel.fileno() >= 0]
             readable, _, _ = select.select(sources, [], [], None if busy else self._idle)
             for pid, channel in self._workers.items():
                 if channel in readable:
                     self._obey(pid, channel)
-            for request in [*self._waiting]:
-                if request.channel in readable:
-                    self._obey_waiting(request)
-            for importer in self._importers:
-                if importer.control in readable:
-                    self._hear(importer)
             if self._woken in readable:
                 os.read(self._woken, 1 << 12)
                 self._reap()
@@ -146,10 +124,8 @@ class ForkServer:
 
     def end(self) -> NoReturn:
         """Kill all workers and what they have started, delete what the runs have left, and end this process."""
-        for importer in self._importers:
-            importer.end()
         for pid in self._workers:
-            kill_group(pid)
+            _kill_group(pid)
         for pid in self._workers:  # what still runs could write to the folders
             os.waitpid(pid, 0)
         for folder in self._folders:
@@ -175,28 +151,12 @@ class ForkServer:
             self._folders.add(request["folder"])
         elif kind == "finish":
             self._folders.discard(request["folder"])
-        elif kind == "retire":
-            self._is_retired = True
         elif kind == "fork":
             descriptors, self._descriptors = self._descriptors[:_DESCRIPTORS], self._descriptors[_DESCRIPTORS:]
             channel = socket.socket(fileno=descriptors[0])
-            self._start(WorkerRequest(request["start"], channel, descriptors[1:]))
+            self._fork(WorkerRequest(request["start"], channel, descriptors[1:]))
 
     # --- workers ---
-
-    def _start(self, request: WorkerRequest) -> None:
-        """Have a worker forked: by the process that has imported what it needs, if that can be shared."""
-        modules = [name for name in request.start["modules"] if name not in sys.modules]
-        importer = self._importer_for(request, modules) if modules else None
-        if importer is None:
-            self._fork(request)
-        elif importer.stamps is None:
-            self._waiting.append(request)
-        else:
-            try:
-                importer.send(request)
-            except OSError:  # it was killed
-                self._fork(request)
 
     def _obey(self, pid: int, channel: socket.socket) -> None:
         """Do what the caller has asked for about one worker; nobody is there to ask if the channel is closed."""
@@ -204,13 +164,13 @@ class ForkServer:
         if request == DUMP:
             _say(channel, {"state": stack_dump.request(pid)})
         else:
-            kill_group(pid)
+            _kill_group(pid)
         if not request:
             channel.close()
 
     def _fork(self, request: WorkerRequest) -> None:
         try:
-            pid = self._forked(partial(work_for, request))
+            pid = self._forked(request)
         except OSError as error:
             _say(request.channel, {"refused": str(error)})
             request.close()
@@ -218,8 +178,8 @@ class ForkServer:
         self._workers[pid] = request.channel
         request.close_streams()
 
-    def _forked(self, become: Callable[[], object]) -> int:
-        """Return a new child, which calls a function, and ends with this process at the latest."""
+    def _forked(self, request: WorkerRequest) -> int:
+        """Return a new worker, which ends with this process at the latest."""
         server = os.getpid()
         with warnings.catch_warnings():
             # Python warns of threads: numpy's linear algebra has some, and makes them anew in the child.
@@ -230,120 +190,39 @@ class ForkServer:
         try:
             self._leave()
             end_with(server)
-            become()
+            work_for(request)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
 
     def _leave(self) -> None:
-        """Release the server's resources, in a process that it has forked."""
+        """Release the server's resources, in a worker."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # Ctrl-C is for rank 0, and what the process starts ends with it
         caller = [] if self._caller is None else [self._caller]
         for descriptor in (self._woken, self._waking, *self._descriptors, *caller):
             os.close(descriptor)
-        for connection in (self._control, *self._workers.values(), *(importer.control for importer in self._importers)):
+        for connection in (self._control, *self._workers.values()):
             connection.close()
-        for request in self._waiting:
-            request.close()
 
     def _reap(self) -> None:
         """Take note of the workers that have ended, and end what they have started."""
         for pid, channel in [*self._workers.items()]:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                kill_group(pid)  # as long as nobody has waited for the worker, its number is not given away
+                _kill_group(pid)  # as long as nobody has waited for the worker, its number is not given away
                 _, status = os.waitpid(pid, 0)
                 del self._workers[pid]
                 _say(channel, {"exited": os.waitstatus_to_exitcode(status)})
                 channel.close()
 
-    # --- importers ---
 
-    @property
-    def _importers(self) -> list[Importer]:
-        return [*self._retired, *([] if self._importer is None else [self._importer])]
-
-    def _importer_for(self, request: WorkerRequest, modules: Sequence[str]) -> Importer | None:
-        """Return a process that has modules imported, or is about to; None if the worker has to import by itself."""
-        key, importer = ImportKey.of(request.start, modules), self._importer
-        if importer is not None:
-            if importer.key.has(key) and importer.is_current:
-                return importer
-            key = importer.key.joined(key)
-        if self._waiting or key in self._not_shareable:
-            return None
-        if importer is not None:
-            self._retire(importer)
-        self._importer = self._started(request, key)
-        return self._importer
-
-    def _started(self, request: WorkerRequest, key: ImportKey) -> Importer | None:
-        control, other = socket.socketpair()
-        with other:
-            try:
-                pid = self._forked(partial(_import, request, key, other, control))
-            except OSError:  # the system refuses it, and is about to refuse the worker
-                control.close()
-                return None
-        return Importer(pid, control, key)
-
-    def _retire(self, importer: Importer) -> None:
-        """Let an importer end when its last worker has."""
-        self._importer = None
-        self._retired.append(importer)
-        if not importer.retire():
-            self._discard(importer)
-
-    def _hear(self, importer: Importer) -> None:
-        """Take in that an importer has imported, or has ended."""
-        if importer.has_closed():
-            self._discard(importer)
-            if importer.stamps is None:
-                self._not_shareable.add(importer.key)
-        for request in [*self._waiting]:
-            self._waiting.remove(request)
-            self._start(request)
-
-    def _obey_waiting(self, request: WorkerRequest) -> None:
-        """Do what the caller has asked for about a worker whose modules are being imported."""
-        assert self._importer is not None
-        if _received(request.channel) == DUMP:
-            _say(request.channel, {"state": stack_dump.request(self._importer.pid)})
-            return
-        self._waiting.remove(request)
-        _say(request.channel, {"exited": -signal.SIGKILL})
-        request.close()
-        if not self._waiting:
-            self._discard(self._importer)
-
-    def _discard(self, importer: Importer) -> None:
-        """End an importer, and forget it."""
-        if importer is self._importer:
-            self._importer = None
-        else:
-            self._retired.remove(importer)
-        importer.end()
-
-
-def _import(request: WorkerRequest, key: ImportKey, control: socket.socket, other: socket.socket) -> None:
-    """Import the modules of a worker as it would, then fork it and others."""
-    request.close()
-    other.close()
-    rank, folder = request.start["rank"], request.start["folder"]
-    try:
-        note_rank(rank)
-        take_over(request.start)
-        stack_dump.dump_on_signal(folder, rank)
-        keep_sockets_in(Path(folder))
-        stamps = import_to_share(key.modules, Path(folder))
-    except BaseException:  # the worker imports by itself, and reports it
-        os._exit(1)
-    _say(control, {"stamps": stamps})
-    server = ForkServer(control)
-    server.run()
-    server.end()
+def _kill_group(leader: int) -> None:
+    """Kill a process that nobody has waited for yet, and all that it has started."""
+    for kill in (os.killpg, os.kill):  # between its fork and its setsid it has no group
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(leader, signal.SIGKILL)
 
 
 def _handle_of(process: int) -> int | None:

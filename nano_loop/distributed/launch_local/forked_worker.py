@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +20,24 @@ from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.reports import CUT_OFF, Reporter
 from nano_loop.distributed.launch.worker import work
 from nano_loop.distributed.launch_local import stack_dump
-from nano_loop.distributed.launch_local.importer import WorkerRequest
+
+
+class WorkerRequest(NamedTuple):
+    """A request of the caller's for a worker, with the descriptors that have come with it."""
+
+    start: dict[str, Any]  # what `nano_loop.distributed.launch_local.start.start_of` has returned
+    channel: socket.socket
+    streams: list[int]  # its reports, its standard output, its standard error
+
+    def close(self) -> None:
+        """Close the descriptors in this process."""
+        self.close_streams()
+        self.channel.close()
+
+    def close_streams(self) -> None:
+        """Close those that are the worker's alone."""
+        for descriptor in self.streams:
+            os.close(descriptor)
 
 
 def work_for(request: WorkerRequest) -> None:
@@ -27,15 +45,15 @@ def work_for(request: WorkerRequest) -> None:
     request.channel.close()
     start, (reports, *streams) = request.start, request.streams
     _take_streams(*streams)
-    take_over(start)
+    _take_over(start)
     stack_dump.dump_on_signal(start["folder"], start["rank"])
     folder, reporter = Path(start["folder"]), Reporter(start["rank"], partial(_write, reports))
-    work(reporter, folder, _joined, payload=folder, made=folder, verbose=start["verbose"])
+    work(reporter, folder, _joined, payload=folder, made=folder)
     # Threads of the user's may be running; there is nothing to clean up that rank 0 does not.
     os._exit(CUT_OFF if reporter.is_cut_off else 0)
 
 
-def take_over(start: dict[str, Any]) -> None:
+def _take_over(start: dict[str, Any]) -> None:
     """Take over from the caller's process what a process has from its start."""
     if start["cpus"]:
         os.sched_setaffinity(0, start["cpus"])

@@ -53,10 +53,9 @@ class Local(Launcher):
                     state = State.of_this_process(machine.num_threads)
                     # While the other process imports torch.
                     assignment = Assignment(task, state, options, slots)
-                    written = write_payload(assignment, folder, task.names, options.worker_init)
-                    slots[0].copied = written.copied
+                    slots[0].copied = write_payload(assignment, folder, task.names, options.worker_init)
                 stack.enter_context(bound(shares[0].cpus))
-                workers = Workers(forked(server, slots[1:], written.modules, verbose=options.verbose == "all"))
+                workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"))
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[None]:
                 slots[0].ranks.check = check

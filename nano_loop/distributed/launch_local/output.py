@@ -48,10 +48,6 @@ class Output:
         if ended:
             self.finish()
 
-    def say(self, text: str) -> None:
-        """Show text that has come in another way, line by line like the rest."""
-        self._show("".join(f"{self._prefix}{line}\n" for line in text.splitlines()))
-
     def finish(self) -> None:
         """Show what has no end of line."""
         if self._line:

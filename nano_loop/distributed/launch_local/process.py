@@ -35,13 +35,11 @@ class WorkerProcess(Worker):
         Forks it.
     slot : RankSlot
         Its place.
-    modules : sequence of str
-        What it imports to read its payload.
     verbose : bool
         Whether what it prints is shown.
     """
 
-    def __init__(self, server: Server, slot: RankSlot, modules: Sequence[str], verbose: bool = False) -> None:
+    def __init__(self, server: Server, slot: RankSlot, verbose: bool = False) -> None:
         super().__init__(slot.ranks.rank)
         self._folder = str(slot.ranks.folder)
         self._server = server
@@ -51,7 +49,7 @@ class WorkerProcess(Worker):
         self._outputs: list[Output] = []
         self._resources = contextlib.ExitStack()
         try:
-            self._channel = self._forked(start_of(slot, modules, verbose), sys.stdout if verbose else None, sys.stderr)
+            self._channel = self._forked(start_of(slot), sys.stdout if verbose else None, sys.stderr)
         except BaseException:
             self._resources.close()
             raise
@@ -102,7 +100,6 @@ class WorkerProcess(Worker):
         self.read_reports()
         for output in self._outputs:
             output.finish()
-        self.warnings.show(self._outputs[-1].say)
         self._outputs = []
         self.reports = None
         self._resources.close()
@@ -172,15 +169,13 @@ class WorkerProcess(Worker):
         super().read_reports()
 
 
-def forked(
-    server: Server, slots: Sequence[RankSlot], modules: Sequence[str], verbose: bool = False
-) -> list[WorkerProcess]:
+def forked(server: Server, slots: Sequence[RankSlot], verbose: bool = False) -> list[WorkerProcess]:
     """Return a new worker for each; if one cannot be started, end the others and raise a `NanoWorkerError`."""
     workers: list[WorkerProcess] = []
     with contextlib.ExitStack() as stack:
         for slot in slots:
             try:
-                workers.append(WorkerProcess(server, slot, modules, verbose))
+                workers.append(WorkerProcess(server, slot, verbose))
             except OSError as error:
                 rank, folder = slot.ranks.rank, slot.ranks.folder
                 words = limit_in_words(error, folder) if folder is not None else None

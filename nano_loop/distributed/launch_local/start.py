@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,9 @@ def origin_of(slot: RankSlot) -> dict[str, Any]:
     }
 
 
-def start_of(slot: RankSlot, modules: Sequence[str], verbose: bool) -> dict[str, Any]:
-    """Return what a slot's worker, which imports modules, takes over from the caller's process when it is forked."""
+def start_of(slot: RankSlot) -> dict[str, Any]:
+    """Return what a slot's worker takes over from the caller's process when it is forked."""
     return {
-        "modules": [*modules],
         "rank": slot.ranks.rank,
         "cpus": cpus_of(slot),
         "folder": str(slot.ranks.folder),
@@ -57,7 +56,6 @@ def start_of(slot: RankSlot, modules: Sequence[str], verbose: bool) -> dict[str,
         "script": getattr(sys.modules["__main__"], "__file__", None),
         "environ": environment_of(slot, os.environ),
         "working_folder": working_folder(),
-        "verbose": verbose,
     }
 
 

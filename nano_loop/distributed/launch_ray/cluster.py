@@ -9,7 +9,6 @@ import contextlib
 import os
 import secrets
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nano_loop.distributed.launch.failure import Failure, Kind
 from nano_loop.distributed.launch.reports import DUMP, Worker
-from nano_loop.distributed.launch_local.output import Output
 from nano_loop.distributed.launch_ray.caller import changes_undone_by
 from nano_loop.distributed.launch_ray.rank_connections import FORGET
 from nano_loop.errors import NanoConfigError, NanoError, error_message
@@ -291,7 +289,6 @@ class Actor(Worker):
         while self.reports is not None and time.monotonic() < deadline:
             self.read_reports()
             time.sleep(0.01)
-        self.warnings.show(Output(-1, sys.stderr, f"[rank {self.rank}] ").say)
         self.reports = self._running = None
         if self._connection is not None:
             self._connection.close()

@@ -56,7 +56,7 @@ class RayLauncher(Launcher):
                 stack.enter_context(folders_made_together(folder))
                 with interrupts.heard():
                     assignment = Assignment(task, State.of_this_process(machine.num_threads), _placed(options))
-                    copied = write_payload(assignment, folder, task.names, options.worker_init).copied
+                    copied = write_payload(assignment, folder, task.names, options.worker_init)
             with interrupts.heard():
                 stack.enter_context(cluster.connected())
             actors, placement, folders = stack.enter_context(starting.started(options, folder, interrupts.hear))

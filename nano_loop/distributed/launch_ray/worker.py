@@ -124,8 +124,7 @@ class RankWorker:
             with join_run(store, options, machine, Launch("ray", rank, assignment.size), terms) as slot:
                 yield slot
 
-        verbose = self._setting["verbose"]
-        work(self._connection, self._folder, join, payload=Path(payload), made=self._payload, verbose=verbose)
+        work(self._connection, self._folder, join, payload=Path(payload), made=self._payload)
 
     def _forget(self) -> None:
         shutil.rmtree(self._folder / "sent", ignore_errors=True)

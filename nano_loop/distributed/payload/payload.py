@@ -5,10 +5,10 @@ from __future__ import annotations
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 
@@ -24,22 +24,7 @@ from nano_loop.errors import NanoError, NanoWarning, error_message
 _MAIN_OF_SPAWNED = "__mp_main__"  # in a child that multiprocessing has spawned
 
 
-class Written(NamedTuple):
-    """What `dump` has written.
-
-    Attributes
-    ----------
-    copied : int
-        The bytes of the large storages and arrays that were copied; what is shared memory already is not.
-    modules : list of str
-        The modules that `load` imports, in this order; but for those that others import.
-    """
-
-    copied: int
-    modules: list[str]
-
-
-def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: bool = False) -> Written:
+def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: bool = False) -> int:
     """Write `call` to ``folder/payload``, and its large storages and arrays to files beside it.
 
     Nothing of `call` is changed, and no large storage or contiguous array is copied in this process's memory. One that
@@ -57,6 +42,11 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: boo
     with_modules : bool
         Whether the data of the modules that `call` reaches are written, too, for `load` to set them there.
 
+    Returns
+    -------
+    int
+        The bytes of the large storages and arrays that were copied; what is shared memory already is not.
+
     Raises
     ------
     NanoError
@@ -66,11 +56,11 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: boo
     try:
         with _main_by_value():
             reached = ReachedModules([call]) if with_modules else None
-            written, not_compared = _written(call, reached, folder)
-            if reached is not None and reached.add(written.modules):  # by what an argument has pickled
+            copied, modules, not_compared = _written(call, reached, folder)
+            if reached is not None and reached.add(modules):  # by what an argument has pickled
                 for path in folder.iterdir():
                     path.unlink()
-                written, not_compared = _written(call, reached, folder)
+                copied, _, not_compared = _written(call, reached, folder)
             refuse_edited_modules(reached.functions if reached else ())
     except NanoError:
         raise
@@ -81,10 +71,11 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: boo
         got = "; ".join(f"{name} {why}" for name, why in not_compared.items())
         expected, hint = "worker processes have it as after a new import", "If they need more, set it in worker_init"
         warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
-    return written
+    return copied
 
 
-def _written(call: Any, reached: ReachedModules | None, folder: Path) -> tuple[Written, Mapping[str, str]]:
+def _written(call: Any, reached: ReachedModules | None, folder: Path) -> tuple[int, Iterable[str], Mapping[str, str]]:
+    """Return the bytes that were copied, the modules of what is pickled by its name, and what is not compared."""
     with SharedFiles(folder) as files:
         pickler = FaithfulPickler(files, files.take)
         state = None if reached is None else ModuleState(reached)
@@ -95,8 +86,7 @@ def _written(call: Any, reached: ReachedModules | None, folder: Path) -> tuple[W
             pickler.dump(state.contents)
             pickler.memo = state.memo_of_arguments(pickler.memo.copy())
         pickler.dump(call)
-    modules = dict.fromkeys([*pickler.modules, *(reached.modules if reached else ())])
-    return Written(files.copied, [*modules]), state.not_compared if state else {}
+    return files.copied, pickler.modules, state.not_compared if state else {}
 
 
 def load(folder: Path, *, with_modules: bool = False) -> Any:

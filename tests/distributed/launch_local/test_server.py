@@ -16,7 +16,6 @@ import torch
 from torch import distributed
 
 from distributed import small
-from distributed.conftest import importers
 from distributed.launch.started import LOOP, environment
 from nano_loop import NanoWorkerError, nano
 from nano_loop.distributed.launch_local import kept_server as servers
@@ -38,10 +37,10 @@ def run(task, **options):
 
 
 def server_of_a_run():
-    """Return the process that the worker of a run is forked from, or that which has imported modules for it."""
+    """Return the process that the worker of a run is forked from."""
     parent = run(os.getppid)[1]
-    assert parent in {kept().pid, *importers()}
-    return kept().pid
+    assert parent == kept().pid
+    return parent
 
 
 def kept():
@@ -77,6 +76,23 @@ def test_next_run_is_forked_from_the_same_process_and_meets_nothing_of_the_first
         torch.set_default_dtype(torch.float32)
     assert run(what_is_there)[1] == (False, None, "torch.float32")
     assert first == kept().pid
+
+
+def test_each_worker_imports_the_modules_of_its_arguments_anew(tmp_path, monkeypatch):
+    # A name of the module would have the caller's value in the worker.
+    (tmp_path / "imported_anew.py").write_text("import os, sys\nsys.imported_by = os.getpid()\nclass Thing: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "imported_by", None, raising=False)
+    thing = importlib.import_module("imported_anew").Thing()
+
+    def train(model, thing):
+        return everywhere((sys.imported_by == os.getpid(), os.getppid()))
+
+    try:
+        workers = [nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1), thing)[1] for _ in range(2)]
+        assert workers == [(True, kept().pid)] * 2
+    finally:
+        del sys.modules["imported_anew"]
 
 
 def test_it_is_no_child_of_the_caller():
