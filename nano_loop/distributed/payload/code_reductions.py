@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import marshal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from operator import attrgetter
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -83,8 +84,8 @@ def reduce_function(function: FunctionType) -> Reduction | None:
         if inner is function and outer is not None:
             return getattr, (outer, "__wrapped__")
         if inner is function:
-            is_found = at_its_name(function) is function
-            return None if is_found else (_imported, (function.__module__, function.__qualname__))
+            name = function.__module__, function.__qualname__
+            return None if at_its_name(function) is function else (_imported, name)
         if inner.__globals__.get("__name__") not in by_value():  # the script's are not there in another process
             outer = inner
     context = compile_context(function)
@@ -98,37 +99,39 @@ def _reduce_unnamed(function: FunctionType) -> Reduction | None:
         return None
     if at_its_name(function) is function or not _is_named(module):
         return None
-    cells = [None if is_empty(cell) else (cell.cell_contents,) for cell in function.__closure__ or ()]
-    attributes = {name: getattr(function, name) for name in _OF_FUNCTIONS}
-    make = function_of, (module.__name__, function.__code__, function.__name__)
-    return *make, (vars(function), attributes, cells), None, None, _set_function
+    attributes, cells = function_contents(function)
+    attributes |= {name: getattr(function, name) for name in _OF_NAMED}
+    make = _function_of, (module.__name__, function.__code__, function.__name__)
+    return *make, (attributes, cells), None, None, set_function
 
 
-_OF_FUNCTIONS = ("__defaults__", "__kwdefaults__", "__annotations__", "__qualname__", "__module__", "__doc__")
+_OF_NAMED = ("__annotations__", "__qualname__", "__module__", "__doc__")  # what others have by their source
 
 
-def function_of(module: str, code: CodeType, name: str) -> FunctionType:
+def _function_of(module: str, code: CodeType, name: str) -> FunctionType:
     """Return a new function with the global variables of a module, and with empty cells."""
     scope = vars(importlib.import_module(module))
     return FunctionType(code, scope, name, None, tuple(CellType() for _ in code.co_freevars))
 
 
-def is_empty(cell: CellType) -> bool:
-    """Whether a variable of an outer function is not assigned yet."""
-    try:
-        return not [cell.cell_contents]
-    except ValueError:
-        return True
+def function_contents(function: FunctionType) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """Return the attributes of a function, and the variables of outer functions that it uses."""
+    defaults = {"__defaults__": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
+    cells = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is not assigned yet
+            cells.append((name, cell.cell_contents))
+    return {**vars(function), **defaults}, cells
 
 
-def _set_function(function: FunctionType, state: tuple[dict[str, Any], dict[str, Any], list[Any]]) -> None:
-    own, attributes, cells = state
-    vars(function).update(own)
+def set_function(function: FunctionType, contents: tuple[Mapping[str, Any], Iterable[tuple[str, Any]]]) -> None:
+    """Let a function have the contents of another one with the same code."""
+    attributes, cells = contents
     for name, value in attributes.items():
         setattr(function, name, value)
-    for cell, contents in zip(function.__closure__ or (), cells, strict=True):
-        if contents is not None:
-            (cell.cell_contents,) = contents
+    held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    for name, value in cells:
+        held[name].cell_contents = value
 
 
 def in_main(value: type | FunctionType, reduction: Reduction) -> Reduction:
@@ -156,8 +159,7 @@ def is_sent_by_name(function: Callable[..., Any]) -> bool:
 
 def _importable_chain(function: FunctionType) -> Iterator[FunctionType]:
     """Yield what another process finds where `function` says that it is from, and what that wraps, outermost first."""
-    is_sent = any(f"{function.__module__}.".startswith(f"{name}.") for name in by_value())
-    outer = None if is_sent else at_its_name(function)
+    outer = None if is_sent(function.__module__) else at_its_name(function)
     while isinstance(outer, FunctionType):
         yield outer
         outer = vars(outer).get("__wrapped__")
@@ -182,7 +184,10 @@ def reduce_imported(module: ModuleType) -> Reduction | None:
 
 
 class NamedObjects:
-    """Finds objects without data that a module holds by a name, such as ``MISSING = object()``: they are sent by it."""
+    """Finds objects that a module holds by a name, such as ``MISSING = object()``: they are sent by it.
+
+    Those without data, and those of the standard library, such as `os.environ`.
+    """
 
     def __init__(self) -> None:
         self._places: dict[type, dict[int, tuple[ModuleType, str]]] = {}
@@ -193,7 +198,8 @@ class NamedObjects:
         if kind not in self._places:
             self._places[kind] = self._places_of(kind)
         place = self._places[kind].get(id(value))
-        return place if place and next(named_attributes_of(value), None) is None else None
+        has_data = next(named_attributes_of(value), None) is not None
+        return None if has_data and str(kind.__module__) not in sys.stdlib_module_names else place
 
     def _places_of(self, kind: type) -> dict[int, tuple[ModuleType, str]]:
         own: list[Any] = [kind.__reduce_ex__, kind.__reduce__]
@@ -209,17 +215,19 @@ class NamedObjects:
         }
 
 
-def imported_for(value: Any) -> str | None:
-    """Return the module that another process imports for what is pickled by its name: code, or the module itself."""
-    if isinstance(value, ModuleType):
-        return value.__name__ if _is_named(value) else None
-    name = getattr(value, "__module__", None) if isinstance(value, (type, FunctionType, BuiltinFunctionType)) else None
-    return name if isinstance(name, str) else None
-
-
 def _is_named(module: ModuleType) -> bool:
     """Return whether another process gets the same module by its name."""
     return sys.modules.get(module.__name__) is module and module.__name__ not in by_value()
+
+
+def is_found(value: type | FunctionType) -> bool:
+    """Whether another process imports a class or a function by its name."""
+    return not is_sent(value.__module__) and at_its_name(value) is value
+
+
+def is_sent(module: str) -> bool:
+    """Whether a module's contents are sent: the script's, and those that the user has registered."""
+    return any(f"{module}.".startswith(f"{name}.") for name in by_value())
 
 
 def by_value() -> tuple[str, ...]:

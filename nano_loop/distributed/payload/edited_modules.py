@@ -17,8 +17,8 @@ from nano_loop.patching.walk import code_in
 def refuse_edited_modules(functions: Iterable[tuple[ModuleType, FunctionType]]) -> None:
     """Raise if a function is not as the file of its module defines it now.
 
-    Python keeps no source, so code in memory is compared with what the file compiles to. That is done for files that are
-    newer than this process.
+    Python keeps no source, so code in memory is compared with what the file compiles to. That is done for files that
+    are newer than this process.
 
     Parameters
     ----------
@@ -32,10 +32,9 @@ def refuse_edited_modules(functions: Iterable[tuple[ModuleType, FunctionType]]) 
     """
     codes: dict[str, set[CodeType]] = defaultdict(set)
     for module, function in functions:
-        # Another loader may compile in another way, as pytest's does; decorators have code of other files.
-        if module.__spec__ is not None and type(module.__spec__.loader) is SourceFileLoader:
-            if function.__code__.co_filename == module.__file__:
-                codes[module.__file__].add(function.__code__)
+        loader = getattr(module.__spec__, "loader", None)  # another one may compile in another way, as pytest's does
+        if type(loader) is SourceFileLoader and function.__code__.co_filename == loader.path:  # decorators have others
+            codes[loader.path].add(function.__code__)
     for path, known in codes.items():
         if _has_changed(path, known):
             expected = "worker processes import it from that file, and would compute by other code"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pickle import PickleBuffer
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nano_loop.distributed.payload.buffers import reduce_storage
-from nano_loop.distributed.payload.code_reductions import NamedObjects, imported_for, in_main
+from nano_loop.distributed.payload.code_reductions import NamedObjects, in_main
 from nano_loop.distributed.payload.reductions import REDUCTIONS
 from nano_loop.patching.members import buffers_of
 
@@ -34,10 +34,12 @@ class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, file: Any, take: Callable[[PickleBuffer], bool]) -> None:
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=take)
-        #: The modules of what is pickled by its name, in the order in which they are met.
-        self.modules: dict[str, None] = {}
         self._named_objects = NamedObjects()
         self._changing: dict[int, torch.UntypedStorage] = {}  # storages that training writes, by their ids
+
+    def place_of(self, value: Any) -> tuple[ModuleType, str] | None:
+        """See `NamedObjects.place_of`."""
+        return self._named_objects.place_of(value)
 
     def reducer_override(self, value: Any) -> Any:
         """Say how `value` is pickled; `pickle` calls this for all but numbers, strings and containers."""
@@ -47,13 +49,10 @@ class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._changing[id(storage)] = storage
         if kind is torch.UntypedStorage and value.device.type == "cpu":
             return reduce_storage(value, id(value) in self._changing)
-        if (place := self._named_objects.place_of(value)) is not None:
-            self.modules[place[0].__name__] = None
+        if (place := self.place_of(value)) is not None:
             return getattr, place
         reduce = next((reduce for base, reduce in REDUCTIONS.items() if issubclass(kind, base)), lambda value: None)
         reduction = reduce(value) or super().reducer_override(value)
-        if reduction is NotImplemented and (module := imported_for(value)):
-            self.modules[module] = None
         if not isinstance(reduction, tuple) or not issubclass(kind, (type, FunctionType)):
             return reduction
         return in_main(value, reduction)

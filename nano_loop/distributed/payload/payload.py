@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import cloudpickle
 
 from nano_loop.distributed.payload.edited_modules import refuse_edited_modules
 from nano_loop.distributed.payload.faithful_pickler import FaithfulPickler
-from nano_loop.distributed.payload.module_state import ModuleState
+from nano_loop.distributed.payload.module_state import ModuleState, StatePickler
+from nano_loop.distributed.payload.places import take_state
 from nano_loop.distributed.payload.reached_modules import ReachedModules
 from nano_loop.distributed.payload.shared_files import SharedFiles, mapped_buffers
-from nano_loop.distributed.payload.state_taken import take_state
 from nano_loop.distributed.payload.unpicklable import find_unpicklable
 from nano_loop.errors import NanoError, NanoWarning, error_message
 
@@ -55,38 +55,37 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: boo
     """
     try:
         with _main_by_value():
-            reached = ReachedModules([call]) if with_modules else None
-            copied, modules, not_compared = _written(call, reached, folder)
-            if reached is not None and reached.add(modules):  # by what an argument has pickled
-                for path in folder.iterdir():
-                    path.unlink()
-                copied, _, not_compared = _written(call, reached, folder)
-            refuse_edited_modules(reached.functions if reached else ())
+            state = None
+            if with_modules:
+                reached = ReachedModules([call])
+                refuse_edited_modules(reached.functions)
+                state = ModuleState(reached)
+            copied = _write(call, state, folder)
     except NanoError:
         raise
     except Exception as error:  # what a user's __reduce__ may raise is anything
         with _main_by_value():
             raise NanoError(_refusal(call, names, error)) from error
-    if not_compared:
-        got = "; ".join(f"{name} {why}" for name, why in not_compared.items())
+    if state is not None and state.not_compared:
+        got = "; ".join(f"{name} {why}" for name, why in state.not_compared.items())
         expected, hint = "worker processes have it as after a new import", "If they need more, set it in worker_init"
         warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
     return copied
 
 
-def _written(call: Any, reached: ReachedModules | None, folder: Path) -> tuple[int, Iterable[str], Mapping[str, str]]:
-    """Return the bytes that were copied, the modules of what is pickled by its name, and what is not compared."""
+def _write(call: Any, state: ModuleState | None, folder: Path) -> int:
+    """Write what `load` reads, and return the bytes that were copied."""
     with SharedFiles(folder) as files:
         pickler = FaithfulPickler(files, files.take)
-        state = None if reached is None else ModuleState(reached)
         if state is not None:
             FaithfulPickler(files, files.take).dump(state.places)
-            pickler.memo = state.memo
-            files.write(_memoizing(len(state.memo)))
-            pickler.dump(state.contents)
-            pickler.memo = state.memo_of_arguments(pickler.memo.copy())
+            of_state = StatePickler(files, files.take)
+            of_state.memo = state.memo
+            files.write(_memoizing(len(state.known)))
+            of_state.dump(state.contents)
+            pickler.memo = of_state.memo.copy()
         pickler.dump(call)
-    return files.copied, pickler.modules, state.not_compared if state else {}
+    return files.copied
 
 
 def load(folder: Path, *, with_modules: bool = False) -> Any:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nano_loop.distributed.payload.code_reductions import by_value
+from nano_loop.distributed.payload.code_reductions import is_sent
 from nano_loop.patching.walk import CONTAINERS, attributes_of, items_of, walk
 
 #: Packages whose state is the process's, which a worker takes over in other ways, or their own.
@@ -57,16 +57,6 @@ class ReachedModules:
         self.modules: dict[str, ModuleType] = {}
         self.named: set[tuple[str, str]] = set()
         self.functions: list[tuple[ModuleType, FunctionType]] = []
-        self._walk(roots)
-
-    def add(self, names: Iterable[str]) -> bool:
-        """Add modules by name, with what they reach; return whether there is one of the program among them."""
-        modules = [module for name in names if (module := sys.modules.get(name)) and is_program(module)]
-        new = [module for module in modules if module.__name__ not in self.modules]
-        self._walk(new)
-        return bool(new)
-
-    def _walk(self, roots: Iterable[Any]) -> None:
         for _ in walk(roots, self._contents, most=_MOST):
             pass
 
@@ -85,11 +75,12 @@ class ReachedModules:
         if issubclass(kind, functools.partial):
             return (value.func, value.args, value.keywords)
         if issubclass(kind, CONTAINERS):
-            return (kind, *islice(items_of(value), _LONGEST))
-        if kind.__module__ == "builtins" or issubclass(kind, (torch.Tensor, np.ndarray, Optimizer)):
+            return (kind, *islice(items_of(value), _LONGEST), *{*map(type, items_of(value))})
+        if kind.__module__ == "builtins" or issubclass(kind, (torch.Tensor, np.ndarray)):
             return (kind,)
-        if issubclass(kind, nn.Module) and package_of(kind) == "torch":
-            return tuple(value.children())
+        if issubclass(kind, Optimizer) or (issubclass(kind, nn.Module) and package_of(kind) == "torch"):
+            held = (part.values() if isinstance(part, dict) else (part,) for part in vars(value).values())
+            return (kind, *filter(callable, chain.from_iterable(held)))  # its children, hooks and activations
         return (kind, value.__wrapped__ if is_cache(value) else None, *attributes_of(value))
 
     def _of_module(self, module: ModuleType) -> Iterator[Any]:
@@ -107,7 +98,7 @@ class ReachedModules:
 
     def _of_class(self, kind: type) -> Iterator[Any]:
         module = sys.modules.get(kind.__module__)
-        if module is None or not (is_program(module) or is_sent(module)):
+        if module is None or not (is_program(module) or is_sent(module.__name__)):
             return
         self.named.add((module.__name__, kind.__qualname__.partition(".")[0]))
         yield from (module, type(kind), *kind.__bases__, *vars(kind).values())
@@ -119,7 +110,7 @@ class ReachedModules:
             with suppress(ValueError):  # not assigned yet
                 yield cell.cell_contents
         module = sys.modules.get(function.__globals__.get("__name__", ""))
-        if module is None or not (is_program(module) or is_sent(module)):
+        if module is None or not (is_program(module) or is_sent(module.__name__)):
             self._add_library(module)
             return
         if is_program(module):
@@ -164,11 +155,6 @@ def is_program(module: ModuleType) -> bool:
     return _is_comparable(module) and not any(part in str(module.__file__) for part in _LIBRARIES)
 
 
-def is_sent(module: ModuleType) -> bool:
-    """Whether a module's contents are sent: the script's, and those that the user has registered."""
-    return any(f"{module.__name__}.".startswith(f"{name}.") for name in (*by_value(), "__mp_main__"))
-
-
 def is_cache(value: Any) -> bool:
     """Whether a function keeps what it has returned, by `functools.lru_cache`."""
     return type(value) is _CACHE
@@ -185,7 +171,7 @@ _CACHE = type(lru_cache(lambda: None))
 
 def _is_comparable(module: ModuleType) -> bool:
     name = module.__name__
-    if type(module) is not ModuleType or sys.modules.get(name) is not module or is_sent(module):
+    if type(module) is not ModuleType or sys.modules.get(name) is not module or is_sent(module.__name__):
         return False
     spec = module.__spec__
     return spec is not None and spec.name == name and bool(spec.has_location) and package_of(module) not in NOT_COMPARED

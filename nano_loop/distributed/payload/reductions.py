@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nano_loop.distributed.payload.buffers import Reduction, reduce_array, reduce_typed_storage, reduced, typed_storages
@@ -63,27 +62,10 @@ def _reduce_optimizer(optimizer: Optimizer) -> Reduction | None:
     if type(optimizer).__getstate__ is not Optimizer.__getstate__:
         return None
     state = dict(vars(optimizer))
-    # A scheduler puts a `step` on the optimizer that notes the call, and that holds the optimizer weakly.
-    watched = is_watched_by_scheduler(state.get("step"))
-    if watched:
+    # A scheduler puts a `step` on the optimizer that notes the call for a warning, and that holds the optimizer weakly.
+    if is_watched_by_scheduler(state.get("step")):
         del state["step"]
-    return copyreg.__newobj__, (type(optimizer),), (state, watched), None, None, _set_optimizer  # type: ignore[attr-defined]
-
-
-def _set_optimizer(optimizer: Optimizer, state: tuple[dict[str, Any], bool]) -> None:
-    attributes, watched = state
-    optimizer.__setstate__(attributes)
-    if watched:
-        groups, optimizer.param_groups = optimizer.param_groups, []  # a scheduler would note learning rates in them
-        _Watching(optimizer)
-        optimizer.param_groups = groups
-
-
-class _Watching(LRScheduler):
-    """Does to an optimizer what the constructor of each scheduler does, and nothing else."""
-
-    def step(self, epoch: int | None = None) -> None:
-        pass
+    return copyreg.__newobj__, (type(optimizer),), state  # type: ignore[attr-defined]
 
 
 def _reduce_loader(loader: DataLoader[Any]) -> Reduction | None:

@@ -52,7 +52,11 @@ def send(modules, tmp_path):
 
 CHANGED = {
     "a function": ("edited_function.py", "def scaled(x):\n    return x + 2\n", lambda m: m["edited_function"].scaled),
-    "a default": ("edited_function.py", "def scaled(x, y=1):\n    return x * 2\n", lambda m: m["edited_function"].scaled),
+    "a default": (
+        "edited_function.py",
+        "def scaled(x, y=1):\n    return x * 2\n",
+        lambda m: m["edited_function"].scaled,
+    ),
     "a file that is being edited": (
         "edited_function.py",
         "def scaled(x):\n    return x * 2 +\n",
@@ -89,7 +93,10 @@ UNCHANGED = {
         {"edited_function.py": FILES["edited_function.py"] + "\ndef another(x):\n    return x\n"},
         lambda m: m["calling"].scaled,
     ),
-    "a constant, which workers are given": ({"edited_constant.py": "FACTOR = 4\n\ndef scaled(x):\n    return x * FACTOR\n"}, lambda m: m["edited_constant"].scaled),
+    "a constant, which workers are given": (
+        {"edited_constant.py": FILES["edited_constant.py"].replace("3", "4")},
+        lambda m: m["edited_constant"].scaled,
+    ),
     "a module that the call does not reach": (
         {"edited_package/layers.py": "class Layer:\n    pass\n"},
         lambda m: m["calling"].scaled,

@@ -90,4 +90,4 @@ def test_memory_beyond_a_mapping_is_not_taken_for_a_file_s():
 
 def test_bytes_that_are_copied_are_counted(tmp_path):
     (tmp_path / "copied").mkdir()
-    assert dump([torch.ones(MIB), shared_tensor(tmp_path)], tmp_path / "copied", {}).copied == 4 * MIB
+    assert dump([torch.ones(MIB), shared_tensor(tmp_path)], tmp_path / "copied", {}) == 4 * MIB

@@ -180,10 +180,6 @@ CASES = {
         "def read(): return a.getstate()[1][-1], b.bit_generator.state['state']['state']",
         "m.a.random(); m.b.random()",
     ),
-    "a context variable": (
-        "from contextvars import ContextVar\nmargin = ContextVar('margin', default=1)\ndef read(): return margin.get()",
-        "m.margin.set(4)",
-    ),
     "a thread's own": (
         "import threading\nlocal = threading.local()\nlocal.x = 1\ndef read(): return local.x",
         "m.local.x = 2",
@@ -254,6 +250,26 @@ def test_modules_that_others_name_are_reached(in_worker):
     assert here == there == "(2, 2, 2, 2)"
 
 
+def test_a_hook_and_an_activation_reach_their_modules(in_worker):
+    """And a class of which an object lies deep in a list."""
+    sources = {
+        "reached_hook": "X = 1\ndef hook(module, args, output): return output + X",
+        "reached_activation": "X = 1\ndef activate(x): return x * X",
+        "reached_deep": "X = 1\nclass A:\n    def x(self): return X",
+        "reached_layers": "import torch\ndef read(): return None\n"
+        "class Call:\n    def __init__(self, hook, activate, deep):\n"
+        "        self.layer = torch.nn.Identity()\n        self.layer.register_forward_hook(hook)\n"
+        "        self.layer.activate, self.deep = activate, [*range(200), deep]\n"
+        "    def __call__(self): return self.layer.activate(self.layer(1)), self.deep[-1].x()",
+    }
+    change = "for name in ('reached_hook', 'reached_activation', 'reached_deep'): sys.modules[name].X = 3"
+    modules = "sys.modules['reached_hook'].hook, sys.modules['reached_activation'].activate"
+    there = in_worker(sources, change + "\nm.read = lambda: 1", f"m.Call({modules}, sys.modules['reached_deep'].A())")[
+        1
+    ]
+    assert there == "(12, 3)"
+
+
 def test_objects_of_modules_are_the_same_ones_in_arguments(in_worker):
     """In attributes, defaults, closures and containers: sentinels, dicts, locks, instances."""
     source = """
@@ -313,6 +329,10 @@ UNCOMPARED = {
     "a warm cache": (
         "import functools\n@functools.lru_cache\ndef held(): return {'a': 1}\ndef read(): return x, bool(held)",
         "m.x = 2; m.held()",
+    ),
+    "a context variable": (
+        "from contextvars import ContextVar\nheld = ContextVar('held', default=1)\ndef read(): return x, held.name",
+        "m.x = 2; m.held.set(4)",
     ),
     "an instance with a file": (
         "import os\nclass A:\n    def __init__(self): self.file, self.step = open(os.devnull, 'w'), 1\nheld = A()\n"
@@ -376,7 +396,7 @@ def test_locks_loggers_and_cold_caches_are_as_new(in_worker):
 
 
 def test_what_is_large_is_not_sent_and_is_named(in_worker, monkeypatch):
-    monkeypatch.setattr(module_state, "LARGEST", 1000)
+    monkeypatch.setattr(module_state, "LARGEST", 500)
     source = "import torch\nx, held, tensor = 1, {'a': [*range(300)]}, torch.zeros(300)\n"
     source += "def read(): return x, len(held), tensor.shape"
     with pytest.warns(NanoWarning, match=r"\.held has over .*\.tensor has over"):
