@@ -367,6 +367,15 @@ def test_calls_are_not_looked_at_while_nothing_is_new(install):
     optimizer.add_param_group({"params": [*whole[1].parameters()]})
     step(optimizer, whole(X).sum())
     assert "Sequential, trained by Adam" in models_in(nano_loop.report())
+    fit(small, optimizer, 3)
+    assert nn.Module.__call__ is before
+    head = nn.Linear(3, 2)
+    optimizer.add_param_group({"params": [*head.parameters()]})
+    optimizer.load_state_dict(optimizer.state_dict())
+    fit(head, optimizer, 1)
+    assert models_in(nano_loop.report())[-1] == "Linear, trained by Adam"
+    fit(small, optimizer, 3)
+    assert nn.Module.__call__ is before
 
 
 def test_process_that_makes_no_optimizer_has_nothing_else_replaced(install):
