@@ -106,7 +106,9 @@ def _cause_of(error: BaseException, workers: Workers, timeout: float, loop: Loop
         return error
     is_late = kind is Kind.LATE
     workers.leave(raised(0, error, "".join(traceback.format_exception(error))) if is_late else None)
-    failure = workers.await_failure(_ECHO_WAITS + (timeout if is_late else 0))
+    failure = workers.await_failure(max(_ECHO_WAITS, workers.latest_news) + (timeout if is_late else 0))
+    if workers.interrupted:  # meanwhile
+        return KeyboardInterrupt()
     if failure is not None and failure.kind <= Kind.LATE:
         return failure.as_error()
     if isinstance(error, RankLeftError) and error.rank not in workers.finished:
