@@ -6,11 +6,12 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any
 
 from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words, start_thread
 from nano_loop.distributed.launch.failure import Failure, Kind, first
@@ -19,29 +20,44 @@ _INTERVAL = 0.1  # seconds between two looks at the workers
 _GRACE = 1.0  # seconds that a failure waits for its cause, and a rank that has waited for others that have
 
 
-class Worker(Protocol):
+class Worker(ABC):
     """A process that a launcher has started for a rank, as rank 0 watches it.
 
     `poll` is called in the thread that watches, `kill` and `stack_dump` in any, and `close` at last.
+
+    Parameters
+    ----------
+    rank : int
+        Its rank.
+
+    Attributes
+    ----------
+    ready, finished : bool
+        Whether it has read the payload, and whether the task has returned there; `poll` sets them.
     """
 
-    rank: int
-    ready: bool  # whether it has read the payload
-    finished: bool  # whether the task has returned there
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.ready = self.finished = False
 
     @property
     def sources(self) -> Sequence[Any]:
         """What `multiprocessing.connection.wait` can wait for, so that `poll` is called when there is news."""
+        return ()
 
+    @abstractmethod
     def poll(self) -> Failure | None:
         """Take in what is new of the process, without waiting; return its failure once there is one."""
 
+    @abstractmethod
     def stack_dump(self) -> str:
         """Return where the process is in its Python code, as far as it can be seen within a few seconds."""
 
+    @abstractmethod
     def kill(self) -> None:
         """End the process and all that it has started, at once; also one that has ended already."""
 
+    @abstractmethod
     def close(self) -> None:
         """Take in what is left, and free all that rank 0 holds for it; called last, after `kill`."""
 

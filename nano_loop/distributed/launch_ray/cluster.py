@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from nano_loop.distributed.launch.failure import Failure, Kind
+from nano_loop.distributed.launch.workers import Worker
 from nano_loop.distributed.launch_ray.caller import changes_undone_by
 from nano_loop.distributed.launch_ray.worker import ASKED, READY, STACK, RankWorker
 from nano_loop.errors import NanoConfigError, error_message
@@ -184,8 +185,8 @@ class Placement:
             remove_placement_group(self._group)
 
 
-class Actor:
-    """A process that Ray starts for a rank, as a `nano_loop.distributed.launch.workers.Worker`.
+class Actor(Worker):
+    """A process that Ray starts for a rank, as a `Worker`: Ray is asked whether it has ended.
 
     Parameters
     ----------
@@ -201,12 +202,9 @@ class Actor:
         Ray's options, which say where it starts.
     """
 
-    sources = ()  # Ray is asked
-
     def __init__(self, rank: int, node: Node, store: Store, setting: dict[str, Any], **placed: Any) -> None:
-        self.rank = rank
+        super().__init__(rank)
         self.node = node
-        self.ready = self.finished = False
         self._store = store
         self._failure: Failure | None = None
         self._asked = itertools.count(1)
