@@ -52,22 +52,12 @@ _TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 class Node(NamedTuple):
-    """A node of the cluster.
+    """A node of the cluster."""
 
-    Attributes
-    ----------
-    id : str
-        Ray's.
-    address : str
-        Its IP address, by which Ray reaches it.
-    cpus, free : int
-        The CPUs that Ray may use there, and those that are not in use.
-    """
-
-    id: str
-    address: str
-    cpus: int
-    free: int
+    id: str  # Ray's
+    address: str  # its IP address, by which Ray reaches it
+    cpus: int  # that Ray may use there
+    free: int  # of these, not in use
 
     def __str__(self) -> str:
         return f"node {self.address} ({self.id[:8]})"

@@ -37,7 +37,7 @@ from nano_loop.version import __version__
 #: Keys of the store: that a rank has read its payload; rank 0's questions where it is, and the answers.
 READY, ASKED, STACK = "ready/{}", "asked/{}/{}", "stack/{}/{}"
 _COPY = "payload/{}"  # the folder that a rank has written for those of its node
-_LONGER_THAN_ALL_RUNS = timedelta(days=365)
+_LONGEST_WAIT = timedelta(days=24)  # the milliseconds that the system's `poll` takes
 
 # It waits for the end of the process that holds the pipe. Ray kills the children of an actor, so it is no child: the
 # first shell ends at once. Once a folder has another name, nothing can be put into it by its path.
@@ -158,7 +158,7 @@ def _say_where(store: Store, rank: int, thread: int) -> None:
     """Say where a thread is in its Python code, each time that rank 0 asks, until that is gone."""
     with suppress(RuntimeError):
         for number in itertools.count(1):
-            store.wait([ASKED.format(rank, number)], _LONGER_THAN_ALL_RUNS)
+            store.wait([ASKED.format(rank, number)], _LONGEST_WAIT)
             frame = sys._current_frames().get(thread)
             store.set(STACK.format(rank, number), "".join(traceback.format_stack(frame)) if frame is not None else "")
 
