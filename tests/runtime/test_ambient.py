@@ -343,6 +343,10 @@ def test_gradients_alone_are_no_training():
     assert set(net.seen) == {torch.float32}
 
 
+class Head(nn.Linear):
+    """A module without others, which its parent would tell of."""
+
+
 def test_calls_are_not_looked_at_while_nothing_is_new(install):
     before = nn.Module.__call__
     install(precision="bf16")
@@ -369,11 +373,11 @@ def test_calls_are_not_looked_at_while_nothing_is_new(install):
     assert "Sequential, trained by Adam" in models_in(nano_loop.report())
     fit(small, optimizer, 3)
     assert nn.Module.__call__ is before
-    head = nn.Linear(3, 2)
+    head = Head(3, 2)
     optimizer.add_param_group({"params": [*head.parameters()]})
     optimizer.load_state_dict(optimizer.state_dict())
     fit(head, optimizer, 1)
-    assert models_in(nano_loop.report())[-1] == "Linear, trained by Adam"
+    assert models_in(nano_loop.report())[-1] == "Head, trained by Adam"
     fit(small, optimizer, 3)
     assert nn.Module.__call__ is before
 
