@@ -197,7 +197,7 @@ class Actor(Worker):
         self.node = node
         self._store = store
         self._failure: Failure | None = None
-        self._asked = itertools.count(1)
+        self._questions = itertools.count(1)
         self._handle = _actor_class().options(max_restarts=0, **placed).remote(f"rank {rank}")
         self._calls = [self._handle.begin.remote(setting, pickle.dumps(RankWorker))]  # each waits for those before
 
@@ -219,7 +219,7 @@ class Actor(Worker):
 
     def stack_dump(self) -> str:
         """See `Worker.stack_dump`."""
-        number = next(self._asked)
+        number = next(self._questions)
         self._store.set(ASKED.format(self.rank, number), "")
         answer, deadline = STACK.format(self.rank, number), time.monotonic() + _ANSWER
         while not self._store.check([answer]):
