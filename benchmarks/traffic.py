@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 import nano_loop
@@ -19,13 +20,17 @@ from benchmarks.execution_trace import Operator, Recorder
 from benchmarks.loop import endless
 from benchmarks.workloads import Workload
 from nano_loop.profiling.kinds import PRODUCTS, Event, kind_of_operator
-from nano_loop.profiling.machine_rates import memory_rate
-from nano_loop.profiling.rates import VIEWS
 
 WARMUP, TIMED, UNCOUNTED, PROFILED = 4, 3, 1, 6
-#: Operators that calculate and move nothing, besides views.
-_NOTHING = VIEWS.union(
-    ("empty", "empty_strided", "new_empty", "resize_as_", "is_nonzero", "item", "local_scalar_dense")
+#: Operators that calculate and move nothing, without the underscore that some begin with.
+_NOTHING = frozenset(
+    (
+        *("alias", "as_strided", "broadcast_to", "chunk", "detach", "detach_", "diagonal", "expand", "expand_as"),
+        *("flatten", "movedim", "narrow", "numpy_T", "permute", "reshape", "resize_", "select", "slice", "split"),
+        *("squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as", "reshape_alias"),
+        *("unsafe_view", "empty_like", "result_type", "set_", "unsafe_split", "split_with_sizes"),
+        *("empty", "empty_strided", "new_empty", "resize_as_", "is_nonzero", "item", "local_scalar_dense"),
+    )
 )
 _WRITE_ONLY = ("copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_")
 #: Operators that read as many elements of their first input as they return.
@@ -35,6 +40,7 @@ _GATHERING = ("embedding", "index", "index_select", "gather")
 _FUSED = {"_fused_adam_": 7 / 4, "_fused_adamw_": 7 / 4, "_fused_sgd_": 5 / 3, "_fused_adagrad_": 5 / 3}
 #: An operator that spends less of its time itself than this only calls others.
 _OWN_SHARE = 0.5
+_COPIED = 256 << 20  # bytes by whose copy the rate of the machine's memory is measured
 
 
 class Place(NamedTuple):
@@ -64,6 +70,17 @@ def traffic(work: Workload) -> dict[str, Any]:
         if moved.get(place)
     ]
     return {"step_ms": min(seconds) * 1e3, "memory_rate": max(rate, memory_rate()), "rows": rows}
+
+
+def memory_rate() -> float:
+    """Return the bytes per second that this machine reads and writes, by copies that no cache holds."""
+    source = torch.ones(_COPIED, dtype=torch.uint8)
+    target, best = torch.ones_like(source), 0.0
+    for _ in range(4):
+        began = time.perf_counter()
+        target.copy_(source)
+        best = max(best, 2 * _COPIED / (time.perf_counter() - began))
+    return best
 
 
 def _trained(work: Workload) -> tuple[list[float], list[list[Any]], list[Operator]]:

@@ -10,7 +10,7 @@ import pytest
 import nano_loop
 
 # Not those that import Lightning or Ray, which change the process.
-IMPORT_RAY = ("cluster", "placement", "starting")
+IMPORT_RAY = ("cluster", "placement")
 OF_RAY = {f"nano_loop.distributed.launch_ray.{each}" for each in IMPORT_RAY}
 NAMES = {each.name for each in pkgutil.walk_packages(nano_loop.__path__, "nano_loop.")}
 MODULES = sorted(NAMES - {"nano_loop.lightning", "nano_loop.pytorch_lightning"} - OF_RAY)

@@ -23,7 +23,7 @@ Examples:
 @click.option("--trace", type=click.Path(dir_okay=False, writable=True), help="Write a trace that Perfetto opens.")
 @takes_script()
 def profile(script: Script, as_json: bool, trace: str | None) -> None:
-    """Show where the time of a step goes, and what to change.
+    """Show where the time of a step goes.
 
     The script runs until some steps of its first run are timed and profiled, and then ends. Options override those in
     the code.

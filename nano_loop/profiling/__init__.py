@@ -1,9 +1,9 @@
 """The profile of a training step: where its time goes, by torch.profiler."""
 
-#: Steps before the first that is timed, and that are timed without the profiler.
+#: Steps before the first that is timed, and steps that are timed without the profiler.
 WARMUP, TIMED = 4, 5
-#: Then every second step is profiled. The memory that the profiler takes breaks that of tensors into pieces, so the
-#: first profiled steps take longer, and are not counted; so do the steps between them, in which the memory recovers.
+#: Then steps are profiled. What the profiler takes breaks the memory of tensors into pieces, so the first steps take
+#: longer, and are not counted.
 UNCOUNTED, PROFILED = 3, 5
-#: All steps; the last one, which is profiled too, is recorded with the shapes of inputs.
-STEPS = WARMUP + TIMED + 2 * (UNCOUNTED + PROFILED) + 1
+#: All steps, with the one between the two profiles.
+STEPS = WARMUP + TIMED + UNCOUNTED + 1 + PROFILED

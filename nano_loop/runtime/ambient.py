@@ -4,6 +4,10 @@ A training shows by an optimizer of torch, or by parameters that have other valu
 Its models are the modules that the program calls, outside of calls of other modules and with gradients enabled, and
 that hold such parameters. So it does not matter how a model was made, and whether it is older than the mode. A loss
 that holds the model, and a model in several parts, are set up as they are called.
+
+Calls are watched from a new optimizer until its first step, or a later one if parameters of it that no gradient has
+reached are in no model yet. A state that is loaded into an optimizer, and a module that another one gets, begin again.
+Where no optimizer of torch is, calls are watched from the first backward on.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +33,7 @@ from nano_loop.patching.calls.entry import through_interceptor
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.members import has_shapes, parameters_of
 from nano_loop.patching.objects.loaders import implicit_loaders_changed
-from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.objects.optimizers import held_by, trained_by
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
@@ -41,6 +44,7 @@ from nano_loop.runtime.left_alone import reason_to_leave
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.runtime.run import Run
+from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import LOADER_STEPS
 from nano_loop.steps.bf16_products import line_searches_in_fp32
 
@@ -64,13 +68,13 @@ class Ambient:
         self._run = run
         self._finds_models = finds_models
         self._lock = threading.RLock()
-        self._optimizers: Any = WeakIdKeyDictionary()
-        self._known = 0  # how many optimizers were seen
+        self._optimizers: Any = WeakIdKeyDictionary()  # that were seen
+        self._new: Any = WeakIdKeyDictionary()  # those of them whose modules are watched for
         self._has_begun = False  # whether anything may be trained
-        self._looks = False  # whether calls of modules are looked at
-        self._looking = ExitStack()  # what is replaced for that
-        self._known_calls = 0  # how many calls of modules that had been looked at there were in turn
-        self._called: Any = WeakIdKeyDictionary()  # modules, with what was known when they were looked at
+        self._is_watching = False  # whether calls of modules are looked at
+        self._watching = ExitStack()  # what is replaced for that
+        self._beginnings = 0  # how often there was something new
+        self._called: Any = WeakIdKeyDictionary()  # modules, with the beginning at which they were looked at
         self._without_optimizer = ChangedValues()
         self._trains_others = False  # whether a model was set up that no optimizer of torch trains
         self._trainings: Any = WeakIdKeyDictionary()  # by the optimizer, and by each module of a model
@@ -88,12 +92,12 @@ class Ambient:
         _modes.append(self)
         self._ending.callback(_modes.remove, self)
         self._ending.callback(self._look_away)
-        self._ending.enter_context(replaced(Optimizer, "__init__", _noting))
-        self._looking.enter_context(backwards_watched(_note_backward))
+        for method in ("__init__", "__setstate__"):  # the second for state that is loaded, and for copies
+            self._ending.enter_context(replaced(Optimizer, method, _noting))
+        self._watching.enter_context(backwards_watched(_note_backward))
         if self._run.options.kind.rounds_products:  # a model may be set up in the midst of a step
             self._ending.enter_context(line_searches_in_fp32())
-        assert self._run.stepped is not None
-        self._run.stepped.take = self._take
+        self._stepped.take = self._take
 
     def close(self) -> None:
         """End the mode, and undo what was set up."""
@@ -115,103 +119,95 @@ class Ambient:
     def note(self, optimizer: Optimizer) -> None:
         """Watch for the modules that an optimizer trains."""
         with self._lock:
-            self._look()
-            self._known += 1
             self._optimizers[optimizer] = None
+            self._begin([optimizer])
 
     def note_backward(self) -> None:
         """Watch for modules that are trained without an optimizer of torch: gradients arrive, then values change."""
-        if not self._has_begun:
-            self.wake(begins=True)
-        if self._without_optimizer.awaits_backward:
-            with self._lock:
-                self._without_optimizer.note_backward()
-
-    def wake(self, *, begins: bool = False) -> None:
-        """Look at calls of modules again: there may be new modules."""
         with self._lock:
-            if self._has_begun or begins:
-                self._look()
+            if not self._has_begun:
+                self._begin()
+            self._without_optimizer.note_backward()
+
+    def note_module(self) -> None:
+        """Watch again: there may be a new model, or another part of one."""
+        with self._lock:
+            if self._has_begun:
+                self._begin([*self._optimizers])
 
     def look_at(self, module: nn.Module) -> None:
         """Set up a module that the program calls, if it is trained."""
-        if self._called.get(module) == self._known and module not in self._without_optimizer:
-            self._known_calls += 1
-            if self._known_calls >= _CALLS_BEFORE_REST:
-                self._rest()
+        if self._called.get(module) == self._beginnings and module not in self._without_optimizer:
+            if self._optimizers and not self._new and not self._without_optimizer.awaits_backward:
+                with self._lock:
+                    self._look_away()
             return
         if is_exporting() or in_functorch() or in_dispatch_mode():
             return
         with self._lock:
-            self._known_calls = 0
-            self._called[module] = self._known if has_shapes(module) else None  # then it is looked at again
+            self._called[module] = self._beginnings if has_shapes(module) else None  # then it is looked at again
             self._set_up(module, by_others=self._without_optimizer.have_changed(module))
             if self._training_of([module]) is None and next(iter(parameters_of(module)), None) is not None:
                 self._without_optimizer.add(module)
 
-    def _look(self) -> None:
-        """Look at calls of modules, and at loaders. Until something may be trained, nothing of these is replaced."""
-        self._known_calls = 0
+    def _begin(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Watch for modules, those of `optimizers` until they step. Before the first time nothing is replaced."""
+        self._beginnings += 1
+        for optimizer in optimizers:
+            self._new[optimizer] = None
+            self._stepped.forget(optimizer)
         if not self._has_begun:
             self._has_begun = True
             self._watch_loaders()
             self._ending.enter_context(newcomers_covered())
-            self._ending.callback(register_module_module_registration_hook(_wake).remove)
-        if not self._looks:
-            self._looks = True
-            self._looking.enter_context(backwards_watched(_note_backward))
-            self._looking.enter_context(replaced(nn.Module, "__call__", through_interceptor))
+            self._ending.callback(register_module_module_registration_hook(_note_module).remove)
+        if not self._is_watching:
+            self._is_watching = True
+            self._watching.enter_context(backwards_watched(_note_backward))
+            self._watching.enter_context(replaced(nn.Module, "__call__", through_interceptor))
             call_state.watchers.append(_watched)
-            self._looking.callback(call_state.watchers.remove, _watched)
-
-    def _rest(self) -> None:
-        """Look at calls no more, if all that optimizers train is set up, until there is a new module or optimizer."""
-        with self._lock:
-            models = [model for training in {*self._trainings.values()} for model in [*training.models]]
-            held = {id(parameter) for model in models for parameter in parameters_of(model)}
-            stepped = chain.from_iterable(map(held_by, [*self._optimizers]))
-            if self._without_optimizer.awaits_backward or not held.issuperset(map(id, stepped)):
-                self._known_calls = 0
-                return
-            self._look_away()
+            self._watching.callback(call_state.watchers.remove, _watched)
 
     def _look_away(self) -> None:
-        self._looks = False
-        self._looking.close()
+        self._is_watching = False
+        self._watching.close()
 
-    def _take(self, optimizer: Optimizer, has_closure: bool) -> bool:
+    def _take(self, optimizer: Optimizer) -> bool:
         """Set up an optimizer that steps. Return False to be called before its next step, too."""
         with self._lock:
-            if self._training_of([optimizer]) is not None:
-                return True
-            is_new = optimizer not in self._optimizers  # it is older than the mode, a copy, or loaded
-            if is_new:
+            if optimizer not in self._optimizers:  # it is older than the mode
                 self.note(optimizer)
             # In another dtype, the set-up adds hooks of all steps, which a step may not.
-            if self._run.options.kind.parameters is None:
+            if self._training_of([optimizer]) is None and self._run.options.kind.parameters is None:
                 for module in sorted(self._called, key=_size, reverse=True):  # also those called with other parameters
                     self._set_up(module)
-            if self._training_of([optimizer]) is not None:
-                return True
-            if optimizer not in self._postponed and (is_new or has_closure):
-                self._postponed[optimizer] = None  # until its model was called
-                return False
-            training = self._trainings[optimizer] = Training(self._run)
-            training.hold(optimizer)
-            detail = f"{type(optimizer).__name__} trains no module that is called"
-            result = StepResult("model", "skipped", detail, code="no_module")
-            training.apply(TrainingObjects(optimizers=[optimizer]), result)
-            return True
+            if self._training_of([optimizer]) is None:
+                if optimizer not in self._postponed:
+                    self._postponed[optimizer] = None  # until its model was called, as by the closure of this step
+                    return False
+                training = self._trainings[optimizer] = Training(self._run)
+                training.hold(optimizer)
+                detail = f"{type(optimizer).__name__} trains no module that is called"
+                result = StepResult("model", "skipped", detail, code="no_module")
+                training.apply(TrainingObjects(optimizers=[optimizer]), result)
+            if not self._may_train_more(optimizer):
+                self._new.pop(optimizer, None)
+            return optimizer not in self._new
+
+    def _may_train_more(self, optimizer: Optimizer) -> bool:
+        """Whether parameters that no gradient has reached yet are in no model."""
+        rest = {*map(id, held_by(optimizer))}.difference(map(id, trained_by(optimizer)))
+        models = [model for training in {*self._trainings.values()} for model in [*training.models]] if rest else []
+        return not rest.issubset(id(parameter) for model in models for parameter in parameters_of(model))
 
     def _set_up(self, module: nn.Module, by_others: bool = False) -> None:
         if not has_shapes(module):
             return  # the steps depend on them
         held = set(map(id, parameters_of(module)))
-        assert self._run.stepped is not None
         optimizers = [
             optimizer
             for optimizer in [*self._optimizers]
-            if not held.isdisjoint(map(id, held_by(optimizer))) and not self._run.stepped.trains_set_up_model(optimizer)
+            if not held.isdisjoint(map(id, held_by(optimizer))) and not self._stepped.trains_set_up_model(optimizer)
         ]
         is_model = (bool(optimizers) or by_others) and self._training_of([module]) is None
         new = [optimizer for optimizer in optimizers if self._training_of([optimizer]) is None]
@@ -241,6 +237,11 @@ class Ambient:
         return next((training for training in trainings if training is not None and not training.has_ended), None)
 
     @property
+    def _stepped(self) -> SteppedOptimizers:
+        assert self._run.stepped is not None  # it is no run inside another one
+        return self._run.stepped
+
+    @property
     def _may_train(self) -> bool:
         return bool(self._optimizers) or self._trains_others
 
@@ -267,8 +268,6 @@ class Ambient:
             self._loader_run.__exit__(None, None, None)
 
 
-#: Calls of modules that had been looked at, after which no more are.
-_CALLS_BEFORE_REST = 64
 _OTHERS = "an optimizer that is none of torch's"
 
 
@@ -278,13 +277,13 @@ def _mode_here() -> Ambient | None:
 
 def _noting(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def noting(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         mode = _mode_here()
         if mode is not None:
             mode.note(self)
 
-    return init
+    return noting
 
 
 def _note_backward() -> None:
@@ -293,11 +292,10 @@ def _note_backward() -> None:
         mode.note_backward()
 
 
-def _wake(*_: object) -> None:
-    """Note that a module has got another one, as a new model has."""
+def _note_module(*_: object) -> None:
     mode = _mode_here()
     if mode is not None:
-        mode.wake()
+        mode.note_module()
 
 
 def _watched(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

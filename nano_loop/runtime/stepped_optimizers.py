@@ -46,8 +46,8 @@ class SteppedOptimizers:
     Attributes
     ----------
     take : callable or None
-        In the ambient mode, sets up an optimizer that trains nothing that was. It gets the optimizer and whether its
-        step has a closure, and returns False to be called before the next step, too.
+        In the ambient mode, sets up an optimizer that trains nothing that was. It returns False to be called before the
+        next step, too.
     saw_inner_run : bool
         Whether optimizers have stepped in a run inside this one.
     """
@@ -61,7 +61,7 @@ class SteppedOptimizers:
         unmet: Callable[[], Sequence[tuple[str, str]]],
         undoing: ExitStack,
     ) -> None:
-        self.take: Callable[[Optimizer, bool], bool] | None = None
+        self.take: Callable[[Optimizer], bool] | None = None
         self.saw_inner_run = False
         self._ranks, self._scope, self._hint, self._apply, self._unmet = ranks, scope, hint, apply, unmet
         self._is_set_up = False  # whether anything is
@@ -80,6 +80,10 @@ class SteppedOptimizers:
             self._models[model] = None
         for optimizer in parts.optimizers:
             self._optimizers[optimizer] = None
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Look at the next step of an optimizer as at its first."""
+        self._stepped.pop(optimizer, None)
 
     def final_result(self) -> StepResult | None:
         """Return a line about optimizers that were not set up, or do not train what was set up, or None."""
@@ -115,7 +119,7 @@ class SteppedOptimizers:
         self._idle.pop(id(optimizer), None)
         # Other ranks may not step an optimizer that this one does.
         if self._ranks.size == 1 and not self.trains_set_up_model(optimizer) and self.take is not None:
-            if self.take(optimizer, has_closure):
+            if self.take(optimizer):
                 self._stepped[optimizer] = None
             return
         if self._is_first:

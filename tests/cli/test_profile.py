@@ -45,11 +45,9 @@ def test_step_is_divided_into_kinds_and_the_trace_is_written(profile, tmp_path):
     by_kind = {row["kind"]: row for row in found["kinds"]}
     for kind in ("matrix products and convolutions", "optimizer", "loader", "norms and elementwise"):
         assert by_kind[kind]["milliseconds"] > 0, kind
-    assert 0 < by_kind["matrix products and convolutions"]["share_of_rate"] <= 1
     assert found["step_ms"] > 0
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
     assert "never printed" not in done.stdout + done.stderr
-    assert not [text for text in found["advice"] if "fused_optimizer" in text]  # it is in use
     assert done.stderr == ""  # also not torch's lines for each profile
 
 

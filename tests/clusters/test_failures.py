@@ -22,7 +22,8 @@ ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected", "nothing_left_on_the_cluster")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SOON = 10.0  # seconds in which a failure is to be known
+SOON = 10.0  # seconds in which the end of a process is to be known
+LATEST = 30.0  # and that of a node
 FAILED = f"/dev/shm/nano_loop-test-failed-{os.getpid()}"  # which is the real file on every rank
 
 
@@ -88,7 +89,7 @@ def test_sys_exit_of_a_rank_is_told():
     assert error.exitcode == 3
 
 
-def test_lost_node_is_known_within_seconds(connected, tmp_path):
+def test_lost_node_is_known_within_half_a_minute(connected, tmp_path):
     node = connected.add_node(num_cpus=1, object_store_memory=100 << 20)
     connected.wait_for_nodes()
     lost_at = []
@@ -118,7 +119,7 @@ def test_lost_node_is_known_within_seconds(connected, tmp_path):
         error
     )
     assert "ended" in str(error)
-    assert known_at - lost_at[0] < SOON
+    assert known_at - lost_at[0] < LATEST
 
 
 def test_exception_of_rank_0_is_raised_as_it_is():
@@ -209,7 +210,7 @@ def test_node_without_nano_loop_is_an_error_that_names_runtime_env(connected, tm
     code, out, err = processes_of([sys.executable, "-c", BROKEN, connected.address, str(tmp_path)])
     assert code == 0, err
     assert re.search(r"rank [12] on node .* could not import nano_loop \(", out)  # the one that says so first
-    assert "every node needs the same Python environment as the caller's. Install it there" in out
+    assert "Every node needs the same Python environment as the caller's: install it there" in out
     assert 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})' in out
 
 
@@ -218,7 +219,8 @@ def test_other_versions_on_a_node_are_refused(monkeypatch):
 
     monkeypatch.setattr(worker, "__version__", "0.0.1")
     error = refused(small.fit, NanoError, num_processes=2)
-    assert f"has nano_loop {nano_loop.__version__}, and the caller's has 0.0.1: all ranks compute" in str(error)
+    assert f") has nano_loop {nano_loop.__version__}, and the caller's has 0.0.1: a run needs all" in str(error)
+    assert "Give every node the same Python environment" in str(error)
 
 
 def test_cpus_in_use_are_an_error_that_lists_what_is_free():

@@ -7,6 +7,7 @@ themselves to be on another host, and gloo connects them.
 import ctypes
 import os
 import sys
+import time
 import warnings
 
 import cloudpickle
@@ -118,10 +119,14 @@ def test_output_and_warnings_of_ranks_are_shown_with_the_rank(capfd):
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert on_ray(speak, num_processes=2)[0] == 5
-    shown = capfd.readouterr()
-    assert "[rank 1]" in shown.err
-    assert "UserWarning: of rank 1 alone" in shown.err
-    assert "on standard output" not in shown.out + shown.err
+    out, err = capfd.readouterr()
+    deadline = time.monotonic() + 20  # Ray shows what a process has written a moment later
+    while "of rank 1 alone" not in err and time.monotonic() < deadline:
+        time.sleep(0.1)
+        out, err = map("".join, zip((out, err), capfd.readouterr(), strict=True))
+    (line,) = [line for line in err.splitlines() if "UserWarning: of rank 1 alone" in line]
+    assert "(rank 1 pid=" in line
+    assert "on standard output" not in out + err
 
 
 def test_number_of_cpus_decides_on_how_many_nodes_the_ranks_are():

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 ROOMS = ("kernels", "patching", "precision", "distributed")
-IMPORT_RAY = {f"nano_loop.distributed.launch_ray.{name}" for name in ("cluster", "placement", "starting")}
+IMPORT_RAY = {f"nano_loop.distributed.launch_ray.{name}" for name in ("cluster", "placement")}
 
 
 def modules():

@@ -9,8 +9,5 @@ class Event:
     name: str
     self_cpu_time_total: float = 1.0
     cpu_time_total: float = 1.0
-    flops: int = 0
     cpu_parent: Any = None
     thread: int = 1
-    input_shapes: Any = ()
-    input_dtypes: Any = ()

@@ -343,6 +343,10 @@ def test_gradients_alone_are_no_training():
     assert set(net.seen) == {torch.float32}
 
 
+class Head(nn.Linear):
+    """A module without others, which its parent would tell of."""
+
+
 def test_calls_are_not_looked_at_while_nothing_is_new(install):
     before = nn.Module.__call__
     install(precision="bf16")
@@ -367,6 +371,15 @@ def test_calls_are_not_looked_at_while_nothing_is_new(install):
     optimizer.add_param_group({"params": [*whole[1].parameters()]})
     step(optimizer, whole(X).sum())
     assert "Sequential, trained by Adam" in models_in(nano_loop.report())
+    fit(small, optimizer, 3)
+    assert nn.Module.__call__ is before
+    head = Head(3, 2)
+    optimizer.add_param_group({"params": [*head.parameters()]})
+    optimizer.load_state_dict(optimizer.state_dict())
+    fit(head, optimizer, 1)
+    assert models_in(nano_loop.report())[-1] == "Head, trained by Adam"
+    fit(small, optimizer, 3)
+    assert nn.Module.__call__ is before
 
 
 def test_process_that_makes_no_optimizer_has_nothing_else_replaced(install):

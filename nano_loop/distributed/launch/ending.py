@@ -87,6 +87,8 @@ def ending_together(workers: Workers, timeout: float, loop: Loop, *, has_returne
     except BaseException as error:
         cause = _cause_of(error, workers, timeout, loop, has_returned)
         workers.kill()
+        if workers.interrupted:  # also while the cause was waited for
+            cause = KeyboardInterrupt()
         if cause is error:
             raise
         is_echo = has_returned or kind_of(error) > Kind.LATE
@@ -96,7 +98,7 @@ def ending_together(workers: Workers, timeout: float, loop: Loop, *, has_returne
 def _cause_of(error: BaseException, workers: Workers, timeout: float, loop: Loop, has_returned: bool) -> BaseException:
     """Return what is to be raised for an exception of rank 0: itself, or what another rank has done."""
     if workers.interrupted:
-        return KeyboardInterrupt()
+        return error
     if has_returned:
         return _left_behind(error, workers, loop)
     kind = kind_of(error)
@@ -104,7 +106,7 @@ def _cause_of(error: BaseException, workers: Workers, timeout: float, loop: Loop
         return error
     is_late = kind is Kind.LATE
     workers.leave(raised(0, error, "".join(traceback.format_exception(error))) if is_late else None)
-    failure = workers.await_failure(_ECHO_WAITS + (timeout if is_late else 0))
+    failure = workers.await_failure(max(_ECHO_WAITS, workers.latest_news) + (timeout if is_late else 0))
     if failure is not None and failure.kind <= Kind.LATE:
         return failure.as_error()
     if isinstance(error, RankLeftError) and error.rank not in workers.finished:

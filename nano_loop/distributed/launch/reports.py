@@ -1,8 +1,8 @@
-"""The reports of a worker to rank 0, on a pipe or a socket: messages, and what both ends do with them.
+"""The reports of a worker to rank 0, on a pipe: messages, and what both ends do with them.
 
 A worker reports "ready" when it has read its payload, and at the end "finished", or "failed" and then "exception": the
-words of a failure at once, since pickling an exception may fail or take long. In between comes "stack" in answer to a
-request. Nothing in a message is executed or unpickled before it is known who has sent it.
+words of a failure at once, since pickling an exception may fail or take long. Nothing in a message is executed or
+unpickled before it is known who has sent it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import socket
 import threading
 import time
 import traceback
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
+from nano_loop.distributed.launch.workers import Worker
 from nano_loop.patching.user_code import users_traceback
 
 #: Requests about a worker: its end, and its stack.
@@ -27,6 +30,7 @@ KILL, DUMP = b"k", b"d"
 CUT_OFF = 113
 _READ = 1 << 16  # bytes at a time
 _EXCEPTION = 1.0  # seconds that a failure waits for the exception itself
+_PATIENCE = 1.0  # seconds from a worker's last word to the news of its end; an echo waits longer
 
 
 def framed(header: dict[str, Any], content: bytes = b"") -> bytes:
@@ -113,10 +117,8 @@ class Reporter:
         self.report("exception", pickled(error))
 
 
-class Worker(ABC):
-    """A process that a launcher has started for a rank, as rank 0 sees it by its reports.
-
-    `poll` is called in the thread that watches, `kill` and `stack_dump` in any, and `close` at last.
+class ReportingWorker(Worker):
+    """A `Worker` that rank 0 sees by its reports.
 
     Parameters
     ----------
@@ -125,22 +127,13 @@ class Worker(ABC):
 
     Attributes
     ----------
-    ready, finished : bool
-        Whether it has read the payload, and whether the task has returned there; `read_reports` sets them.
     reports : int or None
         The non-blocking descriptor of rank 0's end; None once the other end is closed.
-    stacks : list of str
-        What it has answered to `DUMP`.
     """
 
-    #: Seconds from a worker's last word to the news of its end; an echo waits longer.
-    patience = 1.0
-
     def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.ready = self.finished = False
+        super().__init__(rank)
         self.reports: int | None = None
-        self.stacks: list[str] = []
         self._reading = threading.RLock()
         self._frames = Frames()
         self._failure: Failure | None = None
@@ -148,8 +141,8 @@ class Worker(ABC):
         self._silent_since: float | None = None
 
     @property
+    @override
     def sources(self) -> Sequence[Any]:
-        """What `multiprocessing.connection.wait` can wait for, so that `poll` is called when there is news."""
         return [] if self.reports is None else [self.reports]
 
     @abstractmethod
@@ -164,20 +157,8 @@ class Worker(ABC):
     def silence(self) -> Failure:
         """Return the failure of a process that can no longer report, though it has not ended as far as is known."""
 
-    @abstractmethod
-    def stack_dump(self) -> str:
-        """Return where the process is in its Python code, as far as it can be seen within a few seconds."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """End the process and all that it has started, at once; also one that has ended already."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Take in what is left, and free all that rank 0 holds for it; called last, after `kill`."""
-
+    @override
     def poll(self) -> Failure | None:
-        """Take in what the process has reported, without waiting; return its failure once there is one."""
         ended = self.has_ended()  # asked first: what has been reported then is all that there will be
         self.read_reports()
         if self._failure is not None:
@@ -189,7 +170,7 @@ class Worker(ABC):
             return self.death()
         if self.reports is None:
             self._silent_since = self._silent_since or time.monotonic()
-            return self.silence() if time.monotonic() > self._silent_since + self.patience else None
+            return self.silence() if time.monotonic() > self._silent_since + _PATIENCE else None
         return None
 
     def read_reports(self) -> None:
@@ -203,20 +184,14 @@ class Worker(ABC):
             if ended:
                 self.reports = None
 
-    def reported(self, failure: Failure) -> Failure:
-        """Return a failure that the process has reported. Subclasses may add to its message."""
-        return failure
-
     def _take(self, header: dict[str, Any], content: bytes) -> None:
         kind = header["kind"]
         self.ready = self.ready or kind == "ready"
         self.finished = self.finished or kind == "finished"
         if kind == "failed":
-            self._failure = self.reported(Failure.of_words(header["failure"]))
+            self._failure = Failure.of_words(header["failure"])
             self._failed_at = time.monotonic()
         elif kind == "exception":
             assert self._failure is not None
             self._failure.pickled = content
             self._failed_at = 0.0  # complete
-        elif kind == "stack":
-            self.stacks.append(content.decode(errors="replace"))

@@ -6,17 +6,60 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import wait
+from typing import Any
 
 from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words, start_thread
 from nano_loop.distributed.launch.failure import Failure, Kind, first
-from nano_loop.distributed.launch.reports import Worker
 
 _INTERVAL = 0.1  # seconds between two looks at the workers
 _GRACE = 1.0  # seconds that a failure waits for its cause, and a rank that has waited for others that have
+
+
+class Worker(ABC):
+    """A process that a launcher has started for a rank, as rank 0 watches it.
+
+    `poll` is called in the thread that watches, `kill` and `stack_dump` in any, and `close` at last.
+
+    Parameters
+    ----------
+    rank : int
+        Its rank.
+
+    Attributes
+    ----------
+    ready, finished : bool
+        Whether it has read the payload, and whether the task has returned there; `poll` sets them.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.ready = self.finished = False
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """What `multiprocessing.connection.wait` can wait for, so that `poll` is called when there is news."""
+        return ()
+
+    @abstractmethod
+    def poll(self) -> Failure | None:
+        """Take in what is new of the process, without waiting; return its failure once there is one."""
+
+    @abstractmethod
+    def stack_dump(self) -> str:
+        """Return where the process is in its Python code, as far as it can be seen within a few seconds."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process and all that it has started, at once; also one that has ended already."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take in what is left, and free all that rank 0 holds for it; called last, after `kill`."""
 
 
 class Workers:
@@ -26,6 +69,9 @@ class Workers:
     ----------
     workers : sequence of Worker
         Those that have been started; `end` closes them.
+    latest_news : float
+        Seconds until it is known that a process or its host is gone, where that may take long. An error that this
+        causes on other ranks waits for it.
 
     Raises
     ------
@@ -33,7 +79,8 @@ class Workers:
         If there can be no such thread; the workers are closed.
     """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Sequence[Worker], latest_news: float = 0.0) -> None:
+        self.latest_news = latest_news
         self._workers = workers
         self._failures: list[Failure] = []
         self._failed_at: float | None = None
@@ -134,7 +181,8 @@ class Workers:
         if failure is None or failure.kind is Kind.CAUSE:
             return failure
         assert self._failed_at is not None
-        if time.monotonic() <= self._failed_at + _GRACE:
+        grace = max(_GRACE, self.latest_news) if failure.kind is Kind.ECHO else _GRACE
+        if time.monotonic() <= self._failed_at + grace:
             return None
         return self._located(failure) if failure.kind is Kind.LATE else failure
 

@@ -14,7 +14,7 @@ from typing import Any
 from nano_loop.distributed.comm.limits import limit_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.failure import Failure, Kind, died
-from nano_loop.distributed.launch.reports import CUT_OFF, DUMP, KILL, Frames, Worker, read_available
+from nano_loop.distributed.launch.reports import CUT_OFF, DUMP, KILL, Frames, ReportingWorker, read_available
 from nano_loop.distributed.launch_local import stack_dump
 from nano_loop.distributed.launch_local.output import Output, pipe
 from nano_loop.distributed.launch_local.server import HELLO, NO_SIGNAL, Server
@@ -26,7 +26,7 @@ _ENDED_BY_OTHERS = "End no Python by its name (pkill); where memory runs out, th
 _ENDING = 10.0  # seconds that a killed process may take to end
 
 
-class WorkerProcess(Worker):
+class WorkerProcess(ReportingWorker):
     """A `Worker` that is a process of this host, with the pipes from it.
 
     Parameters
@@ -61,7 +61,7 @@ class WorkerProcess(Worker):
         return [*super().sources, *self._server_sources, *outputs]
 
     def has_ended(self) -> bool:
-        """See `Worker.has_ended`."""
+        """See `ReportingWorker.has_ended`."""
         self._read_replies()
         return self._has_ended
 
@@ -141,13 +141,13 @@ class WorkerProcess(Worker):
             return self._server.fork(start, writing)
 
     def silence(self) -> Failure:
-        """See `Worker.silence`."""
+        """See `ReportingWorker.silence`."""
         what = "has closed its connection to rank 0, or ended"
         advice = "Close only descriptors that the loop has opened itself (see os.closerange, subprocess.Popen)"
         return Failure(self.rank, Kind.CAUSE, what, advice, traceback=self._outputs[-1].last_words or None)
 
     def death(self) -> Failure:
-        """See `Worker.death`."""
+        """See `ReportingWorker.death`."""
         refusal = self._server.refusal or self._replies.get("refused")
         words = self._outputs[-1].last_words or self._server.last_words if self._outputs else ""
         if refusal is not None:
@@ -163,7 +163,7 @@ class WorkerProcess(Worker):
         return died(self.rank, exitcode, words)
 
     def read_reports(self) -> None:
-        """See `Worker.read_reports`; what it writes to its standard streams is shown."""
+        """See `ReportingWorker.read_reports`; what it writes to its standard streams is shown."""
         for output in self._outputs:
             output.relay()
         super().read_reports()

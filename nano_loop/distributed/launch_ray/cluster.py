@@ -6,12 +6,13 @@ Its import takes a second, so it is imported when a run begins that needs it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import pickle
 import secrets
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,12 +22,13 @@ from ray._private.state import available_resources_per_node  # no public functio
 from ray.util import client
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from nano_loop.distributed.launch.failure import Failure, Kind
-from nano_loop.distributed.launch.reports import DUMP, Worker
+from nano_loop.distributed.launch.workers import Worker
 from nano_loop.distributed.launch_ray.caller import changes_undone_by
-from nano_loop.distributed.launch_ray.rank_connections import FORGET
-from nano_loop.errors import NanoConfigError, NanoError, error_message
+from nano_loop.distributed.launch_ray.worker import ASKED, READY, STACK, RankWorker
+from nano_loop.errors import NanoConfigError, error_message
 
 # For an actor that has ended: Ray tells no signal.
 _ADVICE = (
@@ -37,6 +39,10 @@ _SHARED = (
     "Put files that all ranks read where all nodes see them under the same path, such as NFS; what rank 0 writes lies "
     "on its node"
 )
+_INSTALL = (
+    "Every node needs the same Python environment as the caller's: install it there, or ship code with "
+    'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})'
+)
 _GONE = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
 _INTERVAL = 0.1  # seconds between two looks for Ctrl-C
 _LONGEST = 2000  # characters of what Ray says
@@ -46,22 +52,12 @@ _TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 class Node(NamedTuple):
-    """A node of the cluster.
+    """A node of the cluster."""
 
-    Attributes
-    ----------
-    id : str
-        Ray's.
-    address : str
-        Its IP address, by which Ray reaches it.
-    cpus, free : int
-        The CPUs that Ray may use there, and those that are not in use.
-    """
-
-    id: str
-    address: str
-    cpus: int
-    free: int
+    id: str  # Ray's
+    address: str  # its IP address, by which Ray reaches it
+    cpus: int  # that Ray may use there
+    free: int  # of these, not in use
 
     def __str__(self) -> str:
         return f"node {self.address} ({self.id[:8]})"
@@ -160,10 +156,10 @@ class Placement:
         self.nodes = [self._on_cluster[ids[bundle]] for bundle in self._bundles]
         return True
 
-    def actor(self, rank: int) -> Actor:
-        """Start the actor of a rank."""
+    def place(self, rank: int) -> dict[str, Any]:
+        """Return the options with which the actor of a rank starts on its CPUs."""
         bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
-        return Actor(rank, self.nodes[rank], num_cpus=self.cpus, scheduling_strategy=bundle)
+        return {"num_cpus": self.cpus, "scheduling_strategy": bundle}
 
     def share(self, rank: int) -> tuple[int, int] | None:
         """Return the CPUs of a rank, and those of its node; None where the ranks of the run hold the whole host."""
@@ -180,7 +176,7 @@ class Placement:
 
 
 class Actor(Worker):
-    """A process that Ray has started for a rank, as a `Worker`.
+    """A process that Ray starts for a rank, as a `Worker`: Ray is asked whether it has ended.
 
     Parameters
     ----------
@@ -188,94 +184,49 @@ class Actor(Worker):
         Its rank.
     node : Node
         Where it is.
+    store : torch.Store
+        Where it says that it has read the payload, and where it is in the loop.
+    setting : dict
+        What it takes over, plain values: see `for_actors` and `RankWorker`.
     **placed : Any
         Ray's options, which say where it starts.
     """
 
-    patience = 0.7
-
-    def __init__(self, rank: int, node: Node, **placed: Any) -> None:
+    def __init__(self, rank: int, node: Node, store: Store, setting: dict[str, Any], **placed: Any) -> None:
         super().__init__(rank)
         self.node = node
-        self._connection: socket.socket | None = None
+        self._store = store
+        self._failure: Failure | None = None
+        self._questions = itertools.count(1)
         self._handle = _actor_class().options(max_restarts=0, **placed).remote(f"rank {rank}")
-        self._running: Any = None
+        self._calls = [self._handle.begin.remote(setting, pickle.dumps(RankWorker))]  # each waits for those before
 
-    def begin(self, setting: dict[str, Any]) -> Any:
-        """Have the process prepare itself, and return the reference of what it says of itself."""
-        return self._handle.begin.remote(setting)
+    def write(self, name: str, content: Any) -> None:
+        """Have it write a file of the payload, whose content `put` has returned."""
+        self._calls.append(self._handle.write.remote(name, content))
 
-    def call(self, name: str, *args: Any) -> Any:
-        """Call a method of its `RankWorker`, and return the reference of the result."""
-        return self._handle.call.remote(name, *args)
+    def run(self) -> None:
+        """Have it do the task."""
+        self._calls.append(self._handle.run.remote())
 
-    def connect(self, connection: socket.socket) -> None:
-        """Take rank 0's end of its connection, which `close` closes."""
-        self._connection, self.reports = connection, connection.fileno()
-
-    def run(self, *args: Any) -> None:
-        """Have the actor read the payload and do the task."""
-        self._running = self.call("run", *args)
-
-    def forget_payload(self) -> None:
-        """Have it delete its node's copy of the payload."""
-        self._ask(FORGET)
-
-    def result(self, reference: Any) -> Any:
-        """Return the result of a call that has ended; if the actor has ended, its `Failure`.
-
-        Raises
-        ------
-        NanoError
-            If it does not find nano_loop or what it needs.
-        """
-        try:
-            return ray.get(reference)
-        except _GONE as error:
-            reason = " ".join(str(error).split())
-            with contextlib.suppress(ValueError):  # Ray's text goes on with ids and hints for its own developers
-                reason = reason[: reason.index(" class_name:")] + reason[reason.index(" The actor ") :]
-            return self._died("ended its process", f"Ray says: {reason[:_LONGEST]}")
-        except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None) or error
-            if isinstance(cause, ImportError):
-                got = f"rank {self.rank} on {self.node} could not import nano_loop ({cause})"
-                expected = "every node needs the same Python environment as the caller's"
-                hint = "Install it there, or ship code with "
-                hint += 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})'
-                raise NanoError(error_message(got, expected, hint)) from None
-            return self._died(f"failed ({type(cause).__name__}: {str(cause)[:500]})")
-
-    def has_ended(self) -> bool:
-        """See `Worker.has_ended`."""
-        return self._running is not None and bool(ray.wait([self._running], timeout=0)[0])
-
-    def death(self) -> Failure:
-        """See `Worker.death`."""
-        failure = self.result(self._running)
-        return failure if isinstance(failure, Failure) else self.silence()
-
-    def silence(self) -> Failure:
-        """See `Worker.silence`; Ray says nothing yet."""
-        return self._died("is gone: its process or its node has ended")
-
-    def reported(self, failure: Failure) -> Failure:
-        """Add the node to the message, and advice if a file was not found."""
-        if failure.kind not in (Kind.LATE, Kind.LEFT):
-            failure.what = f"on {self.node} {failure.what}"
-        if "raised FileNotFoundError" in failure.what:
-            failure.advice = _SHARED
-        return failure
+    def poll(self) -> Failure | None:
+        """See `Worker.poll`."""
+        self.ready = self.ready or self._store.check([READY.format(self.rank)])
+        if not (self.finished or self._failure) and ray.wait(self._calls[-1:], timeout=0)[0]:
+            self._failure = self._result()
+            self.finished = self._failure is None
+        return self._failure
 
     def stack_dump(self) -> str:
         """See `Worker.stack_dump`."""
-        self.stacks.clear()
-        self._ask(DUMP)
-        deadline = time.monotonic() + _ANSWER
-        while not self.stacks and self.sources and time.monotonic() < deadline:
-            self.read_reports()  # the thread that watches may be this one
+        number = next(self._questions)
+        self._store.set(ASKED.format(self.rank, number), "")
+        answer, deadline = STACK.format(self.rank, number), time.monotonic() + _ANSWER
+        while not self._store.check([answer]):
+            if time.monotonic() > deadline:
+                return ""
             time.sleep(0.02)
-        return self.stacks[0] if self.stacks else ""
+        return str(self._store.get(answer).decode())
 
     def kill(self) -> None:
         """End the process at once."""
@@ -285,55 +236,33 @@ class Actor(Worker):
     def close(self) -> None:
         """See `Worker.close`."""
         self.kill()
-        deadline = time.monotonic() + _ENDING
-        while self.reports is not None and time.monotonic() < deadline:
-            self.read_reports()
-            time.sleep(0.01)
-        self.reports = self._running = None
-        if self._connection is not None:
-            self._connection.close()
+        ray.wait(self._calls[-1:], timeout=_ENDING)
 
-    def _ask(self, request: bytes) -> None:
-        with contextlib.suppress(OSError):
-            if self._connection is not None:
-                self._connection.send(request)
-
-    def _died(self, what: str, traceback: str | None = None) -> Failure:
-        """Return the failure of an actor that has reported none itself."""
-        return Failure(self.rank, Kind.CAUSE, f"on {self.node} {what}", _ADVICE, traceback=traceback)
+    def _result(self) -> Failure | None:
+        """Return how the task has failed, or the process; None if the task has returned."""
+        try:
+            failure: Failure | None = ray.get(self._calls)[-1]  # raises what the first of them has raised
+        except _GONE as error:
+            reason = " ".join(str(error).split())
+            with contextlib.suppress(ValueError):  # Ray's text goes on with ids and hints for its own developers
+                reason = reason[: reason.index(" class_name:")] + reason[reason.index(" The actor ") :]
+            failure = Failure(self.rank, Kind.CAUSE, "ended its process", _ADVICE)
+            failure.traceback = f"Ray says: {reason[:_LONGEST]}"
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            failure = Failure(self.rank, Kind.CAUSE, f"failed ({type(cause).__name__}: {str(cause)[:500]})", _ADVICE)
+            if isinstance(cause, ImportError):
+                failure = Failure(self.rank, Kind.CAUSE, f"could not import nano_loop ({cause})", _INSTALL)
+        if failure is not None and failure.kind not in (Kind.LATE, Kind.LEFT):
+            failure.what = f"on {self.node} {failure.what}"
+            if "raised FileNotFoundError" in failure.what:
+                failure.advice = _SHARED
+        return failure
 
 
 def put(content: Any) -> Any:
     """Put an array where all nodes can read it, as long as the reference lives."""
     return ray.put(content)
-
-
-def results(calls: Mapping[Actor, Any], check: Callable[[], None]) -> dict[Actor, Any]:
-    """Wait for calls of actors, and return their results.
-
-    Parameters
-    ----------
-    calls : mapping of Actor to reference
-        What `Actor.call` has returned.
-    check : callable
-        Raises where the user has interrupted the run.
-
-    Raises
-    ------
-    NanoError
-        See `Actor.result`.
-    NanoWorkerError
-        If an actor ends, or a call fails.
-    """
-    waiting, done = dict(calls), {}
-    while waiting:
-        check()
-        ended, _ = ray.wait([*waiting.values()], num_returns=len(waiting), timeout=_INTERVAL)
-        for actor in [actor for actor, call in waiting.items() if call in ended]:
-            done[actor] = actor.result(waiting.pop(actor))
-            if isinstance(done[actor], Failure):
-                raise done[actor].as_error()
-    return done
 
 
 def _actor_class() -> Any:
@@ -351,7 +280,7 @@ def _actor_class() -> Any:
         def __repr__(self) -> str:  # Ray puts it before each line that the process writes
             return self._name
 
-        def begin(self, setting: dict[str, Any]) -> Any:
+        def begin(self, setting: dict[str, Any], worker: bytes) -> None:
             import os
             import pickle
             import sys
@@ -360,10 +289,12 @@ def _actor_class() -> Any:
                 del os.environ[name]
             os.environ.update(setting["environ"])
             sys.path.extend(entry for entry in setting["path"] if entry not in sys.path and os.path.exists(entry))
-            self._worker = pickle.loads(setting["worker"])(setting)  # the class, by its name
-            return self._worker.place()
+            self._worker = pickle.loads(worker)(setting)  # a class, by its name
 
-        def call(self, name: str, *args: Any) -> Any:
-            return getattr(self._worker, name)(*args)
+        def write(self, name: str, content: Any) -> None:
+            self._worker.write(name, content)
+
+        def run(self) -> Any:
+            return self._worker.run()
 
     return ray.remote(Rank)

@@ -6,9 +6,8 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from datetime import timedelta
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from pathlib import Path
+from typing import Any
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
@@ -26,11 +25,13 @@ from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import Terms, join_run
-from nano_loop.distributed.launch_ray.caller import changes_undone_by
-from nano_loop.distributed.launch_ray.worker import deleted_with_this_process, threads_for
+from nano_loop.distributed.launch_ray.caller import changes_undone_by, for_actors
+from nano_loop.distributed.launch_ray.worker import deleted_with_this_process, meeting_at, threads_for, versions
+from nano_loop.distributed.payload.shared_files import whole_buffer
 from nano_loop.errors import error_message
 
 _OLDEST = (2, 51)  # it places by the labels of nodes
+_LATEST_NEWS = 30.0  # seconds in which Ray finds out that a node is lost
 
 
 class RayLauncher(Launcher):
@@ -49,7 +50,7 @@ class RayLauncher(Launcher):
         refuse_existing_group()
         with Interrupts() as interrupts, ExitStack() as stack:
             with changes_undone_by(stack):
-                from nano_loop.distributed.launch_ray import cluster, starting  # which import Ray
+                from nano_loop.distributed.launch_ray import cluster, placement  # which import Ray
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(deleted_with_this_process(folder))
@@ -59,26 +60,49 @@ class RayLauncher(Launcher):
                     copied = write_payload(assignment, folder, task.names, options.worker_init)
             with interrupts.heard():
                 stack.enter_context(cluster.connected())
-            actors, placement, folders = stack.enter_context(starting.started(options, folder, interrupts.hear))
-            address, threads = placement.nodes[0].address, threads_for(machine, placement.share(0))
-            waiting = timedelta(seconds=options.timeout)
-            store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
-            for actor in actors:
-                actor.run(folders[actor], address, store.port, actor.node.address, placement.share(actor.rank))
+            reserved = stack.enter_context(placement.reserved(options, interrupts.hear))
+            here, threads = reserved.nodes[0], threads_for(machine, reserved.share(0))
+            store = meeting_at(here.address, 0, options.timeout, is_master=True)
+            at = here.address, store.port, options.timeout
+            setting = {
+                **for_actors(reserved.cpus, folder_is_shipped=cluster.working_folder_is_shipped()),
+                "store": at,
+                "payload": str(folder),
+                "versions": versions(),
+                "verbose": options.verbose == "all",
+            }
+            ranks = [*enumerate(reserved.nodes)][1:]
+            writers = {node.id: rank for rank, node in reversed(ranks) if node.id != here.id}
+            actors, watching = {}, meeting_at(*at)
+            for rank, node in ranks:
+                own = {"rank": rank, "address": node.address, "share": reserved.share(rank)}
+                own["writer"] = writers.get(node.id)
+                actors[rank] = cluster.Actor(rank, node, watching, {**setting, **own}, **reserved.place(rank))
+                stack.callback(actors[rank].kill)
+            for name, content in _files_of(folder) if writers else ():
+                shared = cluster.put(content)
+                for rank in writers.values():
+                    actors[rank].write(name, shared)
+                del shared  # Ray frees it when it is written
+            for actor in actors.values():
+                actor.run()
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[RankSlot]:
-                terms = Terms(check, address, threads, watched=True, parent=folder)
+                terms = Terms(check, here.address, threads, watched=True, parent=folder)
                 launch = Launch("ray", 0, assignment.size)
                 return join_run(store, assignment.options, machine, launch, terms)
 
-            def forget() -> None:
-                for actor in actors:
-                    actor.forget_payload()
-
-            workers = Workers(actors)
-            with running_together(workers, connect, options.timeout, interrupts, task.loop, forget=forget) as slot:
+            workers = Workers([*actors.values()], _LATEST_NEWS)
+            with running_together(workers, connect, options.timeout, interrupts, task.loop) as slot:
                 slot.copied = copied
                 yield slot
+
+
+def _files_of(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the names of the files below a folder, and what they hold: of a mapping of other memory, that memory."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        is_elsewhere, content = whole_buffer(path)
+        yield str((path.with_suffix("") if is_elsewhere else path).relative_to(folder)), content
 
 
 def _placed(options: Options) -> Options:

@@ -1,34 +1,43 @@
-"""An actor as a rank of one run: it reads its payload, joins the other ranks, and reports how its task has ended.
+"""An actor as a rank of one run: it reads the payload, joins the other ranks, and returns how its task has failed.
 
 Ray calls the methods of `RankWorker` one after another, in the main thread of a process for this rank alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
-import shutil
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from typing_extensions import override
 
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.folder import discard, place_of, workers_files
 from nano_loop.distributed.launch.assignment import Assignment
+from nano_loop.distributed.launch.failure import Failure, Kind
+from nano_loop.distributed.launch.reports import Reporter
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.worker import work
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import Terms, join_run
-from nano_loop.distributed.launch_ray.rank_connections import ConnectionToRank0
 from nano_loop.version import __version__
+
+#: Keys of the store: that a rank has read its payload; rank 0's questions where it is, and the answers.
+READY, ASKED, STACK = "ready/{}", "asked/{}/{}", "stack/{}/{}"
+_COPY = "payload/{}"  # the folder that a rank has written for those of its node
+_LONGEST_WAIT = timedelta(days=24)  # the milliseconds that the system's `poll` takes
 
 # It waits for the end of the process that holds the pipe. Ray kills the children of an actor, so it is no child: the
 # first shell ends at once. Once a folder has another name, nothing can be put into it by its path.
@@ -65,69 +74,93 @@ class RankWorker:
     Parameters
     ----------
     setting : dict
-        What `nano_loop.distributed.launch_ray.starting` has sent: plain values, and this class.
+        What `nano_loop.distributed.launch_ray.launcher` has sent, plain values: the ``rank``, the ``address`` of its
+        node and its ``share`` of the CPUs; the ``store``'s address, port and timeout; the ``payload``'s folder on the
+        caller's node, and the ``writer`` that copies it to this one, a rank.
     """
 
     def __init__(self, setting: dict[str, Any]) -> None:
         self._setting = setting
-        self._rank: int = setting["rank"]
-        _take_over(setting)
-        self._payload = Path(setting["payload"])
-        place, token = setting["place"], setting["token"]
-        self._connection = ConnectionToRank0(place, self._rank, token, self._forget, end=lambda: os._exit(0))
         self._open = ExitStack()
         self._folder = self._open.enter_context(private_folder())
         self._open.enter_context(workers_files(self._folder))
         self._open.enter_context(deleted_with_this_process(self._folder, place_of(self._folder)))
+        self._copy = self._folder / "sent"
+        self._copy.mkdir(mode=0o700)  # closed to others whatever the umask, as what is in it is trusted
 
-    def place(self) -> dict[str, Any]:
-        """Return with what versions this is, and whether it sees the caller's payload."""
-        return {"versions": versions(), "sees": self._payload.is_dir()}
-
-    def write(self, name: str, content: Any) -> str:
-        """Write a file of the payload for the ranks of this node, uint8, and return the folder."""
-        folder = self._folder / "sent"
-        path = folder / name
-        folder.mkdir(mode=0o700, exist_ok=True)  # closed to others whatever the umask, as what is in it is trusted
+    def write(self, name: str, content: Any) -> None:
+        """Write a file of the payload for the ranks of this node, uint8."""
+        path = self._copy / name
         path.parent.mkdir(exist_ok=True, parents=True)
         with path.open("wb", buffering=0) as file:
             rest = memoryview(content)
             while rest:
                 rest = rest[file.write(rest) :]
-        return str(folder)
 
-    def run(self, payload: str, host: str, port: int, address: str, share: tuple[int, int] | None) -> None:
-        """Read the payload, join the other ranks at a store, and do the task; how that has ended is reported.
-
-        Parameters
-        ----------
-        payload : str
-            The folder of the payload, on this node.
-        host, port : str and int
-            Where the store is.
-        address : str
-            This node's address.
-        share : (int, int) or None
-            See `threads_for`.
-        """
+    def run(self) -> Failure | None:
+        """Read the payload, join the other ranks, and do the task; return how that has failed."""
+        setting, rank = self._setting, self._setting["rank"]
+        for name, version in versions().items():
+            if setting["versions"][name] != version:
+                what = f"has {name} {version}, and the caller's has {setting['versions'][name]}"
+                return Failure(rank, Kind.CAUSE, what, "Give every node the same Python environment")
+        _take_over(setting)
+        store, other = meeting_at(*setting["store"]), meeting_at(*setting["store"])
+        answering = (other, rank, threading.get_ident())
+        threading.Thread(target=_say_where, args=answering, name="nano_loop answers", daemon=True).start()
+        payload, writer = setting["payload"], setting["writer"]
+        if writer == rank:
+            store.set(_COPY.format(rank), str(self._copy))
+        own = payload if writer is None else store.get(_COPY.format(writer)).decode()
 
         @contextmanager
         def join(assignment: Assignment, rank: int) -> Iterator[RankSlot]:
-            options, machine = assignment.options, read_machine()
-            if self._setting["threads_are_chosen"] or assignment.state.threads is not None:
+            machine = read_machine()
+            if setting["threads_are_chosen"] or assignment.state.threads is not None:
                 # By this variable the step for threads knows a process of Ray, whose OMP_NUM_THREADS nobody has chosen.
                 os.environ.pop("RAY_RAYLET_PID", None)
-            waiting = timedelta(seconds=options.timeout)
-            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=waiting)
-            threads = threads_for(machine, share)
-            terms = Terms(address=address, threads=threads, watched=True, parent=self._folder)
-            with join_run(store, options, machine, Launch("ray", rank, assignment.size), terms) as slot:
+            threads = threads_for(machine, setting["share"])
+            terms = Terms(address=setting["address"], threads=threads, watched=True, parent=self._folder)
+            with join_run(store, assignment.options, machine, Launch("ray", rank, assignment.size), terms) as slot:
+                discard(self._copy)  # all ranks have joined, and so have read it
                 yield slot
 
-        work(self._connection, self._folder, join, payload=Path(payload), made=self._payload)
+        outcome = _Outcome(rank, store)
+        work(outcome, self._folder, join, payload=Path(own), made=Path(payload))
+        return outcome.failure
 
-    def _forget(self) -> None:
-        shutil.rmtree(self._folder / "sent", ignore_errors=True)
+
+def meeting_at(host: str, port: int, timeout: float, *, is_master: bool = False) -> TCPStore:
+    """Return a connection to the store where the ranks meet. While one waits, it takes no other call."""
+    waiting = timedelta(seconds=timeout)
+    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=waiting)
+
+
+class _Outcome(Reporter):
+    """Keeps what a `Reporter` would send, for the actor to return; that the payload is read, the store is told."""
+
+    def __init__(self, rank: int, store: Store) -> None:
+        super().__init__(rank, write=lambda _: None)
+        self.failure: Failure | None = None
+        self._store = store
+
+    @override
+    def report(self, kind: str, content: bytes = b"", **header: Any) -> None:
+        if kind == "ready":
+            self._store.set(READY.format(self.rank), "")
+        elif kind == "failed":
+            self.failure = Failure.of_words(header["failure"])
+        elif kind == "exception" and self.failure is not None:
+            self.failure.pickled = content
+
+
+def _say_where(store: Store, rank: int, thread: int) -> None:
+    """Say where a thread is in its Python code, each time that rank 0 asks, until that is gone."""
+    with suppress(RuntimeError):
+        for number in itertools.count(1):
+            store.wait([ASKED.format(rank, number)], _LONGEST_WAIT)
+            frame = sys._current_frames().get(thread)
+            store.set(STACK.format(rank, number), "".join(traceback.format_stack(frame)) if frame is not None else "")
 
 
 def _take_over(setting: dict[str, Any]) -> None:

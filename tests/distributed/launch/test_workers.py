@@ -45,8 +45,8 @@ class Remote:
 
 
 @contextlib.contextmanager
-def watched(*remotes):
-    workers = Workers(remotes)
+def watched(*remotes, latest_news=0.0):
+    workers = Workers(remotes, latest_news)
     try:
         yield workers
     finally:
@@ -62,8 +62,8 @@ def test_run_ends_when_all_have_finished():
         assert workers.finished == [1, 2]
 
 
-def run_beside(*remotes, body=lambda: None, timeout=5):
-    with watched(*remotes) as workers, Interrupts() as interrupts:  # noqa: SIM117
+def run_beside(*remotes, body=lambda: None, timeout=5, **watching):
+    with watched(*remotes, **watching) as workers, Interrupts() as interrupts:  # noqa: SIM117
         with running_together(workers, contextlib.nullcontext, timeout, interrupts):
             body()
 
@@ -77,6 +77,15 @@ def test_lost_connection_of_rank_0_is_raised_as_the_failure_that_caused_it():
     with pytest.raises(NanoWorkerError, match="rank 2 ended its process:") as caught:
         run_beside(Remote(1, lost, after=0.5), Remote(2, killed, after=0.5), body=lose)
     assert (caught.value.rank, caught.value.exitcode, caught.value.traceback) == (2, None, "out of memory")
+
+
+def test_lost_connections_wait_for_the_news_of_a_lost_host():
+    def lose():
+        raise RankLeftError("rank 2 has left", 2)
+
+    lost = Failure(1, Kind.ECHO, "raised RuntimeError: connection reset by peer", "Wait")
+    with pytest.raises(NanoWorkerError, match="rank 2 ended its process:"):
+        run_beside(Remote(1, lost), Remote(2, died(2), after=1.5), body=lose, latest_news=60)
 
 
 def waits(rank, late=None, where=""):
