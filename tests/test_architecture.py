@@ -27,7 +27,7 @@ ROOMS = (
     ("profiling",),
     ("runtime",),
     ("steps", "steps.kernels", "integrations.ipex"),
-    ("images",),
+    ("data.images",),
     (
         "distributed.launch.joining",
         "distributed.launch.join_run",
@@ -93,7 +93,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch.abandoned": "locks are for processes, and released in those that they fork",
         "distributed.launch_local.kept_server": "the process that forks the next run's workers",
         "distributed.launch.worker_warnings": "a warning is shown once in a process",
-        "images.lifetime": "the cache lives as long as the datasets that it is for",
         "patching.operators.operators": "a call in another thread may still be on its way to a function of a run",
         "patching.operators.upcasts": "what is known of a tensor ends with it",
         "patching.patch_table": "the table itself",
