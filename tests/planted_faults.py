@@ -46,10 +46,10 @@ FAULTS = (
         "tests/autotune",
     ),
     Fault(
-        "cli/findings/variables.py",
+        "cli/software_checks.py",
         "            for instruction_set, words in _WORDS_FOR.items()\n",
         "            for instruction_set, words in [*_WORDS_FOR.items()][:2]\n",
-        "tests/cli/findings",
+        "tests/cli/test_software_checks.py",
     ),
     Fault(
         "cli/script.py",

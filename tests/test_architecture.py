@@ -22,7 +22,7 @@ PACKAGE = Path(nano_loop.__file__).parent
 ROOMS = (
     ("__init__", "__main__", "cli.at_start.sitecustomize"),
     ("lightning", "pytorch_lightning", "vision"),
-    ("api", "cli", "cli.findings", "cli.tuning", "integrations.lightning"),
+    ("api", "cli", "cli.tuning", "integrations.lightning"),
     ("cli.at_start",),
     ("profiling",),
     ("runtime",),
