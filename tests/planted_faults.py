@@ -46,10 +46,10 @@ FAULTS = (
         "tests/autotune",
     ),
     Fault(
-        "cli/findings/variables.py",
+        "cli/software_checks.py",
         "            for instruction_set, words in _WORDS_FOR.items()\n",
         "            for instruction_set, words in [*_WORDS_FOR.items()][:2]\n",
-        "tests/cli/findings",
+        "tests/cli/test_software_checks.py",
     ),
     Fault(
         "cli/script.py",
@@ -230,10 +230,10 @@ FAULTS = (
         "tests/data",
     ),
     Fault(
-        "images/store.py",
-        "or (sums and zlib.crc32(pixels, zlib.crc32(text)) != total)",
+        "data/images/entries.py",
+        "    if check and zlib.crc32(rest) != total:\n        return None\n",
         "",
-        "tests/images/test_store.py",
+        "tests/data/images/test_store.py",
     ),
     Fault(
         "integrations/cuda_calls/patching.py",

@@ -22,12 +22,12 @@ PACKAGE = Path(nano_loop.__file__).parent
 ROOMS = (
     ("__init__", "__main__", "cli.at_start.sitecustomize"),
     ("lightning", "pytorch_lightning", "vision"),
-    ("api", "cli", "cli.findings", "cli.tuning", "integrations.lightning"),
+    ("api", "cli", "cli.tuning", "integrations.lightning"),
     ("cli.at_start",),
     ("profiling",),
     ("runtime",),
     ("steps", "steps.kernels", "integrations.ipex"),
-    ("images",),
+    ("data.images",),
     (
         "distributed.launch.joining",
         "distributed.launch.join_run",
@@ -92,7 +92,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch_external.store": "a server outlives the runs that meet on it",
         "distributed.launch.abandoned": "locks are for processes, and released in those that they fork",
         "distributed.launch_local.kept_server": "the process that forks the next run's workers",
-        "images.lifetime": "the cache lives as long as the datasets that it is for",
         "patching.operators.operators": "a call in another thread may still be on its way to a function of a run",
         "patching.operators.upcasts": "what is known of a tensor ends with it",
         "patching.patch_table": "the table itself",

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from nano_loop.config.options import Options
+from nano_loop.data.images.pipelines import compositions
 from nano_loop.errors import NanoError
-from nano_loop.images.pipelines import compositions
 from nano_loop.integrations.cuda_calls.patching import patch_cuda, unpatch_cuda
 from nano_loop.patching.objects.loaders import implicit_loaders_changed
 from nano_loop.patching.patch_table import process_wide
 
 if TYPE_CHECKING:
-    from nano_loop.images.loaders import CachedImages
+    from nano_loop.data.images.folders import CachedImages
 
 _patches: list[ExitStack] = process_wide("patches of loaders", [])  # one at the most
 _lock = threading.RLock()
@@ -48,8 +48,8 @@ def patch_torch(cuda_to_cpu: bool = False, *, image_cache: Any = None, exact_ima
     def find(loader: DataLoader[Any]) -> CachedImages | None:
         if not compositions():
             return None
-        from nano_loop.images.lifetime import store_for
-        from nano_loop.images.loaders import CachedImages, datasets_in, refusal
+        from nano_loop.data.images.folders import CachedImages, datasets_in, refusal
+        from nano_loop.data.images.lifetime import store_for
 
         if refusal(loader):
             return None

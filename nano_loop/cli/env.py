@@ -1,37 +1,44 @@
-"""`nano-loop env`: lines that set up a shell for training on this machine, and lines that put it back."""
+"""`nano-loop env`: lines that set up a POSIX shell for training on this machine, and lines that put it back."""
 
 from __future__ import annotations
 
 import os
+import shlex
+from typing import Any
 
 import click
 
 from nano_loop.cli.output import print_json
 from nano_loop.cli.script_options import preload_options
-from nano_loop.cli.shells import SHELLS, lines_for, shell_of
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
 from nano_loop.config.exports import EXPORTS
 from nano_loop.cpu import read_machine
+from nano_loop.errors import NanoConfigError, error_message
 
 _EXAMPLES = """\b
 Examples:
   eval "$(nano-loop env)"
   eval "$(nano-loop env --install)"
   eval "$(nano-loop env --undo)"
-  nano-loop env --shell fish | source
 """
+
+
+def _refuse_shell(ctx: click.Context, option: click.Parameter, value: Any) -> None:
+    if value is not None:
+        expected, hint = "the lines are those of POSIX shells", "Leave it out; for others, write nano-loop run train.py"
+        raise NanoConfigError(error_message(f"--shell {value}", expected, hint))
 
 
 @click.command(epilog=_EXAMPLES)
 @click.option("--undo", "-u", is_flag=True, help="Print the lines that put back what was there before.")
 @click.option("--install", is_flag=True, help="Accelerate what each Python trains that is started in the shell.")
-@click.option("--shell", type=click.Choice([*SHELLS]), help="Whose lines to print.  [default: by $SHELL, else bash]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
 @preload_options
+@click.option("--shell", hidden=True, expose_value=False, callback=_refuse_shell)
 @click.option("--disable-openmp", "-o", is_flag=True, hidden=True, expose_value=False, help="BigDL-Nano's.")
 @click.option("--disable-allocator", "-c", is_flag=True, hidden=True, expose_value=False, help="BigDL-Nano's.")
-def env(undo: bool, install: bool, shell: str | None, as_json: bool, preload: tuple[str, ...]) -> None:
-    """Print lines that set up a shell for training on this machine.
+def env(undo: bool, install: bool, as_json: bool, preload: tuple[str, ...]) -> None:
+    """Print lines that set up a POSIX shell for training.
 
     A variable that is set already stays as it is, and a line on standard error says so. LD_PRELOAD is extended.
     """
@@ -50,11 +57,8 @@ def env(undo: bool, install: bool, shell: str | None, as_json: bool, preload: tu
     if as_json:
         print_json("env", undo=undo, changes=changes, kept=kept)
         return
-    click.echo(lines_for(shell or shell_of(now), changes), nl=False)
-    _say(undo, now, before, kept)
-
-
-def _say(undo: bool, now: dict[str, str], before: dict[str, str], kept: list[str]) -> None:
+    lines = [f"unset {name}" if v is None else f"export {name}={shlex.quote(v)}" for name, v in changes.items()]
+    click.echo(os.fsencode("".join(f"{line}\n" for line in lines)), nl=False)
     if undo and EXPORTS not in now:
         click.echo("nano-loop: there is nothing to undo in this shell.", err=True)
     for name in kept:

@@ -1,23 +1,42 @@
-"""The facts of `doctor`: the machine, the limits of this process, its libraries, its packages and its environment."""
+"""The facts of `doctor`: the machine, the limits of this process, its libraries, its packages and its environment.
+
+They are found out without an import of torch; what only torch can say is asked of another process.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
-import platform
 import re
-from collections.abc import Mapping
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from nano_loop.cli.cache_inspected import CacheFolder, inspect_cache
-from nano_loop.cli.kernels_inspected import Kernels, inspect_kernels
+from nano_loop.config.environment import kernels_choice
 from nano_loop.cpu import Host, Machine, read_machine
 from nano_loop.cpu.cgroup import read_cpuset, read_memory_limit
 from nano_loop.cpu.glibc import libraries_in
 from nano_loop.cpu.host import live_host
-from nano_loop.cpu.tree import Tree, parse_number
+from nano_loop.cpu.tree import Tree
+from nano_loop.errors import NanoConfigError, NanoError, error_message
+from nano_loop.kernels.compiler import (
+    OPENMP,
+    SOURCES,
+    UnavailableError,
+    chosen_level,
+    compile_library,
+    compiler_command,
+    damage_of,
+    library_name,
+    packaged,
+)
+from nano_loop.storage.cache_folder import cache_path
+from nano_loop.storage.trusted_files import opened_folder
 
 #: The packages whose versions matter together, by the names under which they are installed.
 PACKAGES = (
@@ -25,7 +44,6 @@ PACKAGES = (
     "ray",
 )
 SHARED_MEMORY = "/dev/shm"
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 #: There where a GPU is that torch's builds for CUDA compute on.
 _OF_GPUS = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
@@ -41,6 +59,23 @@ class Memory:
     shared: int | None = None  # the size of the file system for shared memory
     #: The kernel's mode of transparent huge pages: ``always``, ``madvise`` or ``never``; empty if it is not known.
     huge_pages: str = ""
+
+
+class Kernels(NamedTuple):
+    """Which kernels in C a run would have."""
+
+    level: str | None  # None: none
+    origin: str = ""  # where they are from
+    reason: str = ""  # why there are none, or not all
+    output: str = ""  # all that a compiler which failed has printed
+
+
+class CacheFolder(NamedTuple):
+    """The cache folder, or where it would be made."""
+
+    path: str  # empty for a user without a home folder
+    is_writable: bool  # by this user alone; another folder is not used
+    is_executable: bool  # whether libraries in it can be loaded: not where the file system is mounted noexec
 
 
 @dataclass(frozen=True)
@@ -75,7 +110,7 @@ def inspect_system(
     host: Host | None = None,
     torch: Mapping[str, Any] | None = None,
 ) -> Inspected:
-    """Return what there is to know of a machine and of this process, without an import of torch.
+    """Return what there is to know of a machine and of this process.
 
     Parameters
     ----------
@@ -86,7 +121,7 @@ def inspect_system(
     host : Host, optional
         What is not in files. By default, queried from the system for ``/``.
     torch : mapping, optional
-        What a process that has imported torch has said, from `nano_loop.cli.torch_inspected`.
+        What `inspect_torch` has returned.
     """
     tree = Tree(root)
     is_live = Path(root) == Path("/")
@@ -97,7 +132,7 @@ def inspect_system(
         machine=machine,
         affinity=host.affinity,
         cpuset=read_cpuset(tree),
-        memory=_read_memory(tree),
+        memory=_read_memory(tree, is_live),
         environ=environ,
         libraries=libraries_in((torch or {}).get("maps", "") or tree.text("/proc/self/maps")),
         packages=versions,
@@ -120,6 +155,85 @@ def installed() -> dict[str, str]:
     return versions
 
 
+def inspect_kernels(environ: Mapping[str, str], instruction_sets: Collection[str]) -> Kernels | None:
+    """Return the kernels of a CPU with these instruction sets; None if ``NANO_LOOP_KERNELS`` has no allowed value.
+
+    Where the package has none, the compiler compiles a short file, which is thrown away.
+    """
+    try:
+        level = chosen_level(kernels_choice(environ), instruction_sets)
+        file, cache = library_name(OPENMP, level), cache_path()
+        if packaged(file).exists():
+            libraries = [packaged(library_name(source.stem, level)) for source in sorted(SOURCES.glob("*.c"))]
+            damages = [damage_of(library) for library in libraries if library.exists()]
+            return Kernels(level.name, "in the package", "; ".join(filter(None, damages)))
+        if cache is not None and (cache / file).exists():
+            return Kernels(level.name, "in the cache folder")
+        with tempfile.TemporaryDirectory() as making:
+            compile_library(OPENMP, level, Path(making, file))
+        return Kernels(level.name, f"compiled at first use, by {compiler_command()[0]}")
+    except UnavailableError as error:
+        return Kernels(None, reason=str(error), output=error.output)
+    except NanoConfigError:
+        return None
+
+
+def inspect_cache() -> CacheFolder:
+    """Return what there is to know of the cache folder of this user."""
+    folder = cache_path()
+    if folder is None:
+        return CacheFolder("", False, True)
+    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    is_writable = os.access(place, os.W_OK | os.X_OK)
+    if is_writable and place == folder:
+        try:
+            with opened_folder(place):
+                pass
+        except (OSError, NanoError):  # others can write to it
+            is_writable = False
+    flag = getattr(os, "ST_NOEXEC", 0)  # of Linux alone
+    return CacheFolder(str(folder), is_writable, not (flag and os.statvfs(place).f_flag & flag))
+
+
+# In a separate process, since the import takes seconds, may abort, and loads libraries that stay. torch may print. Of
+# the working folder, which -c puts first on the path, a torch.py would be taken for torch.
+_PROGRAM = """
+import sys
+sys.path[:] = filter(None, sys.path)
+import json, re, torch
+found = re.search(r"(?:oneDNN|MKL-DNN) v([0-9.]+)", torch.__config__.show())
+print(json.dumps({
+    "version": torch.__version__,
+    "onednn": found[1] if found else None,
+    "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    "num_threads": torch.get_num_threads(),
+    "maps": open("/proc/self/maps").read() if sys.platform.startswith("linux") else "",
+}))
+"""
+_SECONDS = 300
+
+
+def inspect_torch() -> dict[str, Any]:
+    """Return what a process that has imported torch says.
+
+    Raises
+    ------
+    NanoError
+        If torch cannot be imported.
+    """
+    command = [sys.executable, "-c", _PROGRAM]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else None
+    except subprocess.TimeoutExpired:
+        why = f"it took more than {_SECONDS} s"
+    if why is not None:
+        hint = "Leave --torch out, or repair torch"
+        raise NanoError(error_message("--torch", f"torch cannot be imported ({why})", hint))
+    content: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return content
+
+
 def _cuda_of_torch() -> str:
     """Return the version of CUDA that the installed torch was built for, which its import would take seconds to say."""
     try:
@@ -131,33 +245,16 @@ def _cuda_of_torch() -> str:
     return version[1] if version else ""
 
 
-def python_version() -> str:
-    """Return the version of this Python."""
-    return platform.python_version()
-
-
-def _read_memory(tree: Tree) -> Memory:
+def _read_memory(tree: Tree, is_live: bool) -> Memory:
     fields = dict(re.findall(r"^(\w+):\s+(\d{1,15}) kB$", tree.text("/proc/meminfo"), re.MULTILINE))
     total, available = (int(fields[name]) << 10 if name in fields else None for name in ("MemTotal", "MemAvailable"))
     limit = read_memory_limit(tree)
     modes = re.search(r"\[(\w+)\]", tree.text("/sys/kernel/mm/transparent_hugepage/enabled"))
+    shared = os.statvfs(SHARED_MEMORY) if is_live and os.path.exists(SHARED_MEMORY) else None
     return Memory(
         total=total,
         available=available,
         limit=limit if total is None or (limit is not None and limit < total) else None,
-        shared=_shared_memory(tree, total),
+        shared=None if shared is None else shared.f_frsize * shared.f_blocks,
         huge_pages=modes[1] if modes else "",
     )
-
-
-def _shared_memory(tree: Tree, total: int | None) -> int | None:
-    """Return the size of the file system for shared memory: the mount option, or else half of the memory."""
-    for line in reversed(tree.text("/proc/self/mountinfo").splitlines()):
-        left, _, right = line.partition(" - ")
-        place, kind = left.split(), right.split()
-        if len(place) > 4 and len(kind) > 2 and place[4] == SHARED_MEMORY and kind[0] == "tmpfs":
-            size = re.search(r"(?:^|,)size=(\d{1,18})([kmg]?)(?:,|$)", kind[2])
-            if size:
-                return (parse_number(size[1]) or 0) * _UNITS[size[2]]
-            return None if total is None else total // 2
-    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -40,25 +39,14 @@ def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path 
     root : str or pathlib.Path
         The folder of the system's own folders: ``/`` on a live machine.
     """
-    pattern = re.compile(re.escape(stem) + r"\.so(\.\d+)*$")
-    for folder in filter(Path.is_absolute, _folders(environ, prefix, Path(root))):
-        try:
-            names = os.listdir(folder)
-        except OSError:
-            continue
-        # The shortest is the one that links to the newest version.
-        for name in sorted(filter(pattern.match, names), key=lambda file: (len(file), file)):
-            path = folder / name
-            if path.exists() and not re.search(r"[: \t\n]", str(path)):  # LD_PRELOAD could not name it
-                return str(path)
+    tops = ("usr/local/lib", "usr/lib64", "usr/lib", "lib64", "lib")
+    folders = [Path(prefix, "lib")]
+    folders += [Path(environ["CONDA_PREFIX"], "lib")] if environ.get("CONDA_PREFIX") else []
+    folders += map(Path, filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")))
+    folders += [path for top in tops for path in (Path(root, top), *sorted(Path(root, top).glob("*-linux-gnu*")))]
+    for folder in filter(Path.is_absolute, folders):
+        # LD_PRELOAD could not name a path with spaces. The shortest name is the one that links to the newest version.
+        matching = [path for path in folder.glob(f"{stem}.so*") if re.fullmatch(r"[^: \t\n]+\.so(\.\d+)*", str(path))]
+        if existing := [str(path) for path in matching if path.exists()]:
+            return min(existing, key=lambda path: (len(path), path))
     return None
-
-
-def _folders(environ: Mapping[str, str], prefix: str, root: Path) -> Iterable[Path]:
-    yield Path(prefix) / "lib"
-    if environ.get("CONDA_PREFIX"):
-        yield Path(environ["CONDA_PREFIX"]) / "lib"
-    yield from (Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder)
-    for top in ("usr/local/lib", "usr/lib64", "usr/lib", "lib64", "lib"):
-        yield root / top
-        yield from sorted((root / top).glob("*-linux-gnu*"))

@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 import click
 
@@ -41,19 +41,13 @@ def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr
     click.exceptions.Exit
         If the script fails, with its exit code.
     """
-    with result_file() as file:
-        variables = {COMMAND: Command(command, path_of(file), dict(own)).encoded()}
-        variables |= begins_at_start(command)
-        sys.stdout.flush()
-        process = subprocess.Popen(
-            script.command,
-            env={**os.environ, **script.variables, **variables},
-            stdout=sys.stderr if to_stderr else None,
-            preexec_fn=partial(end_with, os.getpid()) if os.name == "posix" else None,  # no thread runs here
-        )
+    sys.stdout.flush()
+    environ = {**os.environ, **script.variables}
+    stdout = sys.stderr if to_stderr else None
+    with started(command, own, script.command, environ, stdout=stdout) as (process, read_answer):
         with _signals_passed_to(process):
             code = process.wait()
-        answer = answer_in(file)
+        answer = read_answer()
     if answer is not None and "error" in answer:
         raise NanoConfigError(answer["error"])
     if code:
@@ -66,29 +60,46 @@ def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr
     return result
 
 
-def begins_at_start(command: str) -> dict[str, str]:
-    """Return the variables by which each Python does what a command asks for, from what it trains first on."""
-    return {INSTALL: command, "PYTHONPATH": search_path(os.environ)}
+@contextlib.contextmanager
+def started(
+    command: str, own: Mapping[str, Any], line: Sequence[str], environ: Mapping[str, str], **streams: Any
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], dict[str, Any] | None]]]:
+    """Start a script, in which each Python does what a command asks for, from what it trains first on.
 
+    Give its process, which is killed on leaving, and a function that returns what the script has answered, or None.
 
-def result_file() -> IO[bytes]:
-    """Open a file for the result. Where /proc is, it has no name, so a command that is killed leaves none."""
-    return tempfile.TemporaryFile() if os.path.exists("/proc/self/fd") else tempfile.NamedTemporaryFile()
+    Parameters
+    ----------
+    command, own
+        The command, and its own arguments.
+    line, environ, **streams
+        What runs the script, its environment, and arguments of `subprocess.Popen`.
+    """
+    # Where /proc is, the file has no name, so a command that is killed leaves none.
+    is_named = not os.path.exists("/proc/self/fd")
+    with tempfile.NamedTemporaryFile() if is_named else tempfile.TemporaryFile() as file:
 
+        def read_answer() -> dict[str, Any] | None:
+            file.seek(0)
+            try:
+                answer: dict[str, Any] = json.load(file)
+            except ValueError:  # it has left nothing, or not all of it
+                return None
+            return answer
 
-def path_of(file: IO[bytes]) -> str:
-    """Return the path by which the script, or a process that it starts, opens the file."""
-    return str(file.name) if isinstance(file.name, str) else f"/proc/{os.getpid()}/fd/{file.fileno()}"
-
-
-def answer_in(file: IO[bytes]) -> dict[str, Any] | None:
-    """Return what the script has answered; None if it has left nothing, or not all of it."""
-    file.seek(0)
-    try:
-        answer: dict[str, Any] = json.load(file)
-    except ValueError:
-        return None
-    return answer
+        path = file.name if is_named else f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        variables = {COMMAND: Command(command, path, dict(own)).encoded(), INSTALL: command}
+        process = subprocess.Popen(
+            line,
+            env={**environ, **variables, "PYTHONPATH": search_path(environ)},
+            preexec_fn=partial(end_with, os.getpid()) if os.name == "posix" else None,  # no thread runs here
+            **streams,
+        )
+        try:
+            yield process, read_answer
+        finally:
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager

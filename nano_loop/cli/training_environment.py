@@ -15,13 +15,12 @@ from nano_loop.cpu import Machine
 from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, USERS_OWN, allocators_of, is_glibc
 from nano_loop.errors import NanoConfigError, error_message
 
-#: What to preload, by its name as an option: the library, and the package that has it.
+#: What to preload, by its name as an option: the names of the library, and the package that has it.
 PRELOADS = {
-    "jemalloc": ("libjemalloc", "Debian: libjemalloc2, conda: jemalloc"),
-    "tcmalloc": ("libtcmalloc", "Debian: libtcmalloc-minimal4, conda: gperftools"),
-    "intel-openmp": ("libiomp5", "pip install intel-openmp"),
+    "jemalloc": (("libjemalloc",), "Debian: libjemalloc2, conda: jemalloc"),
+    "tcmalloc": (("libtcmalloc", "libtcmalloc_minimal"), "Debian: libtcmalloc-minimal4, conda: gperftools"),
+    "intel-openmp": (("libiomp5",), "pip install intel-openmp"),
 }
-_OTHER_STEMS = {"libtcmalloc": ("libtcmalloc", "libtcmalloc_minimal")}
 # That of torch's tuning guide: freed memory is kept.
 _MALLOC_CONF = (
     "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:9000000000,muzzy_decay_ms:9000000000"
@@ -130,15 +129,14 @@ def _set_glibc(made: TrainingEnvironment, environ: Mapping[str, str]) -> None:
 
 
 def _library(name: str, environ: Mapping[str, str], root: Path | str) -> str:
-    stem, package = PRELOADS[name]
+    stems, package = PRELOADS[name]
     if not sys.platform.startswith("linux"):
         raise NanoConfigError(error_message(f"--{name}", "libraries are preloaded on Linux alone", "Leave it out"))
-    for other_stem in _OTHER_STEMS.get(stem, (stem,)):
-        if path := find_library(other_stem, environ, sys.prefix, root):
+    for stem in stems:
+        if path := find_library(stem, environ, sys.prefix, root):
             return path
-    raise NanoConfigError(
-        error_message(f"--{name}", f"{stem}.so was not found", f"Install it ({package}), or leave --{name} out")
-    )
+    hint = f"Install it ({package}), or leave --{name} out"
+    raise NanoConfigError(error_message(f"--{name}", f"{stems[0]}.so was not found", hint))
 
 
 def _refuse_two_allocators(libraries: list[str], environ: Mapping[str, str]) -> None:

@@ -9,8 +9,8 @@ import click
 
 from nano_loop.cli.output import print_json
 from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
-from nano_loop.cli.tuning.chart import check_picture
-from nano_loop.errors import NanoConfigError, error_message
+from nano_loop.cli.tuning.chart import check_picture, draw
+from nano_loop.cli.tuning.script_trial import TrialFailedError
 
 _INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
 _EXAMPLES = """\b
@@ -32,30 +32,22 @@ def tune(script: Script, as_json: bool, seconds: float, plot: str | None) -> Non
     they are. Ctrl-C shows what has been measured so far.
     """
     if plot is not None:
-        _check(plot)
-    from nano_loop.cli.tuning.search import ScriptFailedError, Search  # here, since it imports torch
+        check_picture(plot)
+    from nano_loop.cli.tuning.search import Search  # here, since it imports torch
 
     os.environ.update(script.variables)
     search = Search(script.name, script.command, os.environ, seconds)
     try:
         tuning = search.run()
-    except ScriptFailedError as error:  # it ends as under python
+    except TrialFailedError as error:  # it ends as under python
         print(error.errors, file=sys.stderr)
-        raise click.exceptions.Exit(error.code if error.code > 0 else 128 - error.code) from error
+        code = error.code or 0
+        raise click.exceptions.Exit(code if code > 0 else 128 - code) from error
     if as_json:
         print_json("tune", **tuning.as_dict())
     else:
         click.echo(str(tuning))
     if plot is not None:
-        tuning.plot(plot)
+        draw(tuning, plot)
     if search.is_interrupted:
         raise click.exceptions.Exit(_INTERRUPTED)
-
-
-def _check(plot: str) -> None:
-    """Refuse a picture that cannot be drawn, before it takes minutes to find out."""
-    try:
-        check_picture(plot)
-    except ImportError as error:
-        got, hint = f"--plot {plot}", 'Run: pip install "nano-loop[plot]"'
-        raise NanoConfigError(error_message(got, "a picture needs matplotlib", hint)) from error

@@ -175,7 +175,7 @@ class Declarations:
         "Worker processes of each loader that is set up, of which `0` is none. `None`: as many as the loader has.",
     )
     fast_images: bool | Literal["auto"] = step(
-        "Cache of decoded and resized images for loaders with torchvision's transforms, exact to the bit.",
+        "Cache of decoded and resized images of torchvision's folders, exact to the bit.",
         changes_bits=False,
     )
     image_cache: int | str | os.PathLike[str] | None = option(  # noqa: RUF009

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from itertools import repeat
@@ -18,8 +17,6 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
-
-_PRESETS = "torchvision.transforms._presets"
 
 #: The classes of C++ through which `torch.save`, `torch.package` and `torch.export` open files by their paths, to write
 #: and to read them, in this module. There is no public place between them and the files.
@@ -214,11 +211,6 @@ def forget_group_count() -> None:
     It counts a group whose creation fails, and ranks that count differently do not find each other.
     """
     distributed_c10d._world.group_count = 0
-
-
-def image_preset() -> Any:
-    """Return the class of torchvision's ``weights.transforms()`` for images, or None where it is not imported."""
-    return getattr(sys.modules.get(_PRESETS), "ImageClassification", None)
 
 
 def put_back_signal_handlers(trainer: Any) -> None:

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from nano_loop.data.images.pipelines import compositions
 from nano_loop.errors import NanoError
-from nano_loop.images.pipelines import compositions
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.loaders import changed
 from nano_loop.runtime.objects.report import StepResult
@@ -20,7 +20,7 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 if TYPE_CHECKING:
-    from nano_loop.images.store import Store
+    from nano_loop.data.images.store import Store
 
 
 class FastImages(Step):
@@ -50,7 +50,7 @@ class FastImages(Step):
         is_relevant = super().is_relevant(parts)
         if self.required or not is_relevant:
             return is_relevant
-        from nano_loop.images.loaders import has_images
+        from nano_loop.data.images.folders import has_images
 
         # Most loaders have no images, also where torchvision is imported.
         return any(has_images(loader.dataset) for loader in parts.loaders)
@@ -59,14 +59,14 @@ class FastImages(Step):
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if not compositions():
             return SkipReason("no_images", "torchvision is not imported")
-        from nano_loop.images.loaders import refusal
+        from nano_loop.data.images.folders import refusal
 
         reasons = [refusal(loader) for loader in parts.loaders]
         return SkipReason.of_all([None if reason is None else SkipReason("no_images", reason) for reason in reasons])
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        from nano_loop.images.loaders import refusal
+        from nano_loop.data.images.folders import refusal
 
         fitting = [loader for loader in parts.loaders if not refusal(loader)]
         reasons = [reason for loader in fitting if (reason := self._cache(loader))]
@@ -89,8 +89,8 @@ class FastImages(Step):
 
     def _cache(self, loader: DataLoader[Any]) -> str | None:
         """Change a loader, and return None, or why there is no cache for it."""
-        from nano_loop.images.lifetime import store_for
-        from nano_loop.images.loaders import CachedImages, datasets_in
+        from nano_loop.data.images.folders import CachedImages, datasets_in
+        from nano_loop.data.images.lifetime import store_for
 
         if loader in self._changed:
             return None
@@ -108,11 +108,11 @@ class FastImages(Step):
 
 
 def _kept(loaders: list[DataLoader[Any]]) -> str:
-    from nano_loop.images.loaders import plans_in
+    from nano_loop.data.images.folders import plans_in
 
-    prefixes = [plan.names for loader in loaders for plan in plans_in(loader.dataset)]
-    texts = [f"kept after {names[-1]}" if names else "kept as decoded" for names in prefixes]
-    return ", ".join(dict.fromkeys(texts)) or "nothing to keep"
+    kept = [plan.first for loader in loaders for plan in plans_in(loader.dataset)]
+    texts = [f"kept after {type(first[-1]).__name__}" if first else "kept as decoded" for first in kept]
+    return ", ".join(dict.fromkeys(texts))
 
 
 def _in_words(limit: int | None) -> str:

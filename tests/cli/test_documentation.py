@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from nano_loop.cli import findings
+from nano_loop.cli import checks, software_checks
 from nano_loop.cli.app import app
 
 TEXT = (Path(__file__).parents[2] / "docs/cli.md").read_text(encoding="utf-8")
@@ -13,8 +13,8 @@ TEXT = (Path(__file__).parents[2] / "docs/cli.md").read_text(encoding="utf-8")
 def kinds_in_the_code():
     """Return for each name of a finding whether it hurts. A name that is put together has a star."""
     kinds = {}
-    for path in Path(findings.__file__).parent.glob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text())):
+    for module in (checks, software_checks):
+        for call in ast.walk(ast.parse(Path(module.__file__).read_text())):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "Finding":
                 name = re.sub(r"^f'{.*}|'", "*", ast.unparse(call.args[0])).strip("*")
                 flags = [ast.unparse(each.value) for each in call.keywords if each.arg == "hurts"]

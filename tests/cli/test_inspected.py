@@ -1,27 +1,32 @@
-"""What is read of a machine, of recorded files and of the live one."""
+"""What is read of a machine, of recorded files and of the live one, and asked of compilers and of torch."""
 
+import json
 import os
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cli.conftest import CGROUP, MOUNTS
-from nano_loop.cli.inspected import Memory, inspect_system, installed
+from nano_loop.cli import inspected as module
+from nano_loop.cli.inspected import (
+    CacheFolder,
+    Kernels,
+    Memory,
+    inspect_cache,
+    inspect_kernels,
+    inspect_system,
+    installed,
+)
+from nano_loop.cli.main import main
+from nano_loop.cpu.glibc import libraries_in
+from nano_loop.errors import NanoError
+from nano_loop.kernels import compiler
+from nano_loop.kernels.compiler import LEVELS, NATIVE, library_name
 from nano_loop.version import __version__
 
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [("65536k", 64 << 20), ("8g", 8 << 30), ("1m", 1 << 20), ("4096", 4096)],
-)
-def test_size_of_shared_memory_is_read_in_each_unit(inspect, size, expected):
-    mounts = MOUNTS.format(size=f",mode=755,size={size},inode64")
-    assert inspect(files={"/proc/self/mountinfo": CGROUP + mounts}).memory.shared == expected
-
-
-def test_last_mount_at_a_place_is_the_one_that_is_seen(inspect):
-    mounts = MOUNTS.format(size=",size=1g") + MOUNTS.format(size=",size=2g")
-    assert inspect(files={"/proc/self/mountinfo": CGROUP + mounts}).memory.shared == 2 << 30
+AVX2 = LEVELS[-1].instruction_sets
+OUTPUT = "some-cc: fatal error: cannot execute 'as'\ncompilation terminated.\n"
 
 
 def test_limits_of_both_versions_of_cgroups_are_read(inspect):
@@ -63,3 +68,151 @@ def test_libraries_of_a_process_with_torch_take_the_place_of_this_process(inspec
     inspected = inspect_system(tmp_path, {}, torch=said)
     assert inspected.libraries == ("/site/libgomp-a.so.1",)
     assert inspected.torch == {"onednn": "3.12.0"}
+
+
+def test_size_of_shared_memory_is_that_of_its_file_system(monkeypatch, tmp_path):
+    sizes = dict.fromkeys(("f_frsize", "f_blocks"), 1 << 20)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**sizes, f_flag=0))
+    monkeypatch.setattr(module, "SHARED_MEMORY", str(tmp_path))
+    assert inspect_system().memory.shared == 1 << 40
+    monkeypatch.setattr(module, "SHARED_MEMORY", str(tmp_path / "none"))
+    assert inspect_system().memory.shared is None
+
+
+# --- kernels ---
+
+
+@pytest.fixture
+def failing(monkeypatch, tmp_path):
+    """Let the C compiler fail, and the package and the cache folder be empty; return the compiler."""
+    program = tmp_path / "some-cc"
+    program.write_text(f"#!/bin/sh\nprintf '%s' \"{OUTPUT}\" >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("CC", str(program))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "PREBUILT", tmp_path / "package")
+    return program
+
+
+def test_libraries_of_the_package_need_no_compiler(failing, monkeypatch, tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    library = package / library_name("openmp", LEVELS[-1])
+    library.write_bytes(compiler._HEADER.pack(compiler._ELF, compiler._X86_64, 0, 0, 0, 0, 0))
+    assert inspect_kernels({}, AVX2) == Kernels("v3", "in the package")
+    other = package / library_name("norms", LEVELS[-1])
+    other.touch()
+    assert inspect_kernels({}, AVX2) == Kernels("v3", "in the package", f"{other.name} is no library for x86-64")
+
+
+def test_what_is_in_the_cache_folder_needs_no_compiler(failing, monkeypatch, tmp_path):
+    folder = tmp_path / "cache/nano_loop"
+    assert inspect_kernels({}, ()).level is None
+    assert not folder.exists()
+    folder.mkdir(parents=True)
+    (folder / library_name("openmp", NATIVE)).touch()
+    assert inspect_kernels({}, ()) == Kernels("compile", "in the cache folder")
+
+
+def test_compiler_that_works_is_named_and_nothing_is_kept(failing, monkeypatch, tmp_path):
+    monkeypatch.delenv("CC")
+    kernels = inspect_kernels({"NANO_LOOP_KERNELS": "compile"}, AVX2)
+    assert kernels == Kernels("compile", f"compiled at first use, by {compiler.compiler_command()[0]}")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_choices_are_those_of_a_run(failing):
+    assert inspect_kernels({"NANO_LOOP_KERNELS": "off"}, AVX2) == Kernels(None, reason="NANO_LOOP_KERNELS=off")
+    assert "the CPU has no" in inspect_kernels({"NANO_LOOP_KERNELS": "v4"}, AVX2).reason
+    assert inspect_kernels({"NANO_LOOP_KERNELS": "avx2"}, AVX2) is None
+
+
+def test_doctor_shows_the_cause_and_all_that_the_compiler_has_printed(failing, monkeypatch, capsys):
+    monkeypatch.setenv("NANO_LOOP_KERNELS", "compile")
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    cause = f"{failing} failed: some-cc: fatal error: cannot execute 'as'"
+    assert f"kernels in C   none: {cause}\n" in text
+    assert "  | some-cc: fatal error: cannot execute 'as'\n  | compilation terminated.\n" in text
+    assert f"no-kernels: there are no kernels in C: {cause}\n" in text
+    assert "%" in text.partition("no-kernels")[2]
+    main(["doctor", "--json"])
+    assert json.loads(capsys.readouterr().out)["facts"]["kernels"] == {
+        "level": None,
+        "origin": "",
+        "reason": cause,
+        "output": OUTPUT,
+    }
+
+
+# --- the cache folder ---
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_folder_that_is_not_there_yet_is_not_made(home):
+    assert inspect_cache() == CacheFolder(str(home / "cache/nano_loop"), True, True)
+    assert [*home.iterdir()] == []
+
+
+def test_folder_that_others_may_write_to_is_not_for_this_user_alone(home):
+    folder = home / "cache/nano_loop"
+    folder.mkdir(parents=True, mode=0o700)
+    assert inspect_cache().is_writable
+    folder.chmod(0o777)
+    assert not inspect_cache().is_writable
+
+
+def test_read_only_folder_is_found(home, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a file system that is mounted so, for root too
+    assert not inspect_cache().is_writable
+
+
+def test_file_system_from_which_no_library_is_loaded_is_found(home, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*[0] * 8, os.ST_NOEXEC, 255)))
+    assert not inspect_cache().is_executable
+
+
+def test_user_without_a_home_has_no_folder(monkeypatch):
+    monkeypatch.setattr(module, "cache_path", lambda: None)
+    assert inspect_cache() == CacheFolder("", False, True)
+
+
+# --- torch ---
+
+
+@pytest.mark.parametrize(("line", "version"), [("cuda: Optional[str] = '12.8'", "12.8"), ("cuda: None = None", "")])
+def test_cuda_is_read_from_the_build_without_an_import(monkeypatch, tmp_path, line, version):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text(f"__version__ = '2.13.0'\n{line}\n")
+    place = SimpleNamespace(locate_file=lambda name: tmp_path / name)
+    monkeypatch.setattr(module.importlib.metadata, "distribution", lambda name: place)
+    assert module._cuda_of_torch() == version
+
+
+def test_torch_says_what_it_has(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('of the working folder')")
+    monkeypatch.chdir(tmp_path)
+    said = module.inspect_torch()
+    assert said["version"] == torch.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", said["onednn"])
+    assert said["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert said["num_threads"] >= 1
+    assert any("libtorch" in library for library in libraries_in(said["maps"])) == bool(said["maps"])
+
+
+def test_import_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(module, "_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_PROGRAM", "import time; time.sleep(60)")
+    with pytest.raises(NanoError, match=r"it took more than 0\.1 s"):
+        module.inspect_torch()
+
+
+def test_process_that_ends_without_a_word_is_an_error(monkeypatch):
+    monkeypatch.setattr(module, "_PROGRAM", "import os; os._exit(3)")
+    with pytest.raises(NanoError, match="exit code 3"):
+        module.inspect_torch()

@@ -2,18 +2,22 @@
 
 import contextlib
 import os
+import struct
 import tempfile
+import zlib
 from pathlib import Path
 
+import numpy as np
 from kernels.conftest import forget_libraries
 
 from faults.fault import BEFORE, Fault
 from faults.runs import environ, train
 from nano_loop import NanoConfigError, nano
-from nano_loop.images import lifetime
+from nano_loop.data.images import entries, lifetime
+from nano_loop.data.images.entries import ImageEntry
 from nano_loop.kernels import build
 
-_HEADER = {"kind": "pil", "mode": "RGB", "size": [90_000, 90_000], "info": ""}
+_IMAGE = ImageEntry(np.zeros((10, 10, 3), np.uint8), "{}")
 _KEY = "00" + "0" * 38
 
 
@@ -49,13 +53,25 @@ def _entry(damage):
     def commit():
         with _folder() as folder:
             store = lifetime.store_for([], str(folder))
-            store.put(_KEY, _HEADER, bytes(300))
-            damage(folder)
+            store.put(_KEY, _IMAGE)
+            damage(folder / _KEY[:2] / _KEY[2:])
             assert store.get(_KEY) is None
-            store.put(_KEY, {**_HEADER, "size": [10, 10]}, bytes(300))
+            store.put(_KEY, _IMAGE)
             assert store.get(_KEY) is not None
 
     return commit
+
+
+def _claim_more(entry):
+    content = bytearray(entry.read_bytes())
+    struct.pack_into("<II", content, entries._SUM.size + len(_KEY), 90_000, 90_000)
+    head = content[entries._SUM.size :]
+    entry.write_bytes(entries._SUM.pack(entries._MAGIC, zlib.crc32(head)) + head)
+
+
+def _damage_count(entry):
+    (entry.parents[1] / "used").write_bytes(b"\xff" * 16)
+    entry.unlink()
 
 
 def _names(path):
@@ -78,9 +94,9 @@ FAULTS = [
     *(
         Fault(f"in a folder for images {what}", BEFORE, _entry(damage), None, result="the image is read anew")
         for what, damage in (
-            ("an entry claims more pixels than it has bytes", lambda folder: None),
-            ("an entry takes more than the memory", lambda folder: os.truncate(folder / _KEY[:2] / _KEY[2:], 1 << 40)),
-            ("the count of bytes is damaged", lambda folder: (folder / "used").write_bytes(b"\xff" * 16)),
+            ("an entry claims more pixels than it has bytes", _claim_more),
+            ("an entry takes more than the memory", lambda entry: os.truncate(entry, 1 << 40)),
+            ("the count of bytes is damaged", _damage_count),
         )
     ),
     *(

@@ -37,11 +37,6 @@ def test_memory_of_another_tensor_is_known():
     del kept
 
 
-def test_preset_of_torchvision_is_that_of_its_weights():
-    models = pytest.importorskip("torchvision.models")
-    assert models.ResNet18_Weights.DEFAULT.transforms.func is private.image_preset()
-
-
 def test_trainer_puts_its_signal_handlers_back():
     trainer = Mock()
     private.put_back_signal_handlers(trainer)

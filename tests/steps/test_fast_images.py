@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import nn
 from torch.utils.data import DataLoader
 
 import nano_loop
 from nano_loop import NanoConfigError, nano
-from nano_loop.images import sources
+from nano_loop.data.images import reading
 
 datasets = pytest.importorskip("torchvision.datasets")
 from torchvision import transforms  # noqa: E402
@@ -21,7 +22,7 @@ from torchvision import transforms  # noqa: E402
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SETTLED", -1e9)
+    monkeypatch.setattr(reading, "SETTLED", -1e9)
     draws = np.random.default_rng(0)
     for number in range(12):
         place = tmp_path / "images" / "ab"[number % 2]
@@ -60,20 +61,43 @@ def test_report_says_what_is_kept_and_where(folder):
 
 
 def test_report_names_what_was_left_alone(folder):
-    Image.open(folder / "a/0.jpg").save(folder / "a/0.webp")
+    odd = PngInfo()
+    odd.add_itxt("Title", "a text with a language", "en")
+    Image.open(folder / "a/0.jpg").save(folder / "a/0.png", pnginfo=odd)
     os.unlink(folder / "a/0.jpg")
     _, report = run(loader_of(folder))
     assert report["image_cache"].detail.startswith("11 images")
-    assert "left alone: images that were changed, or are not from files" in report["image_cache"].detail
+    assert "left alone: images of mode RGB, or with other metadata" in report["image_cache"].detail
 
 
-def test_pipeline_that_cannot_be_read_is_left_alone(folder):
-    loader = loader_of(folder, transforms.ToTensor())
-    _, report = run(DataLoader(loader.dataset, 1))
-    assert report["fast_images"].status == "skipped"
-    assert report["fast_images"].code == "no_images"
+class Listed(torch.utils.data.Dataset):
+    """A list of samples, with a pipeline."""
+
+    def __init__(self, samples, transform):
+        self.samples, self.transform = samples, transform
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.transform(Image.open(self.samples[index][0]).convert("RGB")), self.samples[index][1]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        lambda folder: datasets.ImageFolder(folder, transforms.CenterCrop.forward),
+        lambda folder: Listed(datasets.ImageFolder(folder).samples, pipeline()),
+    ],
+    ids=["no pipeline", "no folder"],
+)
+def test_loader_that_is_left_alone_is_named(folder, dataset):
+    loader = DataLoader(dataset(folder), 4)
     with pytest.raises(NanoConfigError, match="fast_images=True"):
-        run(loader, fast_images=True)
+        nano(verbose=False, fast_images=True)(lambda model, loader: None)(nn.Conv2d(3, 2, 1), loader)
+    decorated = nano(verbose=False)(lambda model, loader: None)
+    decorated(nn.Conv2d(3, 2, 1), loader)
+    assert (decorated.report["fast_images"].status, decorated.report["fast_images"].code) == ("skipped", "no_images")
 
 
 def test_images_are_kept_for_the_next_call(folder, monkeypatch):
@@ -121,7 +145,7 @@ def test_scaled_decoding_differs_little_and_keeps_the_size(folder):
 
 
 def seen_by_all_ranks(model, loader):
-    sources.SETTLED = -1e9  # in rank 1 too, which is another process
+    reading.SETTLED = -1e9  # in rank 1 too, which is another process
     random.seed(3)
     torch.manual_seed(3)
     batches = [images for _ in range(3) for images, _ in loader]

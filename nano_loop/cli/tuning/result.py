@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nano_loop.cli.tuning.candidates import STEPS_BY_DEFAULT
-from nano_loop.cli.tuning.chart import Bar, draw
 from nano_loop.config.declarations import MEASURING
 from nano_loop.config.options import Options
 from nano_loop.config.precisions import SHORT_NAMES
@@ -23,38 +22,20 @@ _PLAIN, _AS_IT_IS = "plain PyTorch", "as it is"
 
 @dataclass
 class Row:
-    """One candidate.
+    """One candidate."""
 
-    Attributes
-    ----------
-    options : dict
-        The options of the candidate, besides those that all candidates have.
-    plain : bool
-        Whether it is the loop without nano_loop.
-    seconds : list of float
-        The time of a step for one batch, round by round. Several processes take as many batches a step.
-    milliseconds : float or None
-        Their mean.
-    speed_up : float or None
-        How many times as fast as the loop without nano_loop.
-    memory : int or None
-        The most memory that the process of rank 0 has had, in bytes.
-    loss, gradients : float or None
-        The largest error of the loss and of a gradient, relative to fp64. Of a loop, the loss is the mean square of the
-        model's outputs. None where no comparison was made.
-    note : str
-        Why it was measured no further, or failed.
-    """
-
-    options: dict[str, Any]
-    plain: bool = False
+    options: dict[str, Any]  # besides those that all candidates have
+    plain: bool = False  # whether it is the loop without nano_loop
+    #: The time of a step for one batch, round by round. Several processes take as many batches a step.
     seconds: list[float] = field(default_factory=list)
-    milliseconds: float | None = None
-    speed_up: float | None = None
-    memory: int | None = None
+    milliseconds: float | None = None  # their mean
+    speed_up: float | None = None  # how many times as fast as the loop without nano_loop
+    memory: int | None = None  # the most that the process of rank 0 has had, in bytes
+    #: The largest error relative to fp64; None where no comparison was made. Of a loop, the loss is the mean square of
+    #: the model's outputs.
     loss: float | None = None
     gradients: float | None = None
-    note: str = ""
+    note: str = ""  # why it was measured no further, or failed
 
     def measure(self, own: Row, plain: Row) -> None:
         """Take the mean of the rounds, as ratios to the options as they are, which run in each round."""
@@ -99,66 +80,23 @@ class Row:
 
 @dataclass
 class Tuning:
-    """The result of `nano-loop tune`.
+    """The result of `nano-loop tune`."""
 
-    Attributes
-    ----------
-    options : dict
-        The options to write, chosen ones and those that were given.
-    line : str
-        The line of code that has them, such as ``@nano(precision="bf16")``.
-    rows : list of Row
-        The candidates: the options as they are, the loop without nano_loop, and the others in the order of the search.
-    chosen : int
-        The row of the chosen options.
-    seconds : float
-        How long the search took.
-    changes : dict
-        The options that the search has changed.
-    remarks : list of str
-        What to know about the choice.
-    waits : float
-        The part of their runnable time that threads waited for CPUs, which other programs used.
-    date : str
-        When the search ended.
-    """
-
-    options: dict[str, Any]
-    line: str
+    options: dict[str, Any]  # the options to write, chosen ones and those that were given
+    line: str  # the line of code that has them, such as ``@nano(precision="bf16")``
+    #: The options as they are, the loop without nano_loop, and the others in the order of the search.
     rows: list[Row]
-    chosen: int
-    seconds: float
-    changes: dict[str, Any] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
+    chosen: int  # the row of the chosen options
+    seconds: float  # how long the search took
+    changes: dict[str, Any] = field(default_factory=dict)  # the options that the search has changed
+    remarks: list[str] = field(default_factory=list)  # what to know about the choice
+    #: The part of their runnable time that threads waited for CPUs, which other programs used.
     waits: float = 0.0
-    date: str = ""
+    date: str = ""  # when the search ended
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain lists, dicts, strings and numbers, for JSON."""
         return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
-
-    def plot(self, path: Any) -> None:
-        """Draw the times of the candidates into a file, by matplotlib. Its name says the format, such as ``.png``.
-
-        Parameters
-        ----------
-        path : str or os.PathLike
-            The file.
-
-        Raises
-        ------
-        ImportError
-            If matplotlib is not installed.
-        NanoConfigError
-            If the file cannot be written, or its format is not known.
-        """
-        chosen = self.rows[self.chosen]
-        bars = [
-            Bar(row.name, row.milliseconds, row.seconds, row.speed_up, row is chosen)
-            for row in self.rows
-            if row.milliseconds is not None
-        ]
-        draw(bars, path)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
-from nano_loop.cli.script import answer_in, begins_at_start, path_of, result_file
+from nano_loop.cli.script import started
 from nano_loop.config.environment import variable_of
-from nano_loop.config.protocol import COMMAND, Command
-from nano_loop.cpu.parent_process import end_with
 
 
 class TrialFailedError(Exception):
@@ -64,27 +60,17 @@ def trial_of(
     TrialFailedError
         If it fails, takes too long, or ends without a step.
     """
-    arguments = {"seconds": seconds, "is_plain": is_plain, "compares": compares}
-    with result_file() as file, tempfile.TemporaryFile() as errors:
-        variables = {variable_of(name): str(value) for name, value in changes.items()}
-        variables |= {COMMAND: Command("tune", path_of(file), arguments).encoded(), **begins_at_start("tune")}
-        process = subprocess.Popen(
-            command,
-            env={**environ, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            preexec_fn=partial(end_with, os.getpid()) if os.name == "posix" else None,  # no thread runs here
-        )
-        began = time.monotonic()
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            raise TrialFailedError(f"it took more than {limit:.0f} s") from None
-        finally:
-            process.kill()
-            process.wait()
-        answer = answer_in(file)
+    own = {"seconds": seconds, "is_plain": is_plain, "compares": compares}
+    environ = {**environ, **{variable_of(name): str(value) for name, value in changes.items()}}
+    began = time.monotonic()
+    with tempfile.TemporaryFile() as errors:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
+        with started("tune", own, command, environ, **streams) as (process, read_answer):
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                raise TrialFailedError(f"it took more than {limit:.0f} s") from None
+            answer = read_answer()
         errors.seek(0)
         written = errors.read().decode(errors="replace").strip()
     if answer is not None and "error" in answer:

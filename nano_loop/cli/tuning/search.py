@@ -28,22 +28,6 @@ TOLERANCE = 0.1
 _SHORTEST, _LONGEST, _FIRST = 0.5, 5.0, 600.0
 
 
-class ScriptFailedError(Exception):
-    """The script fails as it is.
-
-    Attributes
-    ----------
-    code : int
-        Its exit code.
-    errors : str
-        What it has written to standard error.
-    """
-
-    def __init__(self, code: int, errors: str) -> None:
-        super().__init__(errors)
-        self.code, self.errors = code, errors
-
-
 class Search:
     """One search.
 
@@ -77,7 +61,7 @@ class Search:
 
         Raises
         ------
-        ScriptFailedError
+        TrialFailedError
             If the script fails as it is.
         NanoConfigError
             If it trains nothing, or takes too few steps.
@@ -104,7 +88,7 @@ class Search:
             answer = self._trial(self._own, _LONGEST)
         except TrialFailedError as error:
             if error.code:
-                raise ScriptFailedError(error.code, error.errors) from error
+                raise
             if error.code is None:
                 raise NanoError(str(error)) from error
             got, expected = f"{self._name} has trained nothing", "tune times steps of an optimizer of torch"

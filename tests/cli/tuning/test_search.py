@@ -5,7 +5,7 @@ import pytest
 from nano_loop.cli.tuning import search
 from nano_loop.cli.tuning.in_script import LEAST
 from nano_loop.cli.tuning.script_trial import TrialFailedError
-from nano_loop.cli.tuning.search import ScriptFailedError, Search
+from nano_loop.cli.tuning.search import Search
 from nano_loop.errors import NanoConfigError
 
 PLAIN = "plain"
@@ -81,7 +81,7 @@ def test_ctrl_c_chooses_among_what_was_measured(searched):
 def test_failing_candidate_is_a_row_and_failing_script_an_error(searched):
     tuning = searched({"compile": [TrialFailedError("it ended with code 1: no compiler", 1)]})
     assert tuning.rows[3].note == "it ended with code 1: no compiler"
-    with pytest.raises(ScriptFailedError) as failed:
+    with pytest.raises(TrialFailedError) as failed:
         searched({"": [TrialFailedError("it ended with code 7", 7, "Traceback")]})
     assert (failed.value.code, failed.value.errors) == (7, "Traceback")
 

@@ -6,27 +6,26 @@ for: a function that is called once an epoch finds it again. A folder that the u
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import tempfile
-import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.cpu.cgroup import read_memory_limit
 from nano_loop.cpu.tree import Tree
+from nano_loop.data.images.store import Store
 from nano_loop.distributed.comm.limits import SHARED_MEMORY
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
 from nano_loop.distributed.launch.abandoned import delete_abandoned, held
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.errors import NanoError
-from nano_loop.images.store import Store
 from nano_loop.storage.trusted_files import make_folder, open_folder
 
 _PREFIX = "nano_loop-images-"
@@ -37,16 +36,16 @@ _ROOM_LEFT = 0.9
 
 
 class _Memory:
-    """The cache in memory of this process, with the datasets that keep it."""
+    """The cache in memory of this process. Its folder is deleted with it, or when Python ends."""
 
     def __init__(self, limit: int) -> None:
         self.process = os.getpid()
-        self.users: set[int] = set()
-        self._stack = ExitStack()
-        folder = make_folder(f"{_PREFIX}{os.getpid()}-", (_parent(limit), SHARED_MEMORY))
-        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = make_folder(f"{_PREFIX}{self.process}-", (_parent(limit), SHARED_MEMORY))
         delete_abandoned(folder.parent, _PREFIX)
-        self._stack.enter_context(held(folder))
+        stack = ExitStack()
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.enter_context(held(folder))
+        weakref.finalize(self, _close, stack, self.process)
         self.store = Store(folder, 0, sums=False)
         self.allow(limit)
 
@@ -55,12 +54,13 @@ class _Memory:
         room = self.store.usage().size + int(_ROOM_LEFT * shutil.disk_usage(self.store.folder).free)
         self.store.allow(min(limit, room))
 
-    def close(self) -> None:
-        self._stack.close()
+
+def _close(stack: ExitStack, process: int) -> None:
+    if os.getpid() == process:  # and not one that it has forked
+        stack.close()
 
 
-_memory: _Memory | None = None
-_lock = threading.RLock()  # a finalizer may run in the thread that holds it
+_memories: Any = WeakIdKeyDictionary()  # the `_Memory` that datasets keep
 
 
 def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = ALONE) -> Store:
@@ -109,39 +109,15 @@ def _in_folder(folder: Path) -> Store:
 
 
 def _in_memory(datasets: Sequence[Any], limit: int | None) -> Store:
-    global _memory
-    with _lock:
-        if _memory is not None and _memory.process != os.getpid():
-            _memory = None  # this process was forked; the folder is its parent's
-        if _memory is None:
-            _memory = _Memory(limit or default_limit())
-        elif limit is not None:
-            _memory.allow(limit)
-        for dataset in datasets:
-            if id(dataset) not in _memory.users:
-                _memory.users.add(id(dataset))
-                _when_gone(dataset, functools.partial(_forget, id(dataset), os.getpid()))
-        return _memory.store
-
-
-def _when_gone(dataset: Any, forget: Callable[[], None]) -> None:
-    """Call a function when an object is deleted, and at the latest when Python ends."""
-    try:
-        weakref.finalize(dataset, forget)
-    except TypeError:  # it cannot be referenced weakly
-        weakref.finalize(_Memory, forget)
-
-
-def _forget(user: int, process: int) -> None:
-    """Forget a dataset of this process, and with the last one the cache."""
-    global _memory
-    with _lock:
-        if _memory is None or _memory.process != process or os.getpid() != process:
-            return
-        _memory.users.discard(user)
-        if not _memory.users:
-            _memory.close()
-            _memory = None
+    # A forked process finds the cache of its parent.
+    memory = next((memory for memory in [*_memories.values()] if memory.process == os.getpid()), None)
+    if memory is None:
+        memory = _Memory(limit or default_limit())
+    elif limit is not None:
+        memory.allow(limit)
+    for dataset in datasets:
+        _memories[dataset] = memory
+    return memory.store
 
 
 def _parent(limit: int) -> Path:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nano_loop.images import sources
+from nano_loop.data.images import reading
 
 
 def picture(seed, size=(96, 72), mode="RGB"):
@@ -48,7 +48,7 @@ def pictures(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def files_are_settled(monkeypatch):
     """Take files for settled at once."""
-    monkeypatch.setattr(sources, "SETTLED", -1e9)
+    monkeypatch.setattr(reading, "SETTLED", -1e9)
 
 
 @pytest.fixture

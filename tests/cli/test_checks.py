@@ -1,7 +1,10 @@
-"""Findings about threads, on a machine with 16 cores."""
+"""Checks of threads, memory and CPUs, on a machine with 16 cores."""
+
+import dataclasses
 
 import pytest
 
+from nano_loop.cli.diagnosis import findings_of
 from nano_loop.config.exports import EXPORTS, Exports
 
 QUOTA = {"/sys/fs/cgroup/cpu.max": "200000 100000\n"}
@@ -80,3 +83,49 @@ def test_what_env_exports_is_clean(found):
     after = {"OMP_NUM_THREADS": "16", "MALLOC_TOP_PAD_": "67108864"}
     note = Exports(dict.fromkeys(after), after).encoded()
     assert found(environ={**after, EXPORTS: note}) == []
+
+
+def with_instruction_sets(inspected, *sets):
+    return dataclasses.replace(
+        inspected, machine=dataclasses.replace(inspected.machine, instruction_sets=frozenset(sets))
+    )
+
+
+def test_cpu_without_avx2_hurts(inspect):
+    first, second = findings_of(with_instruction_sets(inspect(), "sse4_2"))
+    assert (first.id, first.hurts) == ("no-avx2", True)
+    assert "EPYC" in first.what
+    assert second.id == "no-bf16"
+
+
+def test_cpu_without_bf16_instructions_is_a_note(inspect):
+    (finding,) = findings_of(with_instruction_sets(inspect(), "avx2", "avx512f"))
+    assert (finding.id, finding.hurts) == ("no-bf16", False)
+
+
+@pytest.mark.parametrize("sets", [("avx2", "amx_tile", "amx_bf16"), ("avx2", "avx512_bf16")])
+def test_cpu_with_bf16_instructions_is_clean(inspect, sets):
+    assert findings_of(with_instruction_sets(inspect(), *sets)) == []
+
+
+def test_unknown_instruction_sets_are_no_finding(inspect):
+    assert findings_of(with_instruction_sets(inspect())) == []
+
+
+def test_mask_that_follows_the_cpuset_is_found_once(only):
+    change = {"files": {"/sys/fs/cgroup/cpuset.cpus.effective": "0-7\n"}, "affinity": frozenset(range(8))}
+    assert only(**change).id == "cpuset"
+
+
+def test_quota_says_how_many_threads_it_leaves(only):
+    files = {"/sys/fs/cgroup/cpu.max": "250000 100000\n"}
+    finding = only(files=files, environ={"OMP_NUM_THREADS": "2"})
+    assert (finding.id, finding.hurts) == ("quota", False)
+    assert "quota is 2.5 CPUs" in finding.what
+    assert "16 cores" in finding.what
+    assert finding.why.startswith("2 compute threads")
+
+
+@pytest.mark.parametrize("limit", ["max", "9223372036854771712", "99999999999999"])
+def test_limit_that_limits_nothing_is_clean(found, limit):
+    assert found(files={"/sys/fs/cgroup/memory.max": f"{limit}\n"}) == []

@@ -6,15 +6,13 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from nano_loop.images.batches import Pending, collate
-from nano_loop.images.pipelines import Conversion, Plan
+from nano_loop.data.images.batches import Pending, collate
 
 
 def scaled(image):
     return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
 
 
-PLAN = Plan((scaled,), 0, "", False, Conversion(0, True, True, (), False))
 DOUBLED = {
     "none": {},
     "Tensor": {torch.Tensor: lambda values, *, collate_fn_map: torch.stack([*values]) * 2},
@@ -23,13 +21,10 @@ DOUBLED = {
 
 
 @pytest.mark.parametrize("registered", DOUBLED)
-@pytest.mark.parametrize("in_tuples", [False, True])
-def test_registered_functions_get_finished_images(monkeypatch, in_tuples, registered):
+def test_registered_functions_get_finished_images(monkeypatch, registered):
     draws = np.random.default_rng(0)
-    samples = [Pending(draws.integers(0, 255, (4, 5, 3), dtype=np.uint8), True, None, PLAN) for _ in range(3)]
-    finished = [image.finished() for image in samples]
-    if in_tuples:
-        samples, finished = [[(image, 1) for image in each] for each in (samples, finished)]
+    images = [Pending(draws.integers(0, 255, (4, 5, 3), dtype=np.uint8), (scaled,)) for _ in range(3)]
     for key, function in DOUBLED[registered].items():
         monkeypatch.setitem(default_collate_fn_map, key, function)
-    torch.testing.assert_close(collate(samples), default_collate(finished))
+    found, expected = collate([(image, 1) for image in images]), default_collate([(i.finished(), 1) for i in images])
+    torch.testing.assert_close(found, expected)

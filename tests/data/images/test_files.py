@@ -3,19 +3,16 @@
 import io
 import os
 import shutil
-import tarfile
 from contextlib import contextmanager
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from nano_loop.images import session, sources
-from nano_loop.images.lifetime import store_for
-from nano_loop.images.loaders import CachedImages, datasets_in
+from nano_loop.data.images import reading
+from nano_loop.data.images.folders import CachedImages, datasets_in
+from nano_loop.data.images.lifetime import store_for
 from nano_loop.patching.objects.loaders import changed
 
 datasets = pytest.importorskip("torchvision.datasets")
@@ -86,8 +83,7 @@ def test_file_that_changes_between_epochs_is_read_again(loader, folder, change):
 
 
 def test_file_that_was_just_written_is_not_kept(loader, folder, monkeypatch):
-    monkeypatch.setattr(sources, "SETTLED", 1000.0)
-    monkeypatch.setattr(session, "_SMALL", 0)
+    monkeypatch.setattr(reading, "SETTLED", 1000.0)
     before = loader.store.usage().entries  # of another loader that is not collected yet
     for _ in range(2):
         assert_plain(loader, folder)
@@ -112,57 +108,6 @@ def test_spoiled_file_raises_the_plain_error_in_every_epoch(loader, folder, spoi
             next(iter(each))
         errors.append((type(raised.value), str(raised.value)))
     assert errors[0] == errors[1] == errors[2]
-
-
-class Skipping(torch.utils.data.Dataset):
-    """Takes the next image instead of one that cannot be read."""
-
-    def __init__(self, folder):
-        self.samples, self.transform = datasets.ImageFolder(folder).samples, pipeline()
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        try:
-            with Image.open(self.samples[index][0]) as opened:
-                image = opened.convert("RGB")
-        except OSError:
-            return self[index + 1]
-        return self.transform(image)
-
-
-class InArchive(Skipping):
-    """Reads images out of one file."""
-
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.archive = folder.parent / "all.tar"
-        with tarfile.open(self.archive, "w") as file:
-            for path, _ in self.samples:
-                file.add(path)
-        self.data = self.archive.with_name("all.bin")
-        self.data.write_bytes(b"".join(Path(path).read_bytes() for path, _ in self.samples[:3]))
-        self.offsets = np.cumsum([0, *(os.stat(path).st_size for path, _ in self.samples[:2])])
-
-    def __getitem__(self, index):
-        with tarfile.open(self.archive) as file:
-            inside = file.extractfile(self.samples[index][0].lstrip("/"))
-            first = self.transform(Image.open(inside).convert("RGB"))
-        with open(self.data, "rb") as file:
-            file.seek(self.offsets[index % 3])
-            return torch.stack([first, self.transform(Image.open(file).convert("RGB"))])
-
-
-@pytest.mark.parametrize("kind", [Skipping, InArchive])
-def test_errors_are_raised_at_the_conversion_and_images_in_other_files_are_told_apart(folder, kind):
-    if kind is Skipping:
-        os.truncate(folder / "cats/0.jpg", 900)
-    loader = DataLoader(kind(folder), 4)
-    expected = [*loader]
-    with cached(loader):
-        for _ in range(2):
-            assert all(map(torch.equal, loader, expected))
 
 
 def test_truncated_files_that_the_program_accepts(loader, folder, monkeypatch):

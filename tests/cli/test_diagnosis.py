@@ -1,10 +1,10 @@
-"""A machine without faults has no findings, and those that hurt come first."""
+"""What `doctor` finds: nothing on a machine without faults, and of faults what hurts first."""
 
 import pytest
 
-from cli.conftest import CGROUP, MOUNTS
-from nano_loop.cli.findings import FINDINGS
-from nano_loop.cli.kernels_inspected import Kernels
+from nano_loop.cli import checks, software_checks
+from nano_loop.cli.diagnosis import CHECKS
+from nano_loop.cli.inspected import Kernels
 
 CLEAN = {
     "nothing changed": {},
@@ -12,7 +12,7 @@ CLEAN = {
     "ARM without AVX2": {"machine": "graviton3"},
     "quota of all cores": {"files": {"/sys/fs/cgroup/cpu.max": "1600000 100000\n"}},
     "unknown libraries": {"environ": {"LD_PRELOAD": "libjemalloc.so.2"}, "files": {"/proc/self/maps": ""}},
-    "unknown memory": {"files": {"/proc/meminfo": "damaged"}},
+    "unknown memory": {"files": {"/proc/meminfo": "damaged"}, "shared": None},
     "IPEX with its torch": {"packages": {"torch": "2.8.0+cpu", "intel-extension-for-pytorch": "2.8.0+cpu"}},
     "torchrun's number of threads": {"environ": {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}},
     "options": {"environ": {"NANO_LOOP_PRECISION": "bf16"}},
@@ -21,7 +21,6 @@ CLEAN = {
     "kernels of the package": {"kernels": Kernels("v4", "in the package")},
 }
 JEMALLOC = "/usr/lib/libjemalloc.so.2"
-SMALL = {"/proc/self/mountinfo": CGROUP + MOUNTS.format(size=",size=65536k")}
 SHORT = {"/proc/meminfo": "MemTotal:  65859580 kB\nMemAvailable:  2000000 kB\n"}
 IPEX = {"torch": "2.13.0+cpu", "intel-extension-for-pytorch": "2.8.0"}
 TORCH = {"packages": {"torch": "2.7.1+cpu"}, "requirements": {"nano-loop": ("torch>=2.8", "numpy>=1.26")}}
@@ -30,7 +29,7 @@ FAULTS = {
     "affinity": ({"affinity": frozenset(range(4))}, False, "CPUs 4-31", "2 cores", ""),
     "cpuset": ({"files": {"/sys/fs/cgroup/cpuset.cpus.effective": "0-7\n"}}, False, "CPUs 8-31", "4 cores", ""),
     "preload-missing": ({"environ": {"LD_PRELOAD": JEMALLOC}}, True, JEMALLOC, "", ""),
-    "shared-memory": ({"files": SMALL}, True, "64 MiB", "", "--shm-size"),
+    "shared-memory": ({"shared": 64 << 20}, True, "64 MiB", "", "--shm-size"),
     "memory-short": ({"files": SHORT}, True, "1.9 GiB of 62.8 GiB", "", ""),
     "memory-limit": (
         *({"files": {"/sys/fs/cgroup/memory.max": "8589934592\n"}}, False),
@@ -70,14 +69,11 @@ def test_what_hurts_comes_first(found):
     assert [finding.hurts for finding in several] == [True, True, False]
 
 
-def test_every_function_of_a_module_is_listed():
-    names = {(each.__module__, each.__name__) for each in FINDINGS}
-    modules = {each.__module__: each.__globals__ for each in FINDINGS}
-    for module, found in modules.items():
-        public = {
-            name
-            for name, each in found.items()
-            if callable(each) and getattr(each, "__module__", "") == module and not name.startswith("_")
-        }
-        listed = {name for of, name in names if of == module}
-        assert {name for name in public if "Iterator[Finding]" in str(found[name].__annotations__)} == listed
+def test_every_check_is_listed():
+    public = [
+        value
+        for module in (checks, software_checks)
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__ and "Iterator[Finding]" in str(value.__annotations__)
+    ]
+    assert {*public} == {*CHECKS}

@@ -1,0 +1,86 @@
+"""Images as bytes, for the cache. An image that is read back has all that a transform may look at."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import struct
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+_MAGIC = b"nano_loop image 2"
+_SUM = struct.Struct(f"<{len(_MAGIC)}sI")  # the magic, and the sum of all that follows
+_HEAD = struct.Struct("<40sIIBI")  # the key, height, width and channels, the bytes of the metadata
+_MODES = {1: "L", 3: "RGB"}
+_LONGEST_INFO = 1 << 16
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class ImageEntry(NamedTuple):
+    """An image that is kept."""
+
+    pixels: np.ndarray[Any, Any]  # bytes, of shape (H, W, C)
+    info: str  # the `repr` of Pillow's metadata
+
+    def image(self) -> Image.Image:
+        """Return the Pillow image."""
+        height, width, channels = self.pixels.shape
+        image = Image.frombytes(_MODES[channels], (width, height), self.pixels.data)
+        image.info = dict(_read_info(self.info))
+        return image
+
+    def packed(self, key: str) -> tuple[bytes, np.ndarray[Any, Any]]:
+        """Return the bytes of a file, in two parts, the second of which are the pixels."""
+        info = self.info.encode()
+        head = _HEAD.pack(key.encode(), *self.pixels.shape, len(info)) + info
+        return _SUM.pack(_MAGIC, zlib.crc32(self.pixels.data, zlib.crc32(head))) + head, self.pixels
+
+
+def entry_of(image: Any) -> ImageEntry | None:
+    """Return an image as it is kept, or None if it could not be read back exactly."""
+    if type(image) is not Image.Image or image.mode not in _MODES.values():
+        return None
+    info = repr(image.info)
+    if len(info) > _LONGEST_INFO or not all(map(_is_literal, (*image.info.keys(), *image.info.values()))):
+        return None
+    return ImageEntry(np.asarray(image).reshape(image.height, image.width, len(image.getbands())), info)
+
+
+def unpacked(data: memoryview, key: str, check: bool) -> ImageEntry | None:
+    """Return the entry that the bytes of a file are, or None if they are damaged or of another key.
+
+    Parameters
+    ----------
+    check : bool
+        Whether to check the sum.
+    """
+    rest = data[_SUM.size :]
+    if len(rest) < _HEAD.size:
+        return None
+    magic, total = _SUM.unpack(data[: _SUM.size])
+    its_key, height, width, channels, length = _HEAD.unpack(rest[: _HEAD.size])
+    pixels = rest[_HEAD.size + length :]
+    if (magic, its_key) != (_MAGIC, key.encode()) or channels not in _MODES or len(pixels) != height * width * channels:
+        return None
+    if check and zlib.crc32(rest) != total:
+        return None
+    return ImageEntry(
+        np.frombuffer(pixels, np.uint8).reshape(height, width, channels), bytes(rest[_HEAD.size :][:length]).decode()
+    )
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether `ast.literal_eval` reads the `repr` of a part of an image's metadata back."""
+    if type(value) is tuple:  # not a list, which could be changed
+        return all(map(_is_literal, value))
+    # The repr of nan and inf is a name.
+    return type(value) in _PLAIN and not (type(value) is float and value - value != 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_info(text: str) -> dict[Any, Any]:
+    info: dict[Any, Any] = ast.literal_eval(text)
+    return info

@@ -1,0 +1,153 @@
+"""Datasets that read folders of images, and their loaders: a private copy of the loader fetches through the cache."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+
+from nano_loop.data.images.pipelines import Plan, compositions, plan_of
+from nano_loop.data.images.store import Store
+from nano_loop.patching.objects.loaders import LoaderChange
+from nano_loop.patching.torch_private_loaders import is_default_collate
+
+if TYPE_CHECKING:
+    from nano_loop.data.images.reading import Reading
+
+
+class CachedImages(LoaderChange):
+    """Fetches through the cache, with the same pixels if `exact`."""
+
+    def __init__(self, store: Store, exact: bool) -> None:
+        self._store = store
+        self._exact = exact
+
+    def attributes(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """See `LoaderChange.attributes`."""
+        if refusal(loader):
+            return {}
+        from nano_loop.data.images.batches import collate  # imports Pillow, as `reading` does
+        from nano_loop.data.images.reading import Reading
+
+        is_batched = is_default_collate(loader.collate_fn) and loader.batch_sampler is not None
+        dataset = CachedDataset(loader.dataset, Reading(self._store, self._exact, is_batched))
+        return {"dataset": dataset, **({"collate_fn": collate} if is_batched else {})}
+
+
+class CachedDataset(Dataset[Any]):
+    """A dataset whose images are read through the cache. Its attributes are those of the user's dataset."""
+
+    def __init__(self, dataset: Any, reading: Reading) -> None:
+        vars(self).update(_dataset=dataset, _reading=reading)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        # What a worker's `get_worker_info().dataset` is asked for.
+        return type(vars(self)["_dataset"]) if "_dataset" in vars(self) else CachedDataset
+
+    def __getattr__(self, name: str) -> Any:
+        if "_dataset" not in vars(self):  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(vars(self)["_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_dataset"], name, value)
+
+    def __reduce__(self) -> Any:
+        return CachedDataset, (*vars(self).values(),)
+
+    def __len__(self) -> int:
+        return len(vars(self)["_dataset"])
+
+    def __getitem__(self, index: Any) -> Any:
+        return _reader(*vars(self).values())[index]
+
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        # The attributes of datasets and transforms, which the loop may change, are read anew for each batch.
+        reader = _reader(*vars(self).values())
+        return [reader[index] for index in indices]
+
+
+class _Reader:
+    """What the ``__getitem__`` of a dataset's class is called with in place of the dataset: some attributes differ."""
+
+    def __init__(self, _dataset: Any, **attributes: Any) -> None:
+        vars(self).update(attributes, _dataset=_dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return type(self._dataset).__getitem__(self, index)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
+def _reader(dataset: Any, reading: Reading) -> Any:
+    """Return what reads the items of a dataset. The ``loader`` of a folder returns the path, ``transform`` takes it."""
+    if type(dataset) is Subset:
+        return _Reader(dataset, dataset=_reader(dataset.dataset, reading))
+    if type(dataset) is ConcatDataset:
+        return _Reader(dataset, datasets=[_reader(part, reading) for part in dataset.datasets])
+    plan = _plan(dataset)
+    if plan is None:
+        return dataset
+    transform = functools.partial(reading.image, load=dataset.loader, plan=plan)
+    return _Reader(dataset, loader=lambda path: path, transform=transform)
+
+
+def datasets_in(dataset: Any) -> list[Any]:
+    """Return the datasets that a dataset is made of."""
+    if type(dataset) is Subset:
+        return datasets_in(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return [inner for part in dataset.datasets for inner in datasets_in(part)]
+    return [dataset]
+
+
+def plans_in(dataset: Any) -> list[Plan]:
+    """Return how the pipelines in a dataset are run."""
+    return [plan for inner in datasets_in(dataset) if (plan := _plan(inner)) is not None]
+
+
+def has_images(dataset: Any) -> bool:
+    """Whether there is a dataset or a pipeline of torchvision's in a dataset."""
+    return any(
+        type(inner).__module__.startswith("torchvision.") or plan_of(getattr(inner, "transform", None)) is not None
+        for inner in datasets_in(dataset)
+    )
+
+
+def refusal(loader: DataLoader[Any]) -> str | None:
+    """Return why a loader is left alone, or None."""
+    if not compositions():
+        return "torchvision is not imported"
+    others = [inner for inner in datasets_in(loader.dataset) if _plan(inner) is None]
+    if not others:
+        return None
+    if _is_folder(others[0]):
+        return "the transform of the dataset is no pipeline of torchvision's"
+    return f"the dataset, a {type(others[0]).__name__}, is no ImageFolder whose files Pillow reads"
+
+
+def _plan(dataset: Any) -> Plan | None:
+    """Return how the pipeline of a folder of images is run, or None for other datasets."""
+    return plan_of(dataset.transform) if _is_folder(dataset) else None
+
+
+def _is_folder(dataset: Any) -> bool:
+    """Whether torchvision's code alone makes the items of a dataset, of a file that Pillow reads and a transform."""
+    module = sys.modules.get("torchvision.datasets.folder")
+    if module is None or not isinstance(dataset, module.DatasetFolder):
+        return False
+    kind: Any = type(dataset)
+    return (
+        kind.__getitem__ is module.DatasetFolder.__getitem__
+        and not hasattr(kind, "__getitems__")
+        and dataset.loader in (module.default_loader, module.pil_loader)
+        and sys.modules["torchvision"].get_image_backend() == "PIL"
+    )

@@ -1,0 +1,115 @@
+"""Plans of torchvision's pipelines: which transforms come first and are deterministic, and which convert at the end.
+
+A transform is known by its exact class. A subclass, a `Lambda`, a module with hooks and one with an attribute whose
+`repr` does not say all of it are not known.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nano_loop.patching.torch_private import calls_only_forward
+
+V1, V2 = "torchvision.transforms", "torchvision.transforms.v2"
+#: What makes a Pillow image of a Pillow image, and draws no random numbers.
+_DETERMINISTIC = ("Resize", "CenterCrop", "Pad", "Grayscale", "RGB", "Identity")
+_OF_A_MODULE = frozenset(vars(nn.Module()))
+
+
+class Plan(NamedTuple):
+    """How a pipeline is run."""
+
+    first: tuple[Any, ...]  # its deterministic transforms
+    key: str  # what their result depends on, besides the image
+    middle: tuple[Any, ...]  # the transforms after them
+    end: tuple[Any, ...]  # `ToTensor` and `Normalize`, which can be applied to whole batches
+
+
+def compositions() -> tuple[type, ...]:
+    """Return torchvision's classes `Compose`, as far as they are imported."""
+    return tuple(sys.modules[name].Compose for name in (V1, V2) if name in sys.modules)
+
+
+def plan_of(pipeline: Any) -> Plan | None:
+    """Return how to run a pipeline with its present attributes, which a loop may change; None if it is not one."""
+    transforms = _transforms_of(pipeline)
+    if transforms is None:
+        return None
+    keys = [_key(transform) for transform in transforms]
+    first = keys.index(None) if None in keys else len(keys)
+    end = _end(transforms)
+    return Plan(transforms[:first], ";".join(map(str, keys[:first])), transforms[first:end], transforms[end:])
+
+
+def applied(transforms: Sequence[Any], value: Any) -> Any:
+    """Return what transforms make of an image, one after another."""
+    for transform in transforms:
+        value = transform(value)
+    return value
+
+
+def numbers(value: Any) -> tuple[float, ...]:
+    """Return the means or the deviations of `Normalize`, one for each channel or one for all; none if it has others."""
+    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    return values if {*map(type, values)} <= {int, float} else ()
+
+
+def _transforms_of(pipeline: Any) -> tuple[Any, ...] | None:
+    """Return the transforms of a `Compose` or of a classifier's ``weights.transforms()``, or None for other objects."""
+    name = _name(pipeline)
+    if name == "Compose" and isinstance(pipeline.transforms, Sequence):
+        return tuple(pipeline.transforms)
+    if name != "ImageClassification":
+        return None
+    v1: Any = sys.modules[V1]
+    return (
+        v1.Resize(pipeline.resize_size, interpolation=pipeline.interpolation, antialias=pipeline.antialias),
+        v1.CenterCrop(pipeline.crop_size),
+        v1.PILToTensor(),
+        v1.ConvertImageDtype(torch.float),
+        v1.Normalize(pipeline.mean, pipeline.std),
+    )
+
+
+def _name(transform: Any) -> str:
+    """Return the name of a class of torchvision, or "" if a call runs anything but the code of such a class."""
+    kind = type(transform)
+    has_hooks = isinstance(transform, nn.Module) and not calls_only_forward(transform)
+    return kind.__name__ if kind.__module__.startswith(f"{V1}.") and not has_hooks else ""
+
+
+def _key(transform: Any) -> str | None:
+    """Return what the result of a deterministic transform depends on, or None if it is not known to be one."""
+    if _name(transform) not in _DETERMINISTIC:
+        return None
+    attributes = {name: value for name, value in vars(transform).items() if name not in _OF_A_MODULE}
+    if not all(map(_is_plain, attributes.values())):
+        return None
+    return f"{type(transform).__module__}.{type(transform).__name__}{sorted(attributes.items())!r}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether the `repr` of a value says all of it."""
+    if value is None or type(value) in (bool, int, float, str) or isinstance(value, (enum.Enum, type)):
+        return True
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) is dict and all(map(_is_plain, (*value.keys(), *value.values())))
+
+
+def _end(transforms: tuple[Any, ...]) -> int:
+    """Return the position of a `ToTensor` that only `Normalize` follows, or the number of transforms."""
+    end = len(transforms)
+    while end and _is_normalization(transforms[end - 1]):
+        end -= 1
+    return end - 1 if end and _name(transforms[end - 1]) == "ToTensor" else len(transforms)
+
+
+def _is_normalization(transform: Any) -> bool:
+    return _name(transform) == "Normalize" and len(numbers(transform.mean)) == len(numbers(transform.std)) > 0

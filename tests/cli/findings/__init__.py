@@ -1,1 +1,0 @@
-"""Tests of what `doctor` finds: each finding on a recorded machine that provokes it."""
