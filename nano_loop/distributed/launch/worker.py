@@ -25,7 +25,7 @@ from nano_loop.storage.trusted_files import opened_folder, path_of
 Join = Callable[[Assignment, int], AbstractContextManager[RankSlot]]
 
 
-def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: Path, verbose: bool) -> None:
+def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, verbose: bool) -> None:
     """Do what a worker process is for: read its payload, do the task, and report how that has ended.
 
     What is changed in the process (torch's settings, its seeds, its files) is left changed: it ends with the run.
@@ -40,8 +40,6 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: P
         Takes the assignment and this rank, and returns a context in which the ranks are connected.
     payload : pathlib.Path
         The folder with the payload.
-    made : pathlib.Path
-        See `redirect_files`.
     verbose : bool
         Whether warnings are shown with the rest of its standard error; else they are sent to rank 0.
     """
@@ -52,7 +50,7 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: P
     try:
         with opened_folder(payload) as opened:
             keep_sockets_in(folder)
-            redirect_files(folder, reporter.rank, made)
+            redirect_files(folder, reporter.rank)
             sent_by_rank_0 = path_of(opened, payload)
             take_edited_modules(sent_by_rank_0 / EDITED)
             if (sent_by_rank_0 / WORKER_INIT).exists():

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.files.caches import cache_folders_made
 from nano_loop.distributed.files.folder import discard, place_of, workers_files
 from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.shared_folder import private_folder
@@ -78,6 +79,7 @@ class RankWorker:
         self._open = ExitStack()
         self._folder = self._open.enter_context(private_folder())
         self._open.enter_context(workers_files(self._folder))
+        self._open.enter_context(cache_folders_made())
         self._open.enter_context(deleted_with_this_process(self._folder, place_of(self._folder)))
 
     def place(self) -> dict[str, Any]:
@@ -125,7 +127,7 @@ class RankWorker:
                 yield slot
 
         verbose = self._setting["verbose"]
-        work(self._connection, self._folder, join, payload=Path(payload), made=self._payload, verbose=verbose)
+        work(self._connection, self._folder, join, payload=Path(payload), verbose=verbose)
 
     def _forget(self) -> None:
         shutil.rmtree(self._folder / "sent", ignore_errors=True)
