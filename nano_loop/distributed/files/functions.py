@@ -66,19 +66,21 @@ class Functions:
             "scandir": self._scandir,
             "symlink": self._symlink,
         }
-        return {name: self._redirected(name, each) for name, each in functions.items() if hasattr(original_os, name)}
+        return {
+            name: self._redirected(name, function) for name, function in functions.items() if hasattr(original_os, name)
+        }
 
     def _redirected(self, name: str, function: _Function) -> _Function:
         original = getattr(original_os, name)
 
         def redirected(*args: Any, **options: Any) -> Any:
             path = args[0] if args else options.get("path", options.get("src"))
-            folders = [each for each in options if each.endswith("dir_fd")]
-            is_open = isinstance(path, int) or any(options[each] is not None for each in folders)
+            folders = [option for option in options if option.endswith("dir_fd")]
+            is_open = isinstance(path, int) or any(options[option] is not None for option in folders)
             if is_open or not self._overlay.root:
                 return original(*args, **options)
-            for each in folders:
-                del options[each]
+            for option in folders:
+                del options[option]
             with naming(path):
                 return function(*args, **options)
 
@@ -108,9 +110,11 @@ class Functions:
         key, names = self._names(path)
         if names is None:
             return original_os.scandir(path)
-        folder = "." if path is None else os.fspath(path)
-        kind = os.fsencode if isinstance(folder, bytes) else os.fsdecode
-        return _Entries(_Entry(kind(name), os.path.join(folder, kind(name)), os.path.join(key, name)) for name in names)
+        folder: Any = "." if path is None else os.fspath(path)
+        kind: Any = os.fsencode if isinstance(folder, bytes) else os.fsdecode
+        return _DirEntries(
+            _DirEntry(kind(name), os.path.join(folder, kind(name)), os.path.join(key, name)) for name in names
+        )
 
     def _names(self, path: Any) -> tuple[str, list[str] | None]:
         """Return the path of a folder, and the names in it; None where Python's function gives them."""
@@ -183,7 +187,7 @@ class Functions:
                     return isinstance(instance, original_os.FileIO)
                 return super().__instancecheck__(instance)
 
-        class FileIO(original_os.FileIO, metaclass=Kind):  # type: ignore[misc, name-defined]
+        class FileIO(original_os.FileIO, metaclass=Kind):  # type: ignore[misc]
             def __init__(
                 self, file: Any, mode: str = "r", closefd: bool = True, opener: _Function | None = None
             ) -> None:
@@ -318,7 +322,7 @@ class Functions:
                 raise os_error(errno.ENOTEMPTY, path)
 
 
-class _Entry(os.PathLike[Any]):
+class _DirEntry(os.PathLike[Any]):
     """What `os.DirEntry` is, of something that may be private: with the path from the root folder on as its key."""
 
     def __init__(self, name: Any, path: Any, key: str) -> None:
@@ -350,10 +354,10 @@ class _Entry(os.PathLike[Any]):
     is_symlink = partialmethod(_is, S_ISLNK, follow_symlinks=False)
 
 
-class _Entries(contextlib.AbstractContextManager["_Entries"], Iterator[Any]):
+class _DirEntries(contextlib.AbstractContextManager["_DirEntries"], Iterator[Any]):
     """The iterator that `os.scandir` returns."""
 
-    def __init__(self, entries: Iterable[_Entry]) -> None:
+    def __init__(self, entries: Iterable[_DirEntry]) -> None:
         self._entries = iter(entries)
 
     def __next__(self) -> Any:

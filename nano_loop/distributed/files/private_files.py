@@ -152,7 +152,9 @@ def _begin(place: str, temporary: str, own: Path, since: int, *shared: Path) -> 
 
 def _replace_functions(undo: ExitStack) -> None:
     """Replace Python's functions and compiled ones, also those of modules that are imported later, until `undo`."""
-    replaced = [*_of_python(), *(each for name in COMPILED if name in sys.modules for each in _compiled(name))]
+    replaced = [*_of_python()]
+    for name in COMPILED.keys() & sys.modules.keys():
+        replaced.extend(replacements_in(_overlay, sys.modules[name]))
     waiting = {name: None for name in COMPILED if name not in sys.modules}
 
     def add(module: ModuleType, _: None) -> None:
@@ -165,10 +167,6 @@ def _replace_functions(undo: ExitStack) -> None:
     _swap(replaced)
     sys.meta_path.insert(0, finder)
     undo.callback(sys.meta_path.remove, finder)
-
-
-def _compiled(name: str) -> Iterator[tuple[Any, str, Any, Any]]:
-    return replacements_in(_overlay, sys.modules[name])
 
 
 def _of_python() -> Iterator[tuple[Any, str, Any, Any]]:
