@@ -188,6 +188,24 @@ FAULTS = (
         "tests/distributed/data_parallel",
     ),
     Fault(
+        "distributed/files/overlay.py",
+        "        if whiteout is not None and (status is None or _identity(status) == whiteout):",
+        "        if whiteout is not None:",
+        "tests/distributed/files/test_redirection.py",
+    ),
+    Fault(
+        "distributed/files/overlay.py",
+        "(whiteout is not None or status.st_ctime_ns >= self.since)",
+        "(whiteout is not None)",
+        "tests/distributed/files/test_redirection.py tests/distributed/files/test_writers.py",
+    ),
+    Fault(
+        "distributed/files/functions.py",
+        "            return _descriptor(overlay.new(key), flags | os.O_CREAT, S_IMODE(status.st_mode))",
+        "            return _descriptor(key, flags | os.O_CREAT, S_IMODE(status.st_mode))",
+        "tests/distributed/files",
+    ),
+    Fault(
         "distributed/launch/failure.py",
         "    if isinstance(error, RankLeftError):\n        return Kind.LEFT\n",
         "",

@@ -18,10 +18,6 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
 
-#: The classes of C++ through which `torch.save`, `torch.package` and `torch.export` open files by their paths, to write
-#: and to read them, in this module. There is no public place between them and the files.
-FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
-
 #: The module and the function in it that makes the state of an optimizer from a flattened one, by the keys of the live
 #: groups. The public functions that call it are imported by name, so a replacement of them would not be seen.
 FLATTENED_STATES = ("torch.distributed.checkpoint.state_dict", "_unflatten_optim_state_dict")

@@ -1,6 +1,5 @@
 """Tells when a name that torch keeps for itself is gone."""
 
-import sys
 from unittest.mock import Mock
 
 import pytest
@@ -150,21 +149,6 @@ def test_groups_are_numbered_from_0_again(tmp_path):
         assert torch.distributed.group.WORLD.group_name == "0"
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_torch_opens_files_by_the_named_classes(tmp_path, monkeypatch):
-    module, writer, reader = private.FILE_CLASSES
-    saved, opened = tmp_path / "saved.pt", []
-    for name in (writer, reader):
-        original = getattr(sys.modules[module], name)
-        monkeypatch.setattr(
-            sys.modules[module], name, lambda file, *_, by=original: opened.append(str(file)) or by(file)
-        )
-    torch.save(torch.ones(1), saved)
-    with saved.open("rb") as file:
-        torch.load(file)
-    assert opened[0] == str(saved)
-    assert len(opened) == 2
 
 
 def test_hooks_and_compiled_calls_of_a_module_are_seen():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -14,7 +16,7 @@ _VARIABLES = (
     *("TORCH_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"),
     *("MPLCONFIGDIR", "NUMBA_CACHE_DIR", "PYTHONPYCACHEPREFIX"),
 )
-_AT_HOME = ("~/.cache", "~/.triton", "~/.config/matplotlib", "~/Library/Caches")
+_AT_HOME = ("~/.cache", "~/.triton", "~/.config/matplotlib")
 
 
 def cache_folders() -> list[str]:
@@ -27,6 +29,30 @@ def cache_folders() -> list[str]:
     return [folder for folder in folders if not any(f"{other}/".startswith(f"{folder}/") for other in others)]
 
 
+@contextlib.contextmanager
+def cache_folders_made() -> Iterator[None]:
+    """Make the missing cache folders, as Landlock knows only what exists; on leaving, remove those that are empty."""
+    made: list[str] = []
+
+    def make(folder: str) -> None:
+        if not os.path.lexists(folder):
+            make(os.path.dirname(folder))
+            os.mkdir(folder, 0o700)
+            made.append(folder)
+
+    for folder in cache_folders():
+        with contextlib.suppress(OSError):  # it cannot be made
+            make(folder)
+    try:
+        yield
+    finally:
+        for folder in reversed(made):
+            with contextlib.suppress(OSError):  # somebody uses it
+                os.rmdir(folder)
+
+
 def _named() -> Iterator[str]:
     yield from (os.environ[name] for name in _VARIABLES if os.environ.get(name))
     yield from filter(None, (*_AT_HOME, inductor_folder()))
+    if sys.platform == "darwin":
+        yield "~/Library/Caches"

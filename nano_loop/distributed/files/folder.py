@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from nano_loop.distributed.files.originals import real
+from nano_loop.distributed.files.original_os import original_os
 from nano_loop.storage.trusted_files import make_folder
 
 _LINK = "files"  # in the folder of the run, to this one
@@ -70,7 +70,7 @@ def discard(folder: str | Path) -> None:
     """Delete a folder, also one in which a process is still writing, or that a killed process was deleting."""
     gone = _being_deleted(folder)
     with contextlib.suppress(FileNotFoundError):
-        real.rename(folder, gone)  # from now on nothing can be put into it by its path
+        original_os.rename(folder, gone)  # from now on nothing can be put into it by its path
     shutil.rmtree(gone, ignore_errors=True)
 
 

@@ -1,228 +1,295 @@
-"""Python's functions for files as ranks other than 0 use them: each looks at the table of private files first."""
+"""Python's functions for files as ranks other than 0 use them: each looks at the overlay first."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
-import io
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from stat import S_IMODE, S_ISDIR, S_ISREG
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, partialmethod
+from stat import S_IMODE, S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any
 
-from nano_loop.distributed.files.originals import missing, os_error, real
-from nano_loop.distributed.files.reading import ReadingFunctions, naming
-from nano_loop.distributed.files.replacements import replaced_class
-from nano_loop.patching.thread_depth import ThreadDepth
+from nano_loop.distributed.files.original_os import missing, original_os, os_error
+from nano_loop.distributed.files.overlay import Overlay
 
 _Function = Callable[..., Any]
 _READ_ONLY = frozenset(("r", "rb", "rt", "br", "tr"))
-_BEFORE_OPENER = 6  # arguments of `open` between its mode and its opener, and that one
-#: The flags of `os.open` for all that is not reading alone.
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# As `READING`.
-_CHANGING = {"chflags": True, "chmod": True, "chown": True, "lchflags": False, "lchmod": False, "lchown": False}
-_CHANGING |= {"removexattr": True, "setxattr": True, "truncate": True, "utime": True}
-
-#: Entered while this thread does with private files what the audit hook would take for a change of the caller's.
-redirected = ThreadDepth()
+# The flags of `os.open` for all that is not reading alone.
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Functions of `os` that read, by whether they are about the target of a symbolic link; most have a parameter for it.
+_READING = {"access": True, "getxattr": True, "listxattr": True, "lstat": False, "readlink": False, "stat": True}
+_READING |= {"statvfs": True}
+_CHANGING = ("chmod", "chown", "removexattr", "setxattr", "truncate", "utime")
 
 
-class Functions(ReadingFunctions):
-    """All functions of one table: each method does what Python's of its name does."""
+@contextlib.contextmanager
+def naming(path: Any) -> Iterator[None]:
+    """Let errors name the path that the loop has given, not that of the private file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            error.filename = path
+        raise
+
+
+class Functions:
+    """All functions of one overlay: each does what Python's does.
+
+    Folders that are given by descriptors are the caller's.
+
+    Parameters
+    ----------
+    overlay : Overlay
+        The rank's private files.
+    """
+
+    def __init__(self, overlay: Overlay) -> None:
+        self._overlay = overlay
 
     def of_os(self) -> dict[str, _Function]:
         """Return the functions by their names in `os`, as many of them as this system has."""
-        own = (self._link, self._mkdir, self._open, self._rename, self._symlink)
-        return {
-            **self.reading_functions(),
-            **{name: self._changing(name, follow) for name, follow in _CHANGING.items() if hasattr(real, name)},
-            **{name: self._making(name) for name in ("mkfifo", "mknod") if hasattr(real, name)},
-            **{method.__name__[1:]: method for method in own},
-            "replace": self._rename,
-            **dict.fromkeys(("remove", "unlink"), functools.partial(self._remove, False)),
-            "rmdir": functools.partial(self._remove, True),
+        functions: dict[str, _Function] = {
+            **{name: partial(self._read, name, follow) for name, follow in _READING.items()},
+            **{name: partial(self._change, name) for name in _CHANGING},
+            **dict.fromkeys(("remove", "unlink"), self._remove),
+            **dict.fromkeys(("rename", "replace"), self._rename),
+            "chdir": self._chdir,
+            "getcwd": self._overlay.working_folder,
+            "getcwdb": lambda: os.fsencode(self._overlay.working_folder()),
+            "link": self._link,
+            "listdir": self._listdir,
+            "mkdir": self._mkdir,
+            "open": self._open,
+            "rmdir": self._rmdir,
+            "scandir": self._scandir,
+            "symlink": self._symlink,
         }
+        return {
+            name: self._redirected(name, function) for name, function in functions.items() if hasattr(original_os, name)
+        }
+
+    def _redirected(self, name: str, function: _Function) -> _Function:
+        original = getattr(original_os, name)
+
+        def redirected(*args: Any, **options: Any) -> Any:
+            path = args[0] if args else options.get("path", options.get("src"))
+            folders = [option for option in options if option.endswith("dir_fd")]
+            is_open = isinstance(path, int) or any(options[option] is not None for option in folders)
+            if is_open or not self._overlay.root:
+                return original(*args, **options)
+            for option in folders:
+                del options[option]
+            with naming(path):
+                return function(*args, **options)
+
+        return redirected
+
+    # --- reading ---
+
+    def _read(self, name: str, follows: bool, path: Any, *args: Any, **options: Any) -> Any:
+        try:
+            place = self._overlay.reading(os.fspath(path), follows and options.get("follow_symlinks", True))
+        except OSError:
+            if name == "access":  # which raises none
+                return False
+            raise
+        return getattr(original_os, name)(place, *args, **options)
+
+    def _chdir(self, path: Any) -> None:
+        original_os.chdir(self._overlay.reading(os.fspath(path)))
+
+    def _listdir(self, path: Any = None) -> Any:
+        names = self._names(path)[1]
+        if names is None:
+            return original_os.listdir(path)
+        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
+
+    def _scandir(self, path: Any = None) -> Any:
+        key, names = self._names(path)
+        if names is None:
+            return original_os.scandir(path)
+        folder: Any = "." if path is None else os.fspath(path)
+        kind: Any = os.fsencode if isinstance(folder, bytes) else os.fsdecode
+        return _DirEntries(
+            _DirEntry(kind(name), os.path.join(folder, kind(name)), os.path.join(key, name)) for name in names
+        )
+
+    def _names(self, path: Any) -> tuple[str, list[str] | None]:
+        """Return the path of a folder, and the names in it; None where Python's function gives them."""
+        overlay, folder = self._overlay, os.fsdecode(path or ".")
+        if overlay.is_empty:
+            return "", None
+        key, place = overlay.resolved(folder)
+        if place is None:
+            raise missing(path)
+        names = overlay.names(key)
+        if names is None and (place != key or os.path.join(overlay.working_folder(), folder) not in (key, f"{key}/.")):
+            names = original_os.listdir(place)  # a link that only this rank sees may be on the way
+        return key, names
 
     # --- opening ---
 
-    def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        path = self._at(path, dir_fd)
-        with naming(path), redirected:
-            return self._opened(path, flags, mode)
-
-    def _opened(self, path: Any, flags: int, mode: int) -> int:
-        table = self._table
-        exclusive = flags & os.O_CREAT and flags & os.O_EXCL
-        if not flags & WRITING:
-            return _descriptor(table.reading(path, not flags & os.O_NOFOLLOW), flags, mode)
-        key = table.key(path, not (exclusive or flags & os.O_NOFOLLOW))
-        if table.is_shared(key):
-            return _descriptor(path, flags, mode)
+    def _open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+        overlay = self._overlay
+        path, exclusive = os.fspath(path), flags & os.O_CREAT and flags & os.O_EXCL
+        if not flags & _WRITING:
+            return _descriptor(overlay.reading(path, not flags & os.O_NOFOLLOW), flags, mode)
+        key = overlay.key(path, not (exclusive or flags & os.O_NOFOLLOW))
+        if overlay.is_shared(key):
+            return _descriptor(key, flags, mode)
         if exclusive:
             self._must_be_new(key, path)
-        status = None if exclusive else table.seen(key)
+        place, status = overlay.at(key) if not exclusive else (None, None)
         if status is None:
             if not flags & os.O_CREAT:
                 raise missing(path)
-            return _descriptor(table.new(key), flags, mode)
+            return _descriptor(overlay.new(key), flags, mode)
         if not S_ISREG(status.st_mode):  # a device, a pipe, or the folder of a file without a name; another raises
-            place = table.place(key)
-            return (
-                table.outside.submit(_descriptor, place, flags, mode).result()
-                if table.outside
-                else _descriptor(place, flags, mode)
-            )
+            opened = partial(_descriptor, place, flags, mode)
+            return overlay.outside.submit(opened).result() if overlay.outside else opened()
         if flags & os.O_TRUNC:
-            return _descriptor(table.new(key), flags | os.O_CREAT, S_IMODE(status.st_mode))
-        return _descriptor(table.own(key), flags, mode)
-
-    def of_io(self) -> _Function:
-        """Return what does what `open` does."""
-        table = self._table
-
-        def open(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-            if isinstance(file, int) or not table.root or (mode in _READ_ONLY and table.is_empty):
-                return real.open_file(file, mode, *args, **options)
-            if len(args) < _BEFORE_OPENER and options.get("opener") is None:
-                options["opener"] = self._opener
-            with redirected:
-                return real.open_file(file, mode, *args, **options)
-
-        return open
+            return _descriptor(overlay.new(key), flags | os.O_CREAT, S_IMODE(status.st_mode))
+        return _descriptor(overlay.copy_up(key), flags, mode)
 
     def _opener(self, path: Any, flags: int) -> int:
         with naming(path):
-            return self._opened(os.fspath(path), flags, 0o666)
+            return self._open(path, flags, 0o666)
+
+    def open_file(
+        self,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        """See `open`."""
+        overlay = self._overlay
+        is_real = mode in _READ_ONLY and overlay.is_empty
+        if overlay.root and not is_real and not isinstance(file, int):
+            opener = opener or self._opener
+        return original_os.open_file(file, mode, buffering, encoding, errors, newline, closefd, opener)
 
     def file_io(self) -> type:
         """Return the replacement of `io.FileIO`, the class of every unbuffered file."""
+        functions = self
 
-        def init(file_io: Any, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
-            if opener is None and self._table.root and not isinstance(file, int):
-                opener = self._opener
-            with redirected:
-                real.FileIO.__init__(file_io, file, mode, closefd, opener)
+        class Kind(type):
+            def __instancecheck__(cls, instance: Any) -> bool:
+                if cls is FileIO:
+                    return isinstance(instance, original_os.FileIO)
+                return super().__instancecheck__(instance)
 
-        return replaced_class(io.FileIO, "io", __init__=init)
+        class FileIO(original_os.FileIO, metaclass=Kind):  # type: ignore[misc]
+            def __init__(
+                self, file: Any, mode: str = "r", closefd: bool = True, opener: _Function | None = None
+            ) -> None:
+                if functions._overlay.root and not isinstance(file, int):
+                    opener = opener or functions._opener
+                super().__init__(file, mode, closefd, opener)
+
+        FileIO.__module__, FileIO.__qualname__ = "io", "FileIO"
+        return FileIO
 
     # --- making, changing, removing and renaming ---
 
-    def _mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        table, path = self._table, self._at(path, dir_fd)
-        key = table.key(_bare(path), follow=False)
-        if table.is_shared(key):
-            real.mkdir(path, mode)
+    def _mkdir(self, path: Any, mode: int = 0o777) -> None:
+        key = self._overlay.key(_bare(path), follow=False)
+        if self._overlay.is_shared(key):
+            original_os.mkdir(key, mode)
             return
         self._must_be_new(key, path)
-        with naming(path):
-            table.make_folder(key, mode)
+        self._overlay.make_folder(key, mode)
 
     def _must_be_new(self, key: str, path: Any) -> None:
-        if self._table.seen(key) is not None and not self._table.is_rank_0s(key):
+        if self._overlay.seen(key) is not None and not self._overlay.is_rank_0s(key):
             raise os_error(errno.EEXIST, path)
 
-    @contextlib.contextmanager
-    def _new(self, path: Any, descriptor: int | None) -> Iterator[Any]:
-        """Give the place of something that is made in the body, and that must not be there yet."""
-        table, path = self._table, self._at(path, descriptor)
-        key = table.key(_bare(path), follow=False)
-        if table.is_shared(key):
-            yield path
-            return
-        self._must_be_new(key, path)
-        with naming(path), redirected:
-            yield table.new(key)
+    def _symlink(self, src: Any, dst: Any, target_is_directory: bool = False) -> None:
+        key = self._overlay.key(_bare(dst), follow=False)
+        if not self._overlay.is_shared(key):
+            self._must_be_new(key, dst)
+        original_os.symlink(src, self._overlay.new(key))
 
-    def _making(self, name: str) -> _Function:
-        original = getattr(real, name)
-
-        def function(path: Any, *args: Any, dir_fd: int | None = None, **options: Any) -> Any:
-            with self._new(path, dir_fd) as place:
-                return original(place, *args, **options)
-
-        return function
-
-    def _symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
-        with self._new(dst, dir_fd) as place:
-            real.symlink(src, place)
-            self._table.forget_folders()
-
-    def _link(
-        self,
-        src: Any,
-        dst: Any,
-        *,
-        src_dir_fd: int | None = None,
-        dst_dir_fd: int | None = None,
-        follow_symlinks: bool = True,
-    ) -> None:
-        key = self._table.key(self._at(src, src_dir_fd), follow=False)
-        if self._table.seen(key) is None:
+    def _link(self, src: Any, dst: Any, *, follow_symlinks: bool = True) -> None:
+        source = self._overlay.key(src, follow=False)
+        if self._overlay.seen(source) is None:
             raise missing(src)
-        with self._new(dst, dst_dir_fd) as place:
-            real.link(self._table.own(key), place, follow_symlinks=follow_symlinks)
+        key = self._overlay.key(_bare(dst), follow=False)
+        if not self._overlay.is_shared(key):
+            self._must_be_new(key, dst)
+        original_os.link(self._overlay.copy_up(source), self._overlay.new(key), follow_symlinks=follow_symlinks)
 
-    def _changing(self, name: str, follows: bool) -> _Function:
-        original, table = getattr(real, name), self._table
+    def _change(self, name: str, path: Any, *args: Any, **options: Any) -> Any:
+        key = self._overlay.key(path, options.get("follow_symlinks", True))
+        if self._overlay.is_shared(key):
+            return getattr(original_os, name)(key, *args, **options)
+        place = self._overlay.copy_up(key)
+        if place == key and S_ISDIR(original_os.lstat(place).st_mode) and name != "truncate":
+            return None  # the folder is rank 0's
+        return getattr(original_os, name)(place, *args, **options)
 
-        def function(path: Any, *args: Any, **options: Any) -> Any:
-            if isinstance(path, int) or not table.root:
-                return original(path, *args, **options)
-            path = self._at(path, options.pop("dir_fd", None))
-            key = table.key(path, follows and options.get("follow_symlinks", True))
-            if table.is_shared(key):
-                return original(path, *args, **options)
-            with naming(path), redirected:
-                place = table.own(key)
-                if place == key and S_ISDIR(real.lstat(place).st_mode) and name != "truncate":
-                    return None  # a real folder is rank 0's
-                return original(place, *args, **options)
-
-        return function
-
-    def _remove(self, folder: bool, path: Any, *, dir_fd: int | None = None) -> None:
-        path = self._at(path, dir_fd)
-        table = self._table
+    def _remove(self, path: Any) -> None:
         key = self._key_to_remove(path)
         if key is None:
             return
-        if table.is_shared(key):
-            (real.rmdir if folder else real.unlink)(path)
-        elif folder:
-            self._must_be_empty(key, path)
-            table.remove(key)
-        elif S_ISDIR(table.seen(key).st_mode):  # type: ignore[union-attr]
+        if self._overlay.is_shared(key):
+            original_os.unlink(key)
+        elif self._is_folder(key):
             raise os_error(errno.EISDIR, path)
         else:
-            table.remove(key)
+            self._overlay.remove(key)
 
-    def removing_tree(self) -> _Function:
-        """Return what does what `shutil.rmtree` does, also where rank 0 is doing it to the same folder."""
-        original = shutil.rmtree
+    def _rmdir(self, path: Any) -> None:
+        key = self._key_to_remove(path)
+        if key is None:
+            return
+        if self._overlay.is_shared(key):
+            original_os.rmdir(key)
+        else:
+            self._must_be_empty(key, path)
+            self._overlay.remove(key)
 
-        def rmtree(path: Any, *args: Any, **options: Any) -> None:
-            table = self._table
-            if not table.root or options.get("dir_fd") is not None or isinstance(path, int):
-                original(path, *args, **options)
-                return
-            try:
+    def remove_tree(self, path: Any, *args: Any, **options: Any) -> None:
+        """See `shutil.rmtree`."""
+        key: str | None = ""
+        if self._overlay.root and options.get("dir_fd") is None and not isinstance(path, int):
+            with contextlib.suppress(OSError):  # which Python's function gives to the one that the loop has for errors
                 key = self._key_to_remove(path)
-            except OSError:
-                original(path, *args, **options)  # which calls the function of the caller for errors
-                return
-            if key is None:
-                return
-            status = table.seen(key)
-            if table.is_shared(key) or status is None or not S_ISDIR(status.st_mode):
-                original(path, *args, **options)
-            else:
-                table.remove(key)
+        if key and not self._overlay.is_shared(key) and self._is_folder(key):
+            self._overlay.remove(key)
+        elif key is not None:
+            original_os.rmtree(path, *args, **options)
 
-        rmtree.avoids_symlink_attacks = True  # type: ignore[attr-defined]
-        return rmtree
+    def _rename(self, src: Any, dst: Any) -> None:
+        overlay = self._overlay
+        new = overlay.key(_bare(dst), follow=False)
+        old = self._key_to_remove(src, tolerant=overlay.seen(new) is not None)  # rank 0 may have renamed it
+        if old is None:
+            return
+        if overlay.is_shared(old) and overlay.is_shared(new):
+            original_os.rename(old, new)
+            return
+        status, replaced = overlay.seen(old), overlay.seen(new)
+        if status is None:
+            raise missing(src)
+        for number, inner, outer in ((errno.EINVAL, new, old), (errno.ENOTEMPTY, old, new)):
+            if inner.startswith(f"{outer}/"):
+                raise os_error(number, src, dst)
+        if replaced is not None and os.path.samestat(status, replaced):
+            return  # nothing happens to two names of one file
+        if replaced is not None and S_ISDIR(status.st_mode):
+            self._must_be_empty(new, dst)
+            overlay.remove(new)
+        elif replaced is not None and S_ISDIR(replaced.st_mode):
+            raise os_error(errno.EISDIR, dst)
+        original_os.rename(overlay.copy_up_tree(old), overlay.new(new))
+        overlay.remove(old)
 
     def _key_to_remove(self, path: Any, tolerant: bool = True) -> str | None:
         """Return the resolved path of what is to be removed; None where rank 0 has removed it before this rank.
@@ -233,50 +300,76 @@ class Functions(ReadingFunctions):
             If there is nothing, and rank 0 has not removed it, or not `tolerant`.
         """
         with contextlib.suppress(FileNotFoundError):
-            key = self._table.key(_bare(path), follow=False)
-            if self._table.is_shared(key) or self._table.seen(key) is not None:
+            key = self._overlay.key(_bare(path), follow=False)
+            if self._overlay.is_shared(key) or self._overlay.seen(key) is not None:
                 return key
-        if not tolerant or not self._table.has_rank_0_removed(_bare(path)):
+        if not tolerant or not self._overlay.has_rank_0_removed(_bare(path)):
             raise missing(path)
         return None
 
+    def _is_folder(self, key: str) -> bool:
+        status = self._overlay.seen(key)
+        return status is not None and S_ISDIR(status.st_mode)
+
     def _must_be_empty(self, key: str, path: Any) -> None:
         """Check that a folder is one, and holds nothing that rank 0 has not put there in this run."""
-        status = self._table.seen(key)
-        if status is None or not S_ISDIR(status.st_mode):
+        if not self._is_folder(key):
             raise os_error(errno.ENOTDIR, path)
         for name in self._listdir(key):
-            if not self._table.is_rank_0s(os.path.join(key, name)):
+            if not self._overlay.is_rank_0s(os.path.join(key, name)):
                 raise os_error(errno.ENOTEMPTY, path)
 
-    def _rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-        table, src, dst = self._table, self._at(src, src_dir_fd), self._at(dst, dst_dir_fd)
-        new = table.key(_bare(dst), follow=False)
-        old = self._key_to_remove(src, tolerant=table.seen(new) is not None)  # rank 0 may have renamed it
-        if old is None:
-            return
-        if table.is_shared(old) and table.is_shared(new):
-            real.rename(src, dst)
-            return
-        status, replaced = table.seen(old), table.seen(new)
-        if status is None:
-            raise missing(src)
-        for number, inner, outer in ((errno.EINVAL, new, old), (errno.ENOTEMPTY, old, new)):
-            if inner.startswith(f"{outer}/"):
-                raise os_error(number, src, dst)
-        if replaced is None or not os.path.samestat(status, replaced):  # nothing happens to two names of one file
-            if replaced is not None and S_ISDIR(status.st_mode):
-                self._must_be_empty(new, dst)
-                table.remove(new)
-            elif replaced is not None and S_ISDIR(replaced.st_mode):
-                raise os_error(errno.EISDIR, dst)
-            with naming(src), redirected:
-                real.rename(table.own_tree(old), table.new(new))
-                table.remove(old)
+
+class _DirEntry(os.PathLike[Any]):
+    """What `os.DirEntry` is, of something that may be private: with the path from the root folder on as its key."""
+
+    def __init__(self, name: Any, path: Any, key: str) -> None:
+        self.name, self.path, self._key = name, path, key
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"<DirEntry {self.name!r}>"
+
+    def inode(self) -> int:
+        return os.lstat(self._key).st_ino
+
+    def is_junction(self) -> bool:
+        return False  # there are none outside Windows
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return os.stat(self._key, follow_symlinks=follow_symlinks)
+
+    def _is(self, kind: Any, *, follow_symlinks: bool = True) -> bool:
+        try:
+            return bool(kind(self.stat(follow_symlinks=follow_symlinks).st_mode))
+        except FileNotFoundError:
+            return False
+
+    is_dir = partialmethod(_is, S_ISDIR)
+    is_file = partialmethod(_is, S_ISREG)
+    is_symlink = partialmethod(_is, S_ISLNK, follow_symlinks=False)
+
+
+class _DirEntries(contextlib.AbstractContextManager["_DirEntries"], Iterator[Any]):
+    """The iterator that `os.scandir` returns."""
+
+    def __init__(self, entries: Iterable[_DirEntry]) -> None:
+        self._entries = iter(entries)
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries = iter(())
 
 
 def _descriptor(place: Any, flags: int, mode: int) -> int:
-    descriptor: int = real.open(place, flags, mode)
+    descriptor: int = original_os.open(place, flags, mode)
     return descriptor
 
 

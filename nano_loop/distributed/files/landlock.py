@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from nano_loop.distributed.files.originals import real
+from nano_loop.distributed.files.original_os import original_os
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # the numbers of the calls, the same for all processors
 _VERSION, _BENEATH = 1, 1
@@ -54,7 +54,7 @@ def keep_writes_in(folders: Iterable[str]) -> bool:
 
 def _allow(call: Any, rules: int, folder: str, rights: int) -> None:
     try:
-        descriptor = real.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = original_os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:  # it is not there
         return
     call(_ADD, rules, _BENEATH, struct.pack("=Qi", rights, descriptor), 0)

@@ -23,7 +23,7 @@ from nano_loop.storage.trusted_files import opened_folder, path_of
 Join = Callable[[Assignment, int], AbstractContextManager[RankSlot]]
 
 
-def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: Path) -> None:
+def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path) -> None:
     """Do what a worker process is for: read its payload, do the task, and report how that has ended.
 
     What is changed in the process (torch's settings, its seeds, its files) is left changed: it ends with the run.
@@ -38,15 +38,13 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: P
         Takes the assignment and this rank, and returns a context in which the ranks are connected.
     payload : pathlib.Path
         The folder with the payload.
-    made : pathlib.Path
-        See `redirect_files`.
     """
     note_rank(reporter.rank)
     where = ""
     try:
         with opened_folder(payload) as opened:
             _keep_sockets_in(folder)
-            redirect_files(folder, reporter.rank, made)
+            redirect_files(folder, reporter.rank)
             sent_by_rank_0 = path_of(opened, payload)
             if (sent_by_rank_0 / WORKER_INIT).exists():
                 where = " in worker_init"

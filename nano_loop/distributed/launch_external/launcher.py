@@ -16,7 +16,7 @@ from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks, by_host
-from nano_loop.distributed.files.private_files import folders_made_together, private_files
+from nano_loop.distributed.files.private_files import private_files
 from nano_loop.distributed.launch.group import gradient_group, local_group, process_group, shared_channel
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.shared_folder import folder_of_process
@@ -140,10 +140,9 @@ def join_run(
     share = shares[here.index(launch.rank)] if shares else None
     with ExitStack() as stack:
         folder = stack.enter_context(common_folder(launch.rank, gather, here, terms.parent))
-        if terms.parent is None:
+        if terms.parent is None and launch.rank:
             since = (folder / BEGAN).stat().st_ctime_ns
-            files = private_files(folder, folder_of_process(os.getpid()), since) if launch.rank else None
-            stack.enter_context(files or folders_made_together(folder))
+            stack.enter_context(private_files(folder_of_process(os.getpid()), since, folder))
         ranks = Ranks(
             launch.rank,
             launch.size,

@@ -15,7 +15,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.files.made_folders import MadeFolders
 from nano_loop.distributed.launch.shared_folder import private_folder, refuse_foreign_folder, shared_memory_device
 from nano_loop.errors import NanoError, RankLateError, error_message
 
@@ -135,10 +134,7 @@ def _made(parent: Path | None) -> Iterator[Path]:
         return
     with private_folder() as folder:
         (folder / BEGAN).touch()
-        try:
-            yield folder
-        finally:
-            MadeFolders(folder).clean()
+        yield folder
 
 
 def _read(text: str, rank: int) -> Any:

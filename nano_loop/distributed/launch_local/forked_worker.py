@@ -48,7 +48,7 @@ def work_for(request: WorkerRequest) -> None:
     _take_over(start)
     stack_dump.dump_on_signal(start["folder"], start["rank"])
     folder, reporter = Path(start["folder"]), Reporter(start["rank"], partial(_write, reports))
-    work(reporter, folder, _joined, payload=folder, made=folder)
+    work(reporter, folder, _joined, payload=folder)
     # Threads of the user's may be running; there is nothing to clean up that rank 0 does not.
     os._exit(CUT_OFF if reporter.is_cut_off else 0)
 

@@ -12,8 +12,8 @@ from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.files.caches import cache_folders_made
 from nano_loop.distributed.files.folder import place_of, workers_files
-from nano_loop.distributed.files.private_files import folders_made_together
 from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment, State, write_payload
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
@@ -46,7 +46,7 @@ class Local(Launcher):
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(workers_files(folder))
-                stack.enter_context(folders_made_together(folder))
+                stack.enter_context(cache_folders_made())
                 slots = slots_of(machine, shares, folder, options.timeout)
                 server = stack.enter_context(serving(slots[1], task.modules, Path(place_of(folder))))
                 with interrupts.heard():

@@ -14,7 +14,6 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.files.private_files import folders_made_together
 from nano_loop.distributed.launch.assignment import Assignment, State, write_payload
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import refuse_existing_group
@@ -54,7 +53,6 @@ class RayLauncher(Launcher):
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(deleted_with_this_process(folder))
-                stack.enter_context(folders_made_together(folder))
                 with interrupts.heard():
                     assignment = Assignment(task, State.of_this_process(machine.num_threads), _placed(options))
                     copied = write_payload(assignment, folder, task.names, options.worker_init)

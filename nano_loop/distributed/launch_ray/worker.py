@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.files.caches import cache_folders_made
 from nano_loop.distributed.files.folder import discard, place_of, workers_files
 from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.failure import Failure, Kind
@@ -84,6 +85,7 @@ class RankWorker:
         self._open = ExitStack()
         self._folder = self._open.enter_context(private_folder())
         self._open.enter_context(workers_files(self._folder))
+        self._open.enter_context(cache_folders_made())
         self._open.enter_context(deleted_with_this_process(self._folder, place_of(self._folder)))
         self._copy = self._folder / "sent"
         self._copy.mkdir(mode=0o700)  # closed to others whatever the umask, as what is in it is trusted
@@ -126,7 +128,7 @@ class RankWorker:
                 yield slot
 
         outcome = _Outcome(rank, store)
-        work(outcome, self._folder, join, payload=Path(own), made=Path(payload))
+        work(outcome, self._folder, join, payload=Path(own))
         return outcome.failure
 
 

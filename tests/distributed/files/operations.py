@@ -44,8 +44,6 @@ def descriptor(flags):
                 os.write(number, b"!!")
             elif not stat.S_ISDIR(os.fstat(number).st_mode):
                 return os.read(number, 99).decode()
-            else:
-                return sorted(os.listdir(number)), sorted(each.name for each in os.scandir(number))
         finally:
             os.close(number)
 

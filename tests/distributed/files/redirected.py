@@ -14,14 +14,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nano_loop.distributed.files import private_files
 
 STRICT, ALL_IS_RANK_0S = 1 << 62, 0  # when the run began: after and before all that the caller has
-CAPTURED = {"replace": os.replace, "libc": ctypes.CDLL(None)}  # which nothing can redirect
+CAPTURED = {"replace": os.replace, "libc": ctypes.CDLL(None, use_errno=True)}  # which nothing can redirect
 
 
 def outcome(do, *arguments, **options):
@@ -117,7 +116,7 @@ def unseen():
         try:
             errors.append(change())
         except PermissionError as error:
-            errors.append(str(error))
+            errors.append(type(error).__name__)
     shell("rm theirs")
     return errors
 
@@ -148,61 +147,6 @@ def removed_and_made_again():
     return gone, Path("before").read_text(), sorted(os.listdir()), os.listdir("f")
 
 
-# As libraries that are compiled do: they open files through the C library.
-LIBRARIES = {
-    "by_c": """
-        import ctypes, os
-        libc = ctypes.CDLL(None)
-
-        def write(path, content):
-            descriptor = libc.open(os.fsencode(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            libc.write(descriptor, content, len(content))
-            libc.close(descriptor)
-
-        def read(path):
-            content = ctypes.create_string_buffer(99)
-            descriptor = libc.open(os.fsencode(path), os.O_RDONLY)
-            libc.read(descriptor, content, 99)
-            libc.close(descriptor)
-            return content.value
-    """,
-    "cv2": """
-        import by_c
-
-        def imwrite(filename, img, params=None):
-            by_c.write(filename, img)
-
-        def imread(filename, flags=1):
-            return by_c.read(filename).decode()
-    """,
-    "h5py": """
-        import by_c
-
-        class File:
-            def __init__(self, name, mode="r"):
-                self.content = by_c.read(name).decode() if mode != "w" else ""
-                if mode != "r":
-                    by_c.write(name, self.content.encode() + b"+")
-    """,
-}
-
-
-def compiled():
-    libraries = Path(tempfile.mkdtemp())
-    for name, text in LIBRARIES.items():
-        (libraries / f"{name}.py").write_text(textwrap.dedent(text))
-    sys.path.insert(0, str(libraries))
-    import cv2
-    import h5py
-
-    before = cv2.imread("before")
-    cv2.imwrite(filename="before", img=b"image")
-    found = [before, cv2.imread("before"), Path("before").read_text()]
-    h5py.File("f/a", "a")
-    found += [h5py.File("f/a").content, h5py.File("f/a", mode="w").content, Path("f/a").read_text()]
-    return found
-
-
 def safetensors():
     import torch
     from safetensors.torch import load_file, safe_open, save_file, save_model
@@ -215,7 +159,6 @@ def safetensors():
         load_file("model.safetensors")["weight"].tolist(),
         opened,
         sorted(load_file("before")),
-        isinstance(file, safe_open),
     )
 
 
@@ -245,14 +188,6 @@ def tensorboard():
     return [each.value for each in read.Scalars("loss")], len(os.listdir("runs")), len(read.Graph().node) > 0
 
 
-def torchvision():
-    import torch
-    from torchvision.io import decode_image, write_png
-
-    write_png(torch.full((1, 2, 2), 9, dtype=torch.uint8), "image.png")
-    return decode_image("image.png").tolist()
-
-
 def main(folder, *checks):
     RANK_0.submit(os.getpid).result()
     run = Path(f"{folder}.run")
@@ -261,10 +196,10 @@ def main(folder, *checks):
     (run / "files").symlink_to(f"{folder}.private")
     private_files.redirect_files(run, 1)
     private_files.guard_files()
-    table = private_files._table
+    overlay = private_files._overlay
     found = {}
     for name in checks:
-        table.since = ALL_IS_RANK_0S if name == "behind" else STRICT
+        overlay.since = ALL_IS_RANK_0S if name == "behind" else STRICT
         os.chdir(f"{folder}/{name}")
         found[name] = globals()[name]()
     print(json.dumps(found))

@@ -3,13 +3,8 @@
 import contextlib
 import os
 
-import pytest
-
-from nano_loop.distributed.files.caches import cache_folders
+from nano_loop.distributed.files.caches import cache_folders, cache_folders_made
 from nano_loop.distributed.files.folder import discard, place_of, workers_files
-from nano_loop.distributed.files.made_folders import MadeFolders
-from nano_loop.distributed.files.originals import real
-from nano_loop.distributed.files.private_files import private_files
 
 
 def test_folder_lies_on_disk_for_its_owner_alone_and_is_deleted_after_an_error(tmp_path, monkeypatch):
@@ -45,19 +40,10 @@ def test_cache_that_holds_the_working_folder_is_no_cache(tmp_path, monkeypatch):
     assert str(tmp_path) not in folders
 
 
-def test_folder_is_noted_when_rank_0_can_see_it(tmp_path, monkeypatch):
-    def mkdir(path, mode=0o777):
-        os_mkdir(path, mode)
-        if path == str(tmp_path / "new"):
-            with pytest.raises(FileExistsError):
-                os_mkdir(path)
-            claimed.append(MadeFolders(tmp_path / "run").claim(path))  # as rank 0's `os.mkdir` does
-
-    claimed, os_mkdir = [], os.mkdir
-    for name in ("run", "own"):
-        (tmp_path / name).mkdir()
-    with workers_files(tmp_path / "own"), private_files(tmp_path / "run", tmp_path / "own", since=0):
-        monkeypatch.setattr(real, "mkdir", mkdir)
-        os.mkdir(tmp_path / "new")
-        monkeypatch.undo()
-    assert claimed == [True]
+def test_missing_cache_folders_are_there_for_a_run_and_stay_where_somebody_has_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "used"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "unused/deep"))
+    with cache_folders_made():
+        (tmp_path / "used/kernel").write_text("x")
+        assert (tmp_path / "unused/deep").is_dir()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["used", "used/kernel"]

@@ -14,9 +14,9 @@ from distributed.files import operations, redirected
 from distributed.files.test_writers import contents
 from distributed.launch.started import environment
 
-LIBRARIES = ("safetensors", "tensorboard", "torchvision", "transformers")
+LIBRARIES = ("safetensors", "tensorboard", "transformers")
 # The one that warns comes after those that must not, and the one that forks last.
-CHECKS = ("functions", "not_redirected", "temporary", "behind", "compiled", *LIBRARIES)
+CHECKS = ("functions", "not_redirected", "temporary", "behind", *LIBRARIES)
 CHECKS += ("unseen", "removed_and_made_again", "forked")
 TOUCHED = ("not_redirected", "unseen", "removed_and_made_again")
 
@@ -42,17 +42,12 @@ def found(tmp_path_factory):
     for name in checks:
         (folder / name).mkdir(parents=True)
         prepare(name, folder / name)
-    before = {name: files(folder / name) for name in checks}
+    before = {name: contents(folder / name) for name in checks}
     program = [sys.executable, "-W", "error", redirected.__file__, str(folder), *checks]
     done = subprocess.run(program, env=environment(XDG_CACHE_HOME=cache), capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    changed = [name for name in checks if files(folder / name) != before[name]]
+    changed = [name for name in checks if contents(folder / name) != before[name]]
     return Found(json.loads(done.stdout), done.stderr, folder, sorted(path.name for path in cache.iterdir()), changed)
-
-
-def files(folder):
-    """All that is in a folder but the folders, which are real."""
-    return {path: content for path, content in contents(folder).items() if content is not None}
 
 
 def prepare(name, folder):
@@ -101,10 +96,7 @@ def test_forked_processes_share_the_files(found):
 
 
 def test_change_in_another_way_is_refused(found):
-    by_python, by_compiled_code = found.checks["unseen"]
-    assert "changes theirs (os.rename)" in by_python
-    assert "is_global_zero" in by_python
-    assert by_compiled_code == -1
+    assert found.checks["unseen"] == ["PermissionError", -1]
 
 
 def test_worker_that_is_behind_rank_0_does_not_stumble_over_what_is_done(found):
@@ -133,17 +125,12 @@ def test_file_that_rank_0_makes_after_the_worker_has_removed_its_name_is_seen(fo
     assert inside == ["new"]
 
 
-def test_compiled_libraries_open_the_private_copies_by_their_paths(found):
-    assert found.checks["compiled"] == ["before", "image", "image", "f/a before+", "", "+"]
-
-
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_libraries_that_are_installed_write_and_read_private_copies(name, found):
     pytest.importorskip(name)
     expected = {
-        "safetensors": [[3.0, 3.0], [3.0, 3.0], ["bias", "weight"], True],
+        "safetensors": [[3.0, 3.0], [3.0, 3.0], ["bias", "weight"]],
         "tensorboard": [[3.0, 2.0, 1.0], 1, True],
-        "torchvision": [[[9, 9], [9, 9]]],
         "transformers": [True, ["config.json", "model.safetensors"]],
     }
     assert found.checks[name] == expected[name]

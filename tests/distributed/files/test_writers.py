@@ -2,7 +2,6 @@
 
 import functools
 import os
-import warnings
 
 import pytest
 import torch
@@ -23,10 +22,6 @@ def contents(folder):
 def content(path):
     if path.is_symlink():
         return os.readlink(path)
-    if path.suffix == ".script":  # which holds the lines of the code that has made it
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return torch.jit.load(path)(torch.zeros(1)).item()
     if path.name == "legacy.pt":  # which holds addresses
         return torch.load(path).tolist()
     return path.read_bytes() if path.is_file() else None

@@ -1,6 +1,7 @@
 """The ways in which training loops write files: each writes in the working folder, and gives what it reads back."""
 
 import bz2
+import contextlib
 import csv
 import glob
 import gzip
@@ -8,12 +9,13 @@ import io
 import json
 import logging
 import lzma
+import mmap
 import os
 import pickle
 import shutil
+import sqlite3
 import tarfile
 import tempfile
-import warnings
 import zipfile
 from logging.handlers import RotatingFileHandler
 from os import replace as replace_by_name
@@ -23,6 +25,7 @@ import joblib
 import matplotlib.figure
 import numpy as np
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 from torch import save as save_by_name
 
@@ -119,22 +122,33 @@ def latest_linked(value):
     return Path("run/latest/model").read_text(), os.readlink("run/latest"), os.listdir("run/1").sort()
 
 
-class Adding(torch.nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.value = torch.tensor(value)
+def total_limited(value):
+    """As the Trainer of transformers does with save_total_limit=2."""
+    for step in range(1, 5):
+        os.makedirs(f"checkpoint-{step}", exist_ok=True)
+        torch.save((value, step), f"checkpoint-{step}/model.pt")
+        Path(f"checkpoint-{step}", "trainer_state.json").write_text(json.dumps({"step": step}))
+        found = [each for each in Path().glob("checkpoint-*") if each.is_dir()]
+        for old in sorted(found, key=lambda path: int(path.name.partition("-")[2]))[:-2]:
+            shutil.rmtree(old, ignore_errors=True)
+    return sorted(map(str, Path().rglob("*"))), torch.load("checkpoint-4/model.pt")
 
-    def forward(self, x):
-        return x + self.value
+
+def numbered_run(value):
+    """In the first folder of a series that is not there yet."""
+    number = 0
+    while os.path.exists(f"run{number}"):
+        number += 1
+    os.makedirs(f"run{number}/weights")
+    Path(f"run{number}/weights/last").write_text(str(value))
+    return Path(f"run{number}/weights/last").read_text()
 
 
-def scripted(value):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        module = torch.jit.trace(Adding(value), torch.ones(1))
-        torch.jit.save(module, "module.script")
-        module.save("method.script")
-        return [torch.jit.load(each)(torch.zeros(1)).item() for each in ("module.script", "method.script")]
+def scratch_removed(value):
+    os.makedirs("scratch/inner")
+    Path("scratch/inner/file").write_text(str(value))
+    shutil.rmtree("scratch")
+    return os.listdir()
 
 
 # --- arrays ---
@@ -155,14 +169,6 @@ def arrays(value):
     again.flush()
     read = np.load("array.npy"), np.load("arrays.npz")["array"], np.loadtxt("array.txt"), np.fromfile("array.raw", int)
     return [each.tolist() for each in (*read, np.load("array.npy", mmap_mode="r"), np.memmap("array.map", dtype=int))]
-
-
-def shared_tensors(value):
-    tensor = torch.from_file("tensor", shared=True, size=4, dtype=torch.uint8)
-    tensor.fill_(value + 1)
-    storage = torch.UntypedStorage.from_file("storage", True, 4)
-    storage.fill_(value + 1)
-    return torch.from_file("tensor", size=4, dtype=torch.uint8).tolist(), Path("storage").read_bytes()
 
 
 # --- logs, text, archives, images ---
@@ -237,6 +243,30 @@ def dumped(value):
     return joblib.load("dumped.joblib")["value"].tolist()
 
 
+def descriptors(value):
+    with os.fdopen(os.open("opened", os.O_RDWR | os.O_CREAT), "w") as file:
+        file.write(str(value))
+    with open("before.bin", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        memory[0] = 65 + value
+    return Path("opened").read_text(), Path("before.bin").read_bytes()
+
+
+def by_fsspec(value):
+    files = LocalFileSystem()
+    files.makedirs("a/b")
+    with files.open("a/b/file", "w") as file:
+        file.write(str(value))
+    files.copy("a/b/file", "copy")
+    files.mv("a/b/file", "moved")
+    files.rm("a", recursive=True)
+    return sorted(os.path.basename(path) for path in files.ls(".")), files.cat("moved"), files.exists("a")
+
+
+def database_read(value):
+    with contextlib.closing(sqlite3.connect("before.db")) as connection:
+        return connection.execute("select name from runs").fetchall()
+
+
 def folders(value):
     os.makedirs("a/b/c")
     Path("a/b/c/file").write_text(str(value))
@@ -257,7 +287,8 @@ WRITERS = {
     each.__name__: each
     for each in (
         *(saved_to_an_open_file, saved_by_path, mapped, saved_by_name, best_copied, saved_atomically, last_three_kept),
-        *(folder_renamed_when_complete, started_anew, latest_linked, scripted, arrays, shared_tensors, text, logs),
+        *(total_limited, numbered_run, scratch_removed, descriptors, by_fsspec, database_read),
+        *(folder_renamed_when_complete, started_anew, latest_linked, arrays, text, logs),
         *(compressed, images, dumped, folders),
     )
 }
@@ -274,6 +305,10 @@ def prepare(folder):
     for name in ("before.log", "before.txt"):
         (folder / "logs" / name).write_text("before\n")
     (folder / "folders/empty/inside").mkdir(parents=True)
+    (folder / "descriptors/before.bin").write_bytes(b"before")
+    with contextlib.closing(sqlite3.connect(folder / "database_read/before.db")) as connection, connection:
+        connection.execute("create table runs (name)")
+        connection.execute("insert into runs values ('first')")
 
 
 def written(name, folder, value):

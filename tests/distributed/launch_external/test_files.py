@@ -26,7 +26,7 @@ def train(model, time):
     with open("log.csv", "a") as log:
         log.write(f"{RANK} {time}\\n")
     if RANK == 1:
-        with tempfile.TemporaryDirectory(dir="out") as folder:  # which is real, and goes with the run
+        with tempfile.TemporaryDirectory(dir="out") as folder:
             Path(folder, "x").touch()
     temporary = tempfile.mkstemp()[1]
     torch.distributed.barrier()

@@ -12,8 +12,8 @@ from torch import nn
 
 from distributed import small
 from nano_loop import NanoWorkerError, is_global_zero, nano
-from nano_loop.distributed.files.explained import explaining_files
-from nano_loop.distributed.files.table import Table
+from nano_loop.distributed.files.overlay import Overlay
+from nano_loop.distributed.files.refused import explaining_files
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -110,32 +110,32 @@ def test_compiled_code_on_rank_0_is_right_and_its_files_are_read_by_all(tmp_path
 
 
 @pytest.fixture
-def table(tmp_path):
-    table = Table()
-    table.begin(os.path.realpath(tmp_path), str(tmp_path), tmp_path, since=0)
-    return table
+def overlay(tmp_path):
+    overlay = Overlay()
+    overlay.begin(os.path.realpath(tmp_path), str(tmp_path), 0, ())
+    return overlay
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_is_told_with_its_folder(table, number):
+def test_full_disk_is_told_with_its_folder(overlay, number):
     with pytest.raises(OSError, match=r"the disk of /.* is full .*TMPDIR.*is_global_zero") as caught:  # noqa: SIM117
-        with explaining_files(table):
+        with explaining_files(overlay):
             raise OSError(number, os.strerror(number))
-    assert table.root in str(caught.value)
+    assert overlay.root in str(caught.value)
     assert caught.value.__cause__.errno == number
 
 
-def test_error_of_torch_is_explained_where_the_disk_is_full(table, monkeypatch):
+def test_error_of_torch_is_explained_where_the_disk_is_full(overlay, monkeypatch):
     class Full:
         f_bavail, f_frsize = 10, 512
 
-    with pytest.raises(RuntimeError, match="stays"), explaining_files(table):
+    with pytest.raises(RuntimeError, match="stays"), explaining_files(overlay):
         raise RuntimeError("stays")
     monkeypatch.setattr("os.statvfs", lambda path: Full)
-    with pytest.raises(OSError, match=r"is full .*file write failed"), explaining_files(table):
+    with pytest.raises(OSError, match=r"is full .*file write failed"), explaining_files(overlay):
         raise RuntimeError("file write failed")
 
 
-def test_other_errors_stay(table):
-    with pytest.raises(FileNotFoundError), explaining_files(table):
+def test_other_errors_stay(overlay):
+    with pytest.raises(FileNotFoundError), explaining_files(overlay):
         os.stat("nowhere")
