@@ -169,11 +169,6 @@ class Declarations:
         'Compute threads of each process. `None`: one a physical core. `"auto"`: that or one thread, whichever is '
         "faster by 10% in steps of the loop; with `exact`, and with several processes, as `None`.",
     )
-    loader_workers: int | None = option(
-        None,
-        checks.loader_workers,
-        "Worker processes of each loader that is set up, of which `0` is none. `None`: as many as the loader has.",
-    )
     fast_images: bool | Literal["auto"] = step(
         "Cache of decoded and resized images for loaders with torchvision's transforms, exact to the bit.",
         changes_bits=False,

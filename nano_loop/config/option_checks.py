@@ -61,7 +61,6 @@ gradient_compression = _one_of(None, "bf16", hint="Leave it out for exact averag
 sync_buffers = _one_of(None, "average", "rank0", hint="Leave it out, and each process keeps its own")
 num_processes = _count(1, "Pass the number of processes, or leave it out for one")
 num_threads = _count(1, "Leave it out for one thread a physical core", "auto")
-loader_workers = _count(0, "Leave it out for as many as each loader has")
 
 
 def distributed_backend(value: Any) -> str:

@@ -73,11 +73,6 @@ def _for_casts(now: Circumstances) -> str | None:
     return "see log_casts=True" + (", and channels_last=True for the images" if images else "")
 
 
-def _for_loader(now: Circumstances) -> str:
-    workers = "" if now.options.get("loader_workers") else "try loader_workers, or "
-    return f"{workers}keep decoded samples in memory"
-
-
 def _for_averaging(now: Circumstances) -> str | None:
     compression = "" if now.options.get("gradient_compression") else 'gradient_compression="bf16", '
     return f"try {compression}larger batches, or fewer processes"
@@ -90,7 +85,7 @@ _ADVICE: Mapping[str, tuple[float, Callable[[Circumstances], str | None]]] = {
     ELEMENTWISE: (0.2, _for_elementwise),
     OPTIMIZER: (0.1, _for_optimizer),
     CASTS: (0.1, _for_casts),
-    LOADER: (0.1, _for_loader),
+    LOADER: (0.1, lambda now: "try num_workers of the DataLoader, or keep decoded samples in memory"),
     AVERAGING: (0.1, _for_averaging),
     PYTHON: (0.15, lambda now: "use larger batches: this time does not grow with them"),
 }

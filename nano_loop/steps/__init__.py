@@ -15,7 +15,6 @@ from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.kernels import KERNEL_STEPS
 from nano_loop.steps.learning_rate import LearningRate
 from nano_loop.steps.library_optimizers import LibraryOptimizers
-from nano_loop.steps.loader_workers import LoaderWorkers
 from nano_loop.steps.log_casts import LogCasts
 from nano_loop.steps.loss_scale import LossScaling
 from nano_loop.steps.num_threads import NumThreads
@@ -52,7 +51,6 @@ STEPS: tuple[type[Step], ...] = (
     TuneOperators,  # after the kernels, whose choices by rules it replaces
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only
-    LoaderWorkers,  # after FastFetch, which asks for the number of the loader's own workers
     FastImages,  # in any place: it affects loaders only
     Sharding,  # likewise
     NumThreads,  # after Threads, whose number it begins with
