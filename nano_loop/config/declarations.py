@@ -112,9 +112,8 @@ class Declarations:
         changes_bits=False,
     )
     fast_attention: bool | Literal["auto"] = step(
-        "Attention in blocks by bf16 instructions, in reduced precision: several times as fast as torch's kernel. "
-        "Needs AVX-512; else by plain products, about twice as fast. In fp32, in C where that is measured to be "
-        "faster.",
+        "Attention in blocks by bf16 instructions of AVX-512, in reduced precision: several times as fast as torch's "
+        "kernel. In fp32, in C where that is measured to be faster.",
         changes_bits=True,
     )
     fast_activation: bool | Literal["auto"] = step(

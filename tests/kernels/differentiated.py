@@ -137,13 +137,6 @@ def multiplied(x, layer):
 
 
 @contextlib.contextmanager
-def without_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked_attention, "supports", lambda *_: False)
-        yield
-
-
-@contextlib.contextmanager
 def group_of_one():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -166,19 +159,13 @@ IN_BLOCKS = functools.partial(
     options=BF16,
     kernel=blocked_attention.KERNEL,
 )
-BY_PRODUCTS = functools.partial(
-    Row,
-    functions=("plain_attention._Attention",),
-    operators=("scaled_dot_product_attention",),
-    options=BF16,
-    around=without_blocks,
-)
+ACTIVATED = functools.partial(Row, shape=(4, 16), options=BF16 | {"fast_activation": True})
 ROUNDING = functools.partial(Row, options=ROUNDED, kernel=product.KERNEL)
 RECURRENT = functools.partial(Row, functions=("recurrence._RecurrentLayer",), calls="recurrence_backward")
 CONVOLVED = functools.partial(
     Row, shape=(4, 16, 6, 5), operators=("convolution", "convolution_backward"), calls="weight_gradient"
 )
-HEADS, LARGE_HEADS, CAUSAL = (1, 2, 8, 16), (1, 2, 32, 32), torch.ones(8, 8).tril().bool()
+HEADS, LARGE_HEADS = (1, 2, 8, 16), (1, 2, 32, 32)
 RMS, LOSSES = ("rms_norm._RmsNorm",), ("cross_entropy._Losses",)
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 RNNS = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn_tanh": nn.RNN, "rnn_relu": functools.partial(nn.RNN, nonlinearity="relu")}
@@ -211,9 +198,6 @@ ROWS = {
     "attention in blocks": IN_BLOCKS(attending(), HEADS),
     "attention in blocks, of three dimensions": IN_BLOCKS(attending(3), HEADS),
     "attention in blocks with a dropout": IN_BLOCKS(attending(dropout_p=0.3, is_causal=True), HEADS),
-    "attention by products": BY_PRODUCTS(attending(is_causal=True), HEADS),
-    "attention by products, of three dimensions": BY_PRODUCTS(attending(3), HEADS),
-    "attention by products with a dropout": BY_PRODUCTS(attending(dropout_p=0.3, attn_mask=CAUSAL), HEADS),
     "attention in fp32": Row(
         attending(), HEADS, operators=(FLASH, f"{FLASH}_backward"), calls="fp32_attention_backward"
     ),
