@@ -117,8 +117,7 @@ class Declarations:
         changes_bits=True,
     )
     fast_activation: bool | Literal["auto"] = step(
-        "tanh, and GELU by tanh, by functions in C: about three times as fast. In fp32, where that is faster, "
-        "gradients of any GELU, too. Needs torch 2.9 or later.",
+        "tanh, and GELU by tanh, by functions in C for bf16: about three times as fast. Needs torch 2.9 or later.",
         changes_bits=True,
     )
     fast_convolution: bool | Literal["auto"] = step(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed, nn
@@ -73,6 +72,10 @@ def alone(kind, *args, **settings):
 
 def normalized(kind, *args, **settings):
     return lambda: Layer(lambda x, layer: x + layer(x).sin(), kind(*args, **settings))
+
+
+def activated(function):
+    return lambda: Layer(lambda x, layer: function(layer(x)), nn.Linear(16, 16))
 
 
 def without_layer(function):
@@ -219,13 +222,11 @@ ROWS = {
         around=group_of_one,
     ),
     "averaged gradient": Row(without_layer(lambda x: gradients._Mean.apply(x, x.detach())), (4,), ("gradients._Mean",)),
-    "tanh": Row(without_layer(torch.tanh), (4, 16), operators=("tanh",), calls="tanh_forward_float"),
-    "gelu": Row(without_layer(F.gelu), (4, 16), operators=("gelu_backward",), calls="exact_gelu_backward_float"),
-    "gelu by tanh": Row(
-        without_layer(functools.partial(F.gelu, approximate="tanh")),
-        (4, 16),
-        operators=("gelu",),
-        calls="gelu_backward_float",
+    "tanh": ACTIVATED(activated(torch.tanh), operators=("tanh",), calls="tanh_forward"),
+    "gelu by tanh": ACTIVATED(
+        activated(functools.partial(F.gelu, approximate="tanh")),
+        operators=("gelu", "gelu_backward"),
+        calls="gelu_backward",
     ),
     "products": Row(alone(nn.Linear, 96, 96), (40, 96), operators=("mm", "addmm"), calls="fp32_product"),
     "products in bf16": Row(
