@@ -314,12 +314,6 @@ FAULTS = (
         "tests/test_optim.py",
     ),
     Fault(
-        "optimizers/clipping.py",
-        "            rows.know_change()\n",
-        "            pass\n",
-        "tests/optimizers/test_clipping.py",
-    ),
-    Fault(
         "optimizers/fused_steps.py",
         "if tensors is not parameters and [*map(_SIZE, tensors)] != shapes:",
         "if False:",

@@ -102,8 +102,7 @@ class Declarations:
         "that changes a bit is off, and any other value that does is an error.",
     )
     fused_optimizer: bool | Literal["auto"] = step(
-        "Fused kernels of Adam, AdamW, SGD and Adagrad, where they are right, and functions in C for clipping "
-        "gradients.",
+        "Fused kernels of Adam, AdamW, SGD and Adagrad, where they are right.",
         changes_bits=True,
     )
     allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.", changes_bits=False)
