@@ -309,8 +309,8 @@ FAULTS = (
     ),
     Fault(
         "optim.py",
-        '    rate = group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step)\n',
-        '    rate = group["lr"] / (1 - beta1**step)\n',
+        "                    count += 1\n",
+        "",
         "tests/test_optim.py",
     ),
     Fault(

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, _functional
 from torch.optim import optimizer as torch_optimizer
 
 from nano_loop.patching.attributes import replaced
@@ -107,6 +107,18 @@ def fused_adagrad(
 def foreach_increment(counters: list[torch.Tensor]) -> None:
     """Add 1 to each of the counters, which are not empty."""
     torch._foreach_add_(counters, [_ONE] * len(counters))  # a number takes three times as long
+
+
+def sparse_adam(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    means: list[torch.Tensor],
+    squares: list[torch.Tensor],
+    steps: list[float],
+    **numbers: Any,
+) -> None:
+    """Take the steps of `torch.optim.SparseAdam`, with these numbers, of parameters with sparse gradients."""
+    _functional.sparse_adam(parameters, gradients, means, squares, steps, **numbers)
 
 
 def is_watched_by_scheduler(step: Any) -> bool:
