@@ -19,8 +19,8 @@ import torch
 from benchmarks.experts import keep_memory
 from benchmarks.markdown import table
 from benchmarks.names import at_least_one
-from nano_loop.kernels.attention import blocked_attention, plain_attention
-from nano_loop.kernels.attention.attention import ALGORITHMS, BLOCKS, PRODUCTS, TORCH, Arguments
+from nano_loop.kernels.attention import blocked_attention
+from nano_loop.kernels.attention.attention import ALGORITHMS, BLOCKS, TORCH, Arguments
 from nano_loop.kernels.dropout.bernoulli import vectorized_draws
 
 CALLS, DROPOUT = 4, 0.1
@@ -69,11 +69,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, list[float]]:
         torch.autograd.grad(ALGORITHMS[way](*given), tensors, gradient)
         return (time.perf_counter() - start) * 1e3
 
-    ways = [
-        TORCH,
-        *[PRODUCTS] * plain_attention.supports(*tensors[:2]),
-        *[BLOCKS] * blocked_attention.supports(*tensors),
-    ]
+    ways = [TORCH, *[BLOCKS] * blocked_attention.supports(*tensors)]
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, times in found.items():
@@ -84,15 +80,12 @@ def measure(shape: Shape, rounds: int) -> dict[str, list[float]]:
 def row(shape: Shape, found: dict[str, list[float]]) -> list[str]:
     """Return a row of the table."""
     cells = [str(shape), f"{statistics.median(found[TORCH]):.3g}"]
-    for way in (PRODUCTS, BLOCKS):
-        times = found.get(way)
-        if times is None:
-            cells += ["–", "–"]
-            continue
-        ratios = sorted(a / b for a, b in zip(found[TORCH], times, strict=True))
-        middle = statistics.median(ratios)
-        cells += [f"{statistics.median(times):.3g}", f"{middle:.2g} ({ratios[0]:.2g} to {ratios[-1]:.2g})"]
-    return cells
+    times = found.get(BLOCKS)
+    if times is None:
+        return [*cells, "–", "–"]
+    ratios = sorted(a / b for a, b in zip(found[TORCH], times, strict=True))
+    middle = statistics.median(ratios)
+    return [*cells, f"{statistics.median(times):.3g}", f"{middle:.2g} ({ratios[0]:.2g} to {ratios[-1]:.2g})"]
 
 
 def main(given: list[str] | None = None) -> None:
@@ -101,7 +94,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=at_least_one, default=7, help="default: 7")
     options = parser.parse_args(given)
     keep_memory()
-    head = ["batch, heads, length, width", "torch's kernel, ms", "plain products", "×", "blocks", "×"]
+    head = ["batch, heads, length, width", "torch's kernel, ms", "blocks", "×"]
     with vectorized_draws():
         print(table(head, [row(each, measure(each, options.rounds)) for each in options.shapes]))
 

@@ -1,7 +1,6 @@
 """Measures what each of nano_loop's steps is worth on a workload: all of them against all but one, in turn.
 
-Only steps that nano_loop applied to the workload are left out. What two steps do together is in neither's figure: the
-allocator makes attention by plain products faster, for one.
+Only steps that nano_loop applied to the workload are left out. What two steps do together is in neither's figure.
 """
 
 from __future__ import annotations

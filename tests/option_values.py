@@ -31,7 +31,6 @@ SPELLINGS = {
     checks.auto_or_boolean: [(True, True), (False, False), ("auto", "auto")],
     checks.num_processes: [(None, None), (1, 1), (np.int64(2), 2)],
     checks.num_threads: [(None, None), (1, 1), (np.int64(3), 3), ("auto", "auto")],
-    checks.loader_workers: [(None, None), (0, 0), (np.int64(2), 2)],
     checks.distributed_backend: [("subprocess", "subprocess"), ("spawn", "subprocess"), ("ray", "ray")],
     checks.process_group_backend: [(None, None), ("gloo", "gloo")],
     checks.precision: [
@@ -81,7 +80,6 @@ REFUSED = {
     checks.auto_or_boolean: [0, 0.5, 2, "AUTO", "jemalloc", None],
     checks.num_processes: [0, -1, True, 2.0, "2", [2], float("nan"), "auto", np.int64(0)],
     checks.num_threads: [0, -1, True, 2.0, "2", [2], "AUTO"],
-    checks.loader_workers: [-1, False, 2.0, "2", [2], "auto"],
     checks.distributed_backend: ["horovod", "Ray", None, 1],
     checks.process_group_backend: [
         *("glooo", "", 3, ["gloo"], "undefined", "backend", "gloo ", "GL00"),
@@ -119,7 +117,6 @@ ALLOWED = {
     checks.auto_or_boolean: ('"auto"', "True", "False"),
     checks.num_processes: ("None", "int", "1"),
     checks.num_threads: ("None", "int", "1", '"auto"'),
-    checks.loader_workers: ("None", "int", "0"),
     checks.distributed_backend: ('"subprocess"', '"spawn"', '"ray"'),
     checks.process_group_backend: ("None", "backend"),
     checks.precision: (
@@ -142,7 +139,6 @@ TEXTS = {
     checks.auto_or_boolean: [("no", False), ("auto", "auto"), (" auto ", "auto"), ("1", True), ("yes", True)],
     checks.num_processes: [("1", 1), ("none", None)],
     checks.num_threads: [("1", 1), ("none", None), ("auto", "auto")],
-    checks.loader_workers: [("0", 0), ("none", None)],
     checks.distributed_backend: [("spawn", "subprocess")],
     checks.process_group_backend: [("gloo", "gloo")],
     checks.precision: [

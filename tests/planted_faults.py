@@ -100,8 +100,8 @@ FAULTS = (
     Fault(
         "kernels/activation/activations.py",
         'kwargs.get("approximate", "none")',
-        '"none"',
-        "tests/loops/test_changes.py",
+        'kwargs.get("approximate", "tanh")',
+        "tests/kernels/test_activations.py",
     ),
     Fault(
         "kernels/embedding/lookup.py",
@@ -321,15 +321,9 @@ FAULTS = (
     ),
     Fault(
         "optim.py",
-        '    rate = group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step)\n',
-        '    rate = group["lr"] / (1 - beta1**step)\n',
+        "                    count += 1\n",
+        "",
         "tests/test_optim.py",
-    ),
-    Fault(
-        "optimizers/clipping.py",
-        "            rows.know_change()\n",
-        "            pass\n",
-        "tests/optimizers/test_clipping.py",
     ),
     Fault(
         "optimizers/fused_steps.py",

@@ -13,7 +13,6 @@ from nano_loop.autotune.sizes import MOST_ELEMENTS, joined, layout, most_element
 from nano_loop.autotune.tuned_operator import TunedOperator
 from nano_loop.autotune.tuner import Algorithm, Race
 from nano_loop.kernels import fp32
-from nano_loop.kernels.activation import activations
 from nano_loop.kernels.attention import fp32_attention
 from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
@@ -83,7 +82,7 @@ def some_rows(a: Tensor, b: Tensor) -> Tensor:
 FP32_OPERATORS = (
     *(
         TunedOperator(fp32.rule_of(kernel), _fp32_key, _fp32_race, has_gradients=True)
-        for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL, fp32_attention.KERNEL)
+        for kernel in (cross_entropy.KERNEL, norms.KERNEL, fp32_attention.KERNEL)
     ),
     TunedOperator(fp32_product.RULE, _fp32_key, _product_race, has_gradients=True),
 )

@@ -32,8 +32,6 @@ _ROUNDED = 2.0**-5
 #: it gains less than when it is repeated.
 _ROUNDING_PAYS = 1.2
 _MATRIX = 2
-#: Plain products, the first guess for attention where there are no blocks, have up to 1.5 times the error of torch's.
-_AS_EXACT = 1.6
 
 
 # --- attention ---
@@ -64,7 +62,7 @@ def _attention_race(call: attention.Arguments, algorithms: Mapping[str, Callable
         return algorithm
 
     reference = of(attention.TORCH, torch.float32)
-    return Race({name: of(name) for name in algorithms}, attention.TORCH, reference, _AS_EXACT)
+    return Race({name: of(name) for name in algorithms}, attention.TORCH, reference)
 
 
 # --- gradients of convolutions ---

@@ -102,8 +102,7 @@ class Declarations:
         "that changes a bit is off, and any other value that does is an error.",
     )
     fused_optimizer: bool | Literal["auto"] = step(
-        "Fused kernels of Adam, AdamW, SGD and Adagrad, where they are right, and functions in C for clipping "
-        "gradients.",
+        "Fused kernels of Adam, AdamW, SGD and Adagrad, where they are right.",
         changes_bits=True,
     )
     allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.", changes_bits=False)
@@ -112,14 +111,12 @@ class Declarations:
         changes_bits=False,
     )
     fast_attention: bool | Literal["auto"] = step(
-        "Attention in blocks by bf16 instructions, in reduced precision: several times as fast as torch's kernel. "
-        "Needs AVX-512; else by plain products, about twice as fast. In fp32, in C where that is measured to be "
-        "faster.",
+        "Attention in blocks by bf16 instructions of AVX-512, in reduced precision: several times as fast as torch's "
+        "kernel. In fp32, in C where that is measured to be faster.",
         changes_bits=True,
     )
     fast_activation: bool | Literal["auto"] = step(
-        "tanh, and GELU by tanh, by functions in C: about three times as fast. In fp32, where that is faster, "
-        "gradients of any GELU, too. Needs torch 2.9 or later.",
+        "tanh, and GELU by tanh, by functions in C for bf16: about three times as fast. Needs torch 2.9 or later.",
         changes_bits=True,
     )
     fast_convolution: bool | Literal["auto"] = step(
@@ -168,11 +165,6 @@ class Declarations:
         checks.num_threads,
         'Compute threads of each process. `None`: one a physical core. `"auto"`: that or one thread, whichever is '
         "faster by 10% in steps of the loop; with `exact`, and with several processes, as `None`.",
-    )
-    loader_workers: int | None = option(
-        None,
-        checks.loader_workers,
-        "Worker processes of each loader that is set up, of which `0` is none. `None`: as many as the loader has.",
     )
     fast_images: bool | Literal["auto"] = step(
         "Cache of decoded and resized images of torchvision's folders, exact to the bit.",

@@ -29,6 +29,7 @@ LEFTOVERS = {
 
 #: Options that earlier commits had: the last two parts of the message.
 REMOVED = {
+    "loader_workers": ("it was removed: `DataLoader(..., num_workers=2)` has workers", "Leave it out"),
     "fast_chains": ("it was removed, and layers are computed one by one", "Leave it out"),
     "gradient_compression": ("it was removed, and gradients travel in their own dtype", "Leave it out"),
     "sync_buffers": ("it was removed, and buffers are those of process 0 at the end", "Leave it out"),
@@ -47,7 +48,7 @@ REMOVED_VARIABLES = {
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("use_amp", "amp", "autocast", "mixed_precision", "fp16", "bf16", "half", "dtype"), "precision"),
     **dict.fromkeys(("nproc", "nprocs", "world_size", "nproc_per_node", "n_jobs"), "num_processes"),
-    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "loader_workers"),
+    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "num_workers in each DataLoader"),
     **dict.fromkeys(("memory_format", "nhwc"), "channels_last"),
     **dict.fromkeys(("jit", "torch_compile", "compile_model"), "compile"),
     **dict.fromkeys(("deterministic", "reproducible"), "exact"),

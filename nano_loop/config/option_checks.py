@@ -59,7 +59,6 @@ auto_or_boolean = _one_of("auto", True, False, hint="Pass one of the three")
 verbosity = _one_of(True, False, "all", hint="Pass False to silence the report")
 num_processes = _count(1, "Pass the number of processes, or leave it out for one")
 num_threads = _count(1, "Leave it out for one thread a physical core", "auto")
-loader_workers = _count(0, "Leave it out for as many as each loader has")
 
 
 def distributed_backend(value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,7 @@ from nano_loop.kernels import denormals
 from nano_loop.kernels.embedding.row_gradient import row_gradients
 from nano_loop.optimizers import row_steps
 from nano_loop.optimizers.fused_steps import lie_alike, lie_in_order, takes_kernel
-from nano_loop.optimizers.row_steps import RowStep, Rule
+from nano_loop.optimizers.row_steps import RowStep
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.objects.gradients import drop_gradients, gradient_of, state_of
 from nano_loop.patching.patch_table import listed, process_wide, shared_change
@@ -37,16 +37,10 @@ from nano_loop.patching.torch_private_optimizers import (
 _Method = Callable[..., Any]
 _Group = dict[str, Any]
 
-#: Calls a kernel with what was gathered for a group.
-_Kernel = Callable[[], None]
-
 #: The least eps beside which the root of a denormal moment changes no bit of a divisor.
 _EPS = 1e-11
 #: The ids of the optimizers whose steps are direct.
 _direct: set[int] = process_wide("optimizers that step directly", set())
-
-#: Not empty while somebody needs torch's labels.
-_labelled: set[str] = process_wide("observers of torch's labels", set())
 
 
 @contextmanager
@@ -62,20 +56,15 @@ def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
     kind, number = type(optimizer), id(optimizer)
     del optimizer
     with ExitStack() as changes:
-        if kind in _GATHER and unhooked_step(kind.step) is not None:
+        if kind in _RULES and unhooked_step(kind.step) is not None:
             changes.enter_context(replaced(kind, "step", _step))
             changes.enter_context(replaced(kind, "zero_grad", _zero_grad))
             changes.enter_context(shared_change(("direct steps", number), lambda: listed(_direct, number)))
         yield
 
 
-def steps_labelled() -> AbstractContextManager[None]:
-    """Leave every step to torch, which labels it, for an observer that is no profiler of torch."""
-    return shared_change("labelled steps", lambda: listed(_labelled, "steps"))
-
-
 def _is_left_to_torch(optimizer: Optimizer) -> bool:
-    return torch.compiler.is_compiling() or id(optimizer) not in _direct or bool(_labelled) or is_profiling()
+    return torch.compiler.is_compiling() or id(optimizer) not in _direct or is_profiling()
 
 
 def _step(original: _Method) -> _Method:
@@ -133,11 +122,10 @@ def _called_directly(optimizer: Optimizer) -> bool:
     """Step every group, or return False and change nothing."""
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return False
-    gather = _GATHER[type(optimizer)]
-    kernels: list[_Kernel] = []
+    kernels: list[Callable[[], None]] = []
     flushes = True
     for group in optimizer.param_groups:
-        kernel = gather(optimizer, group)
+        kernel = _gathered(optimizer, group)
         if kernel is None:
             return False
         kernels.append(kernel)
@@ -153,15 +141,12 @@ def _called_directly(optimizer: Optimizer) -> bool:
     return True
 
 
-def _gather_fused(
-    rule: Rule, settings_of: Callable[[_Group], _Group | None], optimizer: Optimizer, group: _Group
-) -> _Kernel | None:
+def _gathered(optimizer: Optimizer, group: _Group) -> Callable[[], None] | None:
     """Return what steps a group by one of torch's fused kernels, or None where torch has to do it."""
-    if not takes_kernel(group):
+    if not takes_kernel(group) or group.get("amsgrad"):
         return None
-    settings = settings_of(group)
-    if settings is None:
-        return None
+    rule = _RULES[type(optimizer)]
+    settings = rule.settings(group)
     with_gradient = [
         (parameter, gradient) for parameter in group["params"] if (gradient := gradient_of(parameter)) is not None
     ]
@@ -202,34 +187,4 @@ def _gather_fused(
     return kernel
 
 
-def _settings_of_adam(group: _Group) -> _Group | None:
-    """Return the settings of a group of Adam or AdamW by the names of the kernel, or None where torch steps it."""
-    beta1, beta2 = group["betas"]
-    if group["amsgrad"]:
-        return None
-    return {
-        "lr": group["lr"],
-        "weight_decay": group["weight_decay"],
-        "eps": group["eps"],
-        "maximize": group["maximize"],
-        "beta1": beta1,
-        "beta2": beta2,
-        "is_decoupled": group["decoupled_weight_decay"],
-    }
-
-
-def _settings_of_sgd(group: _Group) -> _Group:
-    names = ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
-    return {name: group[name] for name in names}
-
-
-def _settings_of_adagrad(group: _Group) -> _Group:
-    return {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
-
-
-_GATHER: dict[type, Callable[[Optimizer, _Group], _Kernel | None]] = {
-    Adam: functools.partial(_gather_fused, row_steps.ADAM, _settings_of_adam),
-    AdamW: functools.partial(_gather_fused, row_steps.ADAM, _settings_of_adam),
-    SGD: functools.partial(_gather_fused, row_steps.SGD, _settings_of_sgd),
-    Adagrad: functools.partial(_gather_fused, row_steps.ADAGRAD, _settings_of_adagrad),
-}
+_RULES = {Adam: row_steps.ADAM, AdamW: row_steps.ADAM, SGD: row_steps.SGD, Adagrad: row_steps.ADAGRAD}

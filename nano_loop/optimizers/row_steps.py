@@ -69,6 +69,8 @@ class Rule:
         Calls torch's kernel with lists of tensors and the settings.
     by_rows : callable
         Takes a step, and how many rows it is for, of which it updates those that change.
+    settings : callable
+        Returns the settings of a group by the names of the kernel.
     states : callable
         Returns the names of the states by the settings.
     has_counter : bool
@@ -79,6 +81,7 @@ class Rule:
 
     by_torch: Callable[..., None]
     by_rows: Callable[[RowStep, int], None]
+    settings: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     states: Callable[[Mapping[str, Any]], tuple[str, ...]]
     has_counter: bool
     examples: tuple[Mapping[str, Any], ...]
@@ -153,9 +156,20 @@ def _keeps_others(settings: Mapping[str, Any]) -> bool:
     return bool(is_kept and abs(settings["lr"]) < _LARGEST and settings.get("eps", 1) > _LEAST)
 
 
+def _settings_of_adam(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    beta1, beta2 = group["betas"]
+    own = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")}
+    return {**own, "beta1": beta1, "beta2": beta2, "is_decoupled": group["decoupled_weight_decay"]}
+
+
+def _named(*names: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    return lambda group: {name: group[name] for name in names}
+
+
 ADAM = Rule(
     fused_adam,
     _adam_by_rows,
+    _settings_of_adam,
     lambda settings: ("exp_avg", "exp_avg_sq"),
     True,
     (
@@ -169,6 +183,7 @@ _PLAIN_SGD: Mapping[str, Any] = {"lr": 0.3, "weight_decay": 0, "momentum": 0, "d
 SGD = Rule(
     fused_sgd,
     _sgd_by_rows,
+    _named("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize"),
     lambda settings: ("momentum_buffer",) if settings["momentum"] else (),
     False,
     (
@@ -180,6 +195,7 @@ SGD = Rule(
 ADAGRAD = Rule(
     fused_adagrad,
     _adagrad_by_rows,
+    _named("lr", "lr_decay", "weight_decay", "eps", "maximize"),
     lambda settings: ("sum",),
     True,
     ({"lr": 0.3, "lr_decay": 0.1, "weight_decay": 0, "eps": 1e-10, "maximize": True},),

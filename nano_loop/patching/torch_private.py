@@ -150,11 +150,6 @@ def is_loss(module: nn.Module) -> bool:
     return isinstance(module, _Loss)
 
 
-def softmax_backward(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return the input gradient of a softmax over the last dimension, in the dtype of `output`."""
-    return torch.ops.aten._softmax_backward_data(gradient, output, -1, output.dtype)  # type: ignore[no-any-return]
-
-
 def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
     """Return the softmax over the last dimension, as in torch's attention: 0 where all are -inf."""
     return torch.ops.aten._safe_softmax(scores, -1)  # type: ignore[no-any-return]

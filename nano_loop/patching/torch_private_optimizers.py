@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, _functional
 from torch.optim import optimizer as torch_optimizer
 
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.patch_table import shared_change
 
 _ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
 _INIT_GROUP = "_init_group"
@@ -110,43 +109,18 @@ def foreach_increment(counters: list[torch.Tensor]) -> None:
     torch._foreach_add_(counters, [_ONE] * len(counters))  # a number takes three times as long
 
 
+def sparse_adam(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    means: list[torch.Tensor],
+    squares: list[torch.Tensor],
+    steps: list[float],
+    **numbers: Any,
+) -> None:
+    """Take the steps of `torch.optim.SparseAdam`, with these numbers, of parameters with sparse gradients."""
+    _functional.sparse_adam(parameters, gradients, means, squares, steps, **numbers)
+
+
 def is_watched_by_scheduler(step: Any) -> bool:
     """Whether an optimizer's `step` is the wrapper by which a scheduler detects calls."""
     return hasattr(step, "_wrapped_by_lr_sched")
-
-
-def replaced_inside_no_grad(
-    function: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> AbstractContextManager[None]:
-    """Replace what one of torch's functions that clip gradients calls, once no gradients are recorded.
-
-    Whoever has imported the function before calls the replacement as well. Where it is another one than torch's,
-    nothing is replaced.
-
-    Parameters
-    ----------
-    function : callable
-        ``clip_grad_norm_`` or ``clip_grad_value_``.
-    make : callable
-        Takes what is called, and returns the replacement. It is called for the first user only.
-    """
-    return shared_change(("inside no_grad", function), lambda: _replaced_inside(function, make))
-
-
-@contextmanager
-def _replaced_inside(
-    function: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or cells is None or (code.co_name, code.co_freevars) != ("_no_grad_wrapper", ("func",)):
-        yield
-        return
-    (cell,) = cells
-    original = cell.cell_contents
-    replacement = make(original)
-    try:
-        cell.cell_contents = replacement
-        yield
-    finally:
-        if cell.cell_contents is replacement:  # nobody else has replaced it in the meantime
-            cell.cell_contents = original

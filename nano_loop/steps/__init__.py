@@ -14,8 +14,6 @@ from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.kernels import KERNEL_STEPS
 from nano_loop.steps.learning_rate import LearningRate
-from nano_loop.steps.library_optimizers import LibraryOptimizers
-from nano_loop.steps.loader_workers import LoaderWorkers
 from nano_loop.steps.log_casts import LogCasts
 from nano_loop.steps.loss_scale import LossScaling
 from nano_loop.steps.num_threads import NumThreads
@@ -41,7 +39,6 @@ STEPS: tuple[type[Step], ...] = (
     Ipex,  # before any computation, since it replaces kernels
     Rounding,  # before FusedOptimizer, which looks at the parameters that a step will update
     FusedOptimizer,  # after the layouts are final: its kernels need state and gradients with the parameters' strides
-    LibraryOptimizers,  # in any place: its kernels are for parameters that are contiguous
     Precision,  # after ChannelsLast, so that each input is converted once, in fp32
     Bf16Products,  # in any place: it swaps kernels, not models
     LossScaling,  # in any place: it surrounds backwards and steps, not models
@@ -52,7 +49,6 @@ STEPS: tuple[type[Step], ...] = (
     TuneOperators,  # after the kernels, whose choices by rules it replaces
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only
-    LoaderWorkers,  # after FastFetch, which asks for the number of the loader's own workers
     FastImages,  # in any place: it affects loaders only
     Sharding,  # likewise
     NumThreads,  # after Threads, whose number it begins with

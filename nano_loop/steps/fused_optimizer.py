@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from nano_loop.optimizers.clipping import clipped_in_c
 from nano_loop.optimizers.direct_steps import stepped_directly
 from nano_loop.optimizers.fused_steps import steps_fused
 from nano_loop.patching.lifetime import undone_with
@@ -27,7 +25,7 @@ class FusedOptimizer(Step):
 
     That is asked at each step, for each group (see `nano_loop.optimizers.fused_steps`); the program's flags stay as
     they are. Where they can, steps of the optimizer call the kernels directly (see
-    `nano_loop.optimizers.direct_steps`). Gradients are clipped in C, too (see `nano_loop.optimizers.clipping`).
+    `nano_loop.optimizers.direct_steps`).
     """
 
     name = "fused_optimizer"
@@ -54,8 +52,6 @@ class FusedOptimizer(Step):
                 undoing = undone_with(optimizer, self.undoing)
                 undoing.enter_context(steps_fused(optimizer))
                 undoing.enter_context(stepped_directly(optimizer))
-        groups = [group["params"] for optimizer in parts.optimizers for group in optimizer.param_groups]
-        self.undoing.enter_context(clipped_in_c(chain(parts.parameters(), *groups)))
         return "; ".join([", ".join(dict.fromkeys(fused)), *dict.fromkeys(refused)])
 
     def _refusals(self, parts: TrainingObjects) -> list[SkipReason | None]:

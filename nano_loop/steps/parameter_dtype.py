@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
-from nano_loop.patching.calls.outputs import Outputs
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.nested_tensors import Substitution
+from nano_loop.patching.nested_tensors import Substitution, map_tensors
 from nano_loop.precision.autocast.conversion import Conversion
 from nano_loop.precision.autocast.dtype_errors import explain
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
@@ -47,7 +46,7 @@ class ParameterDtype(Step):
             self.undoing.callback(self._conversion.restore)
         for model in parts.models:
             self._conversion.convert(model)
-            interceptor = self.interceptors.add(model, self.name, _casting_outputs(dtype, model))
+            interceptor = self.interceptors.add(model, self.name, _casting_outputs(dtype))
             interceptor.around_modules(lambda module: _casting_inputs(dtype), DTYPES)
         if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `Rounding`
             for optimizer in parts.optimizers:
@@ -80,23 +79,18 @@ def _casting_inputs(dtype: torch.dtype) -> Call:
     return call
 
 
-def _casting_outputs(dtype: torch.dtype, model: nn.Module) -> CallWrapper:
-    returned = Outputs(model)
-
+def _casting_outputs(dtype: torch.dtype) -> CallWrapper:
     def outward(tensor: Tensor) -> Tensor:
         return tensor.to(torch.float32) if tensor.dtype is dtype and not _is_leaf_state(tensor) else tensor
 
     def layer(call: Call) -> Call:
         def with_casts(function: Call, /, *args: Any, **kwargs: Any) -> Any:
-            returned.take_back()
             try:
                 outputs = call(function, *args, **kwargs)
             except RuntimeError as error:
                 explain(error, f"its parameters and inputs are {dtype}, and a tensor made in the model is not", _MADE)
                 raise
-            finally:
-                returned.lend()
-            return returned.converted(outputs, outward)
+            return map_tensors(outward, outputs) if torch.compiler.is_compiling() else Substitution(outward)(outputs)
 
         return with_casts
 

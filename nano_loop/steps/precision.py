@@ -16,9 +16,8 @@ from typing_extensions import override
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.calls.custom_functions import backwards_under_autocast
-from nano_loop.patching.calls.outputs import Outputs
 from nano_loop.patching.members import buffers_of, parameters_of
-from nano_loop.patching.nested_tensors import shares_memory
+from nano_loop.patching.nested_tensors import Substitution, map_tensors, shares_memory
 from nano_loop.patching.objects.optimizers import trained_by
 from nano_loop.patching.ownership import Rule
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
@@ -184,7 +183,7 @@ def _low_state(model: nn.Module) -> list[Tensor]:
 
 
 def _under_autocast(dtype: torch.dtype, model: nn.Module) -> CallWrapper:
-    state, returned = _low_state(model), Outputs(model)
+    state = _low_state(model)
 
     def outward(cast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def of_others(tensor: Tensor) -> Tensor:
@@ -200,16 +199,12 @@ def _under_autocast(dtype: torch.dtype, model: nn.Module) -> CallWrapper:
             if torch.compiler.is_compiling():
                 with cpu_autocast(dtype):
                     outputs = call(function, *args, **kwargs)
-                return returned.converted(outputs, outward(to_fp32))
-            returned.take_back()
-            try:
-                with CallUnderAutocast(dtype) as context:
-                    outputs = call(function, *args, **kwargs)
-            finally:
-                returned.lend()
+                return map_tensors(outward(to_fp32), outputs)
+            with CallUnderAutocast(dtype) as context:
+                outputs = call(function, *args, **kwargs)
             convert = outward(context.activations.in_fp32)
             # Most models return a tensor.
-            return convert(outputs) if type(outputs) is Tensor else returned.converted(outputs, convert)
+            return convert(outputs) if type(outputs) is Tensor else Substitution(convert)(outputs)
 
         return with_autocast
 

@@ -2,7 +2,7 @@
 
 from command_line import run
 
-from benchmarks.attention import BLOCKS, PRODUCTS, TORCH, Shape, measure, row
+from benchmarks.attention import BLOCKS, TORCH, Shape, measure, row
 
 
 def test_it_measures_and_writes_a_table():
@@ -20,6 +20,7 @@ def test_wrong_shape_is_refused():
 
 
 def test_ratio_is_torchs_time_over_that_of_a_way():
-    found = {TORCH: [4.0, 6.0, 5.0], PRODUCTS: [2.0, 2.0, 2.0], BLOCKS: [1.0, 1.0, 1.0]}
-    assert row(Shape(1, 2, 3, 4), found) == ["1, 2, 3, 4", "5", "2", "2.5 (2 to 3)", "1", "5 (4 to 6)"]
-    assert set(measure(Shape(1, 2, 64, 16, "causal"), 2)) >= {TORCH, PRODUCTS}
+    found = {TORCH: [4.0, 6.0, 5.0], BLOCKS: [1.0, 1.0, 1.0]}
+    assert row(Shape(1, 2, 3, 4), found) == ["1, 2, 3, 4", "5", "1", "5 (4 to 6)"]
+    assert row(Shape(1, 2, 3, 4), {TORCH: [4.0]}) == ["1, 2, 3, 4", "4", "–", "–"]
+    assert TORCH in measure(Shape(1, 2, 64, 16, "causal"), 2)

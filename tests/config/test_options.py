@@ -77,7 +77,7 @@ def test_bad_and_unknown_arguments_and_variables_are_told_together(monkeypatch):
     ("name", "option"),
     [
         ("use_amp", "precision"),
-        ("num_workers", "loader_workers"),
+        ("num_workers", "num_workers in each DataLoader"),
         ("nprocs", "num_processes"),
         ("precison", "precision"),
     ],

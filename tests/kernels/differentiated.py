@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed, nn
@@ -75,6 +74,10 @@ def normalized(kind, *args, **settings):
     return lambda: Layer(lambda x, layer: x + layer(x).sin(), kind(*args, **settings))
 
 
+def activated(function):
+    return lambda: Layer(lambda x, layer: function(layer(x)), nn.Linear(16, 16))
+
+
 def without_layer(function):
     return lambda: Layer(lambda x, _: function(x), nn.Tanh())
 
@@ -137,13 +140,6 @@ def multiplied(x, layer):
 
 
 @contextlib.contextmanager
-def without_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked_attention, "supports", lambda *_: False)
-        yield
-
-
-@contextlib.contextmanager
 def group_of_one():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -166,19 +162,13 @@ IN_BLOCKS = functools.partial(
     options=BF16,
     kernel=blocked_attention.KERNEL,
 )
-BY_PRODUCTS = functools.partial(
-    Row,
-    functions=("plain_attention._Attention",),
-    operators=("scaled_dot_product_attention",),
-    options=BF16,
-    around=without_blocks,
-)
+ACTIVATED = functools.partial(Row, shape=(4, 16), options=BF16 | {"fast_activation": True})
 ROUNDING = functools.partial(Row, options=ROUNDED, kernel=product.KERNEL)
 RECURRENT = functools.partial(Row, functions=("recurrence._RecurrentLayer",), calls="recurrence_backward")
 CONVOLVED = functools.partial(
     Row, shape=(4, 16, 6, 5), operators=("convolution", "convolution_backward"), calls="weight_gradient"
 )
-HEADS, LARGE_HEADS, CAUSAL = (1, 2, 8, 16), (1, 2, 32, 32), torch.ones(8, 8).tril().bool()
+HEADS, LARGE_HEADS = (1, 2, 8, 16), (1, 2, 32, 32)
 RMS, LOSSES = ("rms_norm._RmsNorm",), ("cross_entropy._Losses",)
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 RNNS = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn_tanh": nn.RNN, "rnn_relu": functools.partial(nn.RNN, nonlinearity="relu")}
@@ -211,9 +201,6 @@ ROWS = {
     "attention in blocks": IN_BLOCKS(attending(), HEADS),
     "attention in blocks, of three dimensions": IN_BLOCKS(attending(3), HEADS),
     "attention in blocks with a dropout": IN_BLOCKS(attending(dropout_p=0.3, is_causal=True), HEADS),
-    "attention by products": BY_PRODUCTS(attending(is_causal=True), HEADS),
-    "attention by products, of three dimensions": BY_PRODUCTS(attending(3), HEADS),
-    "attention by products with a dropout": BY_PRODUCTS(attending(dropout_p=0.3, attn_mask=CAUSAL), HEADS),
     "attention in fp32": Row(
         attending(), HEADS, operators=(FLASH, f"{FLASH}_backward"), calls="fp32_attention_backward"
     ),
@@ -235,13 +222,11 @@ ROWS = {
         around=group_of_one,
     ),
     "averaged gradient": Row(without_layer(lambda x: gradients._Mean.apply(x, x.detach())), (4,), ("gradients._Mean",)),
-    "tanh": Row(without_layer(torch.tanh), (4, 16), operators=("tanh",), calls="tanh_forward_float"),
-    "gelu": Row(without_layer(F.gelu), (4, 16), operators=("gelu_backward",), calls="exact_gelu_backward_float"),
-    "gelu by tanh": Row(
-        without_layer(functools.partial(F.gelu, approximate="tanh")),
-        (4, 16),
-        operators=("gelu",),
-        calls="gelu_backward_float",
+    "tanh": ACTIVATED(activated(torch.tanh), operators=("tanh",), calls="tanh_forward"),
+    "gelu by tanh": ACTIVATED(
+        activated(functools.partial(F.gelu, approximate="tanh")),
+        operators=("gelu", "gelu_backward"),
+        calls="gelu_backward",
     ),
     "products": Row(alone(nn.Linear, 96, 96), (40, 96), operators=("mm", "addmm"), calls="fp32_product"),
     "products in bf16": Row(

@@ -10,7 +10,6 @@ from torch import nn
 
 from nano_loop import accelerated
 from nano_loop.kernels import fp32
-from nano_loop.kernels.activation import activations
 from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norm_arguments, rms_norm
@@ -49,9 +48,6 @@ MODELS = {
     "batch norm": (lambda: nn.BatchNorm2d(32), IMAGES),
     "batch norm in NHWC": (lambda: InNhwc(nn.BatchNorm2d(32)), IMAGES),
     "group norm in NHWC": (lambda: InNhwc(nn.GroupNorm(4, 32)), IMAGES),
-    "tanh": (nn.Tanh, ROWS),
-    "GELU by tanh": (lambda: nn.GELU("tanh"), ROWS),
-    "GELU": (nn.GELU, ROWS),
     "cross-entropy": (Loss, (40, WORDS)),
 }
 
@@ -59,7 +55,6 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def every_size_is_large(monkeypatch):
     monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(cross_entropy, "MIN_LOGITS", 1)
     monkeypatch.setattr(rms_norm, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(fp32_product, "MIN_MULTIPLICATIONS", 1)

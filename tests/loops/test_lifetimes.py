@@ -72,8 +72,8 @@ def test_a_loader_that_only_the_header_names_is_read_to_its_end():
     model, dataset = nn.Linear(1, 1), TensorDataset(torch.arange(6.0)[:, None])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     totals = []
-    with accelerated(verbose=False, loader_workers=1) as run:
-        for (x,) in run.setup(model, optimizer, DataLoader(dataset, 2))[2]:
+    with accelerated(verbose=False) as run:
+        for (x,) in run.setup(model, optimizer, DataLoader(dataset, 2, num_workers=1, persistent_workers=True))[2]:
             totals.append(x.sum().item())
     assert totals == [1, 5, 9]
 

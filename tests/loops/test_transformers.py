@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers: attention goes through plain products, and they learn as under autocast."""
+"""Models of Hugging Face's transformers: attention goes through nano_loop's, and they learn as under autocast."""
 
 import contextlib
 import copy
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nano_loop import nano
-from nano_loop.kernels.attention import attention
+from nano_loop.kernels.attention import attention, blocked_attention
 
 if find_spec("transformers"):
     import transformers
@@ -21,7 +21,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 @pytest.fixture
 def answered(monkeypatch):
-    """Note of each call of attention whether plain products answer it; every size is worth it."""
+    """Note of each call of attention whether it is none for torch alone; every size is worth it."""
     found, fits = [], attention._supports
     monkeypatch.setattr(attention, "MIN_SCORES", 1)
     monkeypatch.setattr(attention, "_supports", lambda *given: found.append(fits(*given)) or found[-1])
@@ -76,13 +76,16 @@ def adamw(model):
 
 
 @pytest.mark.parametrize("built", [padded_bert, gpt2, grouped_llama, vit])
-def test_attention_goes_through_plain_products_and_the_model_learns_the_same(built, answered):
+def test_attention_goes_through_nano_loops_and_the_model_learns_the_same(built, answered):
     torch.manual_seed(0)
     model, batch = built()
     by_hand = copy.deepcopy(model).train()
     accelerated = nano(precision="bf16", auto_lr=False, verbose=False)(train)
     losses = accelerated(model.train(), adamw(model), batch)
-    assert accelerated.report["fast_attention"].status == "applied"
-    assert answered == [True] * (LAYERS * STEPS)
+    if blocked_attention.KERNEL.unavailable is None:
+        assert accelerated.report["fast_attention"].status == "applied"
+        assert answered == [True] * (LAYERS * STEPS)
+    else:
+        assert accelerated.report["fast_attention"].code == "no_kernel"
     assert losses == pytest.approx(train(by_hand, adamw(by_hand), batch, bf16=True), rel=1e-2)
     assert losses[-1] < 0.99 * losses[0]

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nano_loop.optimizers.direct_steps import stepped_directly, steps_labelled
+from nano_loop.optimizers.direct_steps import stepped_directly
 
 KINDS = {
     "Adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),
@@ -271,16 +271,6 @@ def test_profiler_sees_torchs_labels():
             direct.zero_grad()
     names = {each.key for each in profile.key_averages()}
     assert {"Optimizer.step#AdamW.step", "Optimizer.zero_grad#AdamW.zero_grad"} <= names
-
-
-def test_steps_are_torchs_while_labels_are_needed(refused):
-    direct = build(AdamW, {})
-    with stepped_directly(direct):
-        step(direct, seed=0)
-        refused(AdamW)
-        with steps_labelled(), steps_labelled(), by_torch():
-            direct.step()
-        direct.step()
 
 
 def test_classes_are_restored_and_other_optimizers_of_a_class_are_torchs(refused):

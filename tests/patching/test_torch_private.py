@@ -69,13 +69,6 @@ def test_changes_in_place_are_counted_outside_of_inference_mode():
         assert private.version(torch.ones(1)) == 0
 
 
-def test_gradient_of_a_softmax_is_autograds():
-    x = torch.rand(2, 5, requires_grad=True)
-    gradient = torch.rand(2, 5)
-    (expected,) = torch.autograd.grad(x.softmax(-1), x, gradient)
-    torch.testing.assert_close(private.softmax_backward(gradient, x.softmax(-1).detach()), expected)
-
-
 def test_softmax_of_a_row_without_scores_is_zero_and_has_no_gradient():
     scores = torch.tensor([[0.5, 1.0], [-torch.inf, -torch.inf]], requires_grad=True)
     softmax = private.safe_softmax(scores)

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+from dataclasses import make_dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -57,8 +58,8 @@ def test_inside_is_bf16_and_outputs_are_fp32(net):
     assert outputs["logits"].dtype is outputs["hidden"][0].dtype is torch.float32
 
 
-@pytest.mark.parametrize("kind", [SimpleNamespace, argparse.Namespace])
-def test_outputs_in_namespaces_are_fp32(step, kind):
+@pytest.mark.parametrize("kind", [SimpleNamespace, argparse.Namespace, make_dataclass("Output", ["logits", "others"])])
+def test_outputs_in_namespaces_and_dataclasses_are_fp32(step, kind):
     model = Net()
     model.forward = lambda x: kind(logits=model.inner(x), others=kind(more=[model.outer(model.inner(x))]))
     step(Precision, precision="bf16").apply(TrainingObjects([model]))
@@ -311,108 +312,20 @@ def test_model_without_parameters_is_said_to_have_none(step):
 
 
 class Prediction:
-    """What a model returns, as its program writes it."""
+    """An object of a program's own class."""
 
     def __init__(self, hidden):
-        self.hidden, self.note = hidden, "kept"
-        self.others = [hidden.exp()]
-        self.itself = self
+        self.hidden = hidden
 
 
-class Slotted:
-    __slots__ = ("__private", "deeper", "hidden")
-
-    def __init__(self, hidden):
-        self.hidden, self.deeper = hidden, SimpleNamespace(more=(hidden,))
-        self.__private = hidden.exp()
-
-    def tensors(self):
-        return [self.hidden, *self.deeper.more, self.__private]
-
-
-def lazily(hidden):
-    received = yield hidden
-    try:
-        yield hidden * (received or 1)
-    except ValueError:
-        yield hidden * 3
-    return hidden
-
-
-OBJECTS = {
-    "attributes": (Prediction, lambda out: [out.hidden, out.itself.hidden, *out.others]),
-    "slots": (Slotted, Slotted.tensors),
-    "in a dict": (lambda h: {"out": Prediction(h)}, lambda out: [out["out"].hidden]),
-    "generator": (lazily, list),
-    "map": (lambda h: map(torch.abs, [h, h]), list),
-    "iterator of objects": (lambda h: iter([Prediction(h)]), lambda out: [next(out).hidden]),
-}
-
-
-@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "bf16-true"}], ids=str)
-@pytest.mark.parametrize("name", OBJECTS)
-def test_outputs_are_fp32_whatever_holds_them(step, name, options):
-    make, tensors = OBJECTS[name]
-    model = Net()
-    model.forward = lambda x: make(model.inner(x))
-    kind = ParameterDtype if options["precision"] == "bf16-true" else Precision
-    step(kind, **options).apply(TrainingObjects([model]))
-    found = tensors(model(X))
-    assert found
-    assert {tensor.dtype for tensor in found} == {torch.float32}
-    sum(tensor.sum() for tensor in found).backward()
-    assert model.inner.weight.grad.any()
-
-
-def test_generator_of_a_model_gets_what_is_sent_and_thrown_into_it(step):
-    model = Net()
-    model.forward = lambda x: lazily(model.inner(x))
-    step(Precision, precision="bf16").apply(TrainingObjects([model]))
-    values = model(X)
-    first = next(values)
-    assert torch.equal(values.send(2), first * 2)
-    assert torch.allclose(values.throw(ValueError()), first * 3, rtol=0.01)
-    with pytest.raises(StopIteration) as stopped:
-        next(values)
-    assert torch.equal(stopped.value.value, first)
-
-
-class Keeping(nn.Module):
-    """Keeps what it returns, and notes in which dtype it has it in the next call."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.state, self.seen = nn.Linear(3, 3), None, []
-
-    def forward(self, x):
-        if self.state is not None:
-            self.seen.append((self.state.hidden.dtype, self.alias is self.state.hidden))
-        else:
-            self.state = Prediction(self.inner(x))
-            self.alias = self.state.hidden
-        return self.state
-
-
-def test_object_that_the_model_keeps_is_its_own_during_its_calls_and_fp32_outside(step):
-    model = Keeping()
-    step(Precision, precision="bf16").apply(TrainingObjects([model]))
-    out = model(X)
-    hidden = out.hidden
-    for _ in range(2):
-        assert model(X) is out is model.state
-        assert out.hidden is hidden
-        assert hidden.dtype is out.others[0].dtype is torch.float32
-    assert model.seen == [(torch.bfloat16, True)] * 2
-
-
-def test_what_the_caller_puts_into_an_object_that_the_model_keeps_stays_there(step):
-    model = Keeping()
-    step(Precision, precision="bf16").apply(TrainingObjects([model]))
-    out = model(X)
-    out.hidden = replaced = torch.zeros(4, 3)
-    model(X)
-    assert out.hidden is replaced
-    assert model.seen == [(torch.float32, False)]
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
+def test_objects_of_other_classes_are_returned_as_the_model_made_them(step, precision):
+    model, made = Net(), []
+    model.forward = lambda x: made.append(Prediction(model.inner(x))) or {"out": made[-1]}
+    kind = ParameterDtype if precision == "bf16-true" else Precision
+    step(kind, precision=precision).apply(TrainingObjects([model]))
+    assert model(X)["out"] is made[0]
+    assert made[0].hidden.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(

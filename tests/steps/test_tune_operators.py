@@ -16,7 +16,6 @@ from nano_loop.autotune.choices import Choice, Choices
 from nano_loop.autotune.tuner import Race, Tuner
 from nano_loop.distributed.comm.ranks import RunContext
 from nano_loop.kernels import fp32
-from nano_loop.kernels.activation import activations
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import OPERATOR
 from nano_loop.kernels.norm import norm_arguments, norms
@@ -112,7 +111,6 @@ def test_nothing_is_measured_for_another_number_of_threads_until_its_choices_are
 @pytest.mark.parametrize("guess", [fp32.TORCH, fp32.COMPILED])
 def test_run_in_fp32_measures_functions_in_c_and_leaves_statistics_alone(measuring, monkeypatch, guess):
     monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(fp32, "_guess", lambda: guess)
 
     def state(**options):
@@ -125,7 +123,7 @@ def test_run_in_fp32_measures_functions_in_c_and_leaves_statistics_alone(measuri
     found, report = state()
     assert "tune_operators" in report.applied
     words = {key.partition(" ")[2].partition(" ")[0] for key in stored(measuring)}
-    assert words == {"batch_norm", "batch_norm_backward", "layer_norm", "tanh_forward_float"}
+    assert words == {"batch_norm", "batch_norm_backward", "layer_norm"}
     expected, report = state(exact=True)
     assert "tune_operators" not in str(report)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -189,7 +187,6 @@ def test_mode_that_the_loop_switches_on_keeps_to_the_first_guesses(
 ):
     """Whether or not there is a choice of an earlier run. Another algorithm is always faster here."""
     monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
     found = []
 
     def other(race, guess, *_):

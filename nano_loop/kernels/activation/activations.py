@@ -1,35 +1,25 @@
-"""tanh, and the two GELUs with their gradients, for large tensors in bf16 or fp32, by C functions (``activations.c``).
+"""tanh, and GELU by tanh with its gradient, for large tensors in bf16, by C functions (``activations.c``).
 
-GELU by the error function is torch's, but for its gradient in fp32: in bf16, torch's is as fast.
+GELU by the error function is torch's, which is as fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
-from nano_loop.kernels.memory import BF16, DENSE, FP32
+from nano_loop.kernels.memory import BF16, DENSE
 from nano_loop.kernels.replacement import Replacement, unless_none
 from nano_loop.patching.operators.operators import Kernel
-from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.patching.ownership import belongs_to_set_up_model
 
-#: What the names of functions for these dtypes end in.
-KINDS = {torch.bfloat16: "bf16", torch.float32: "float"}
-_BF16, _FP32 = BF16._replace(layout=DENSE), FP32._replace(layout=DENSE)
+_BF16 = BF16._replace(layout=DENSE)
 KERNEL = CompiledKernel(
-    "activations",
-    {
-        f"{name}_{kind}": (pointer,) * count
-        for kind, pointer in (("bf16", _BF16), ("float", _FP32))
-        for name, count in (("tanh_forward", 2), ("gelu_forward", 2), ("gelu_backward", 3), ("exact_gelu_backward", 3))
-        if (name, kind) != ("exact_gelu_backward", "bf16")
-    },
+    "activations", {"tanh_forward": (_BF16,) * 2, "gelu_forward": (_BF16,) * 2, "gelu_backward": (_BF16,) * 3}
 )
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain.
 MIN_ELEMENTS = 1 << 15
@@ -39,9 +29,7 @@ _FUNCTIONS = {
     ("tanh", "none"): "tanh_forward",
     ("gelu", "tanh"): "gelu_forward",
     ("gelu_backward", "tanh"): "gelu_backward",
-    ("gelu_backward", "none"): "exact_gelu_backward",
 }
-_RULE = rule_of(KERNEL)
 
 
 def _replacing(operator: str) -> Callable[[Kernel | None], Callable[..., Any]]:
@@ -49,28 +37,17 @@ def _replacing(operator: str) -> Callable[[Kernel | None], Callable[..., Any]]:
 
     def ours(kernel: Kernel, *tensors: Tensor, **kwargs: Any) -> Tensor | None:
         x, function = tensors[-1], _FUNCTIONS.get((operator, kwargs.get("approximate", "none")))
-        if function is None or x.dtype not in KINDS or x.numel() < MIN_ELEMENTS:
+        if function is None or x.dtype is not torch.bfloat16 or x.numel() < MIN_ELEMENTS:
             return None
-        name = f"{function}_{KINDS[x.dtype]}"
-        if name not in KERNEL.functions:
-            return None
-        if x.dtype is torch.float32:
-            is_ours = is_compiled(
-                rule_for(_RULE),
-                Arguments(name, tensors),
-                lambda: {TORCH: partial(kernel, **kwargs), COMPILED: partial(_computed, name)},
-            )
-        else:
-            is_ours = belongs_to_set_up_model()
-        return _computed(name, *tensors) if is_ours else None
+        return computed(function, *tensors) if belongs_to_set_up_model() else None
 
     return unless_none(ours)
 
 
-def _computed(name: str, *tensors: Tensor) -> Tensor:
+def computed(function: str, *tensors: Tensor) -> Tensor:
     """Call a C function that computes an element from those at its place."""
     out = torch.empty_like(tensors[-1])
-    KERNEL(name, *tensors, out, out.numel())
+    KERNEL(function, *tensors, out, out.numel())
     return out
 
 

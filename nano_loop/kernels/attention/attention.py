@@ -1,9 +1,9 @@
-"""Attention for bf16 on the CPU, by other algorithms than torch's.
+"""Attention for bf16 on the CPU, by another algorithm than torch's.
 
 torch's CPU kernel ("flash") works in blocks, but its small bf16 products run at a fifth of the speed of oneDNN's large
-ones, and with a dropout it is not used. Two algorithms are faster: blocks in C (`blocked_attention`), for CPUs with the
-bf16 instructions of AVX-512, and plain products (`plain_attention`). The error against fp64 is not larger than that of
-torch's kernel (docs/measurements.md has errors and times).
+ones, and with a dropout it is not used. Blocks in C are faster (`blocked_attention`), on CPUs with the bf16
+instructions of AVX-512. The error against fp64 is not larger than that of torch's kernel (docs/measurements.md has
+errors and times).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nano_loop.kernels.attention import blocked_attention, plain_attention
+from nano_loop.kernels.attention import blocked_attention, torch_attention
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
@@ -24,8 +24,8 @@ from nano_loop.patching.torch_private import in_functorch
 
 #: Under this name, a call into a set-up model may have a rule that chooses the algorithm (see `Choose`).
 ALGORITHM = "algorithm of attention"
-#: The algorithms: blocks in C, plain products, and torch's kernel.
-BLOCKS, PRODUCTS, TORCH = "blocks", "products", "torch"
+#: The algorithms: blocks in C, and torch's kernel.
+BLOCKS, TORCH = "blocks", "torch"
 #: Minimum number of scores. Below it, the Python overhead exceeds the gain.
 MIN_SCORES = 1 << 14
 #: Minimum head size. With smaller heads there is no gain, and torch's kernel is more accurate.
@@ -116,23 +116,15 @@ class Arguments(NamedTuple):
 #: The functions of the algorithms.
 ALGORITHMS: dict[str, Callable[..., Tensor]] = {
     BLOCKS: blocked_attention.blocked_attention,
-    PRODUCTS: plain_attention.plain_attention,
-    TORCH: plain_attention.by_torch,
+    TORCH: torch_attention.by_torch,
 }
 
 
 def _algorithm(call: Arguments) -> str:
-    """Return the algorithm of a call that at least one algorithm of nano_loop supports."""
-    possible = []
-    if blocked_attention.supports(call.query, call.key, call.value):
-        possible.append(BLOCKS)
-    if plain_attention.supports(call.query, call.key):
-        possible.append(PRODUCTS)
-    possible.append(TORCH)
+    if not blocked_attention.supports(call.query, call.key, call.value):
+        return TORCH
     rule: Choose | None = rule_for(ALGORITHM)
-    return (
-        possible[0] if rule is None else rule(call, lambda: {name: ALGORITHMS[name] for name in possible}, possible[0])
-    )
+    return BLOCKS if rule is None else rule(call, lambda: ALGORITHMS, BLOCKS)
 
 
 def _is_traced(*tensors: Tensor) -> bool:
@@ -147,7 +139,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _supports(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> bool:
-    """Whether the other algorithms support a call that is large enough. torch computes others, and raises errors."""
+    """Whether another algorithm may compute a call, which is large enough. torch computes others, and raises errors."""
     tensors = (query, key, value)
     # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
     if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_loop.kernels.attention import plain_attention
+from nano_loop.kernels.attention import torch_attention
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
 from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.memory import BF16, BYTES, FLOATS, FP32, STRIDED, Pointer, empty
@@ -123,9 +123,9 @@ class _Attention(torch.autograd.Function):
 
         def by_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if ctx.are_four:
-                return plain_attention.by_torch(query, key, value, mask, *[*numbers, kept])
+                return torch_attention.by_torch(query, key, value, mask, *[*numbers, kept])
             # Of other dimensions, torch computes single operators, which have more derivatives.
-            return plain_attention.by_torch(query[None], key[None], value[None], mask, *[*numbers, kept])[0]
+            return torch_attention.by_torch(query[None], key[None], value[None], mask, *[*numbers, kept])[0]
 
         return gradients_of(ctx, inputs, (gradient,), compute, by_torch)
 

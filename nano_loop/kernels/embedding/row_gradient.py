@@ -139,13 +139,8 @@ class RowGradient:
 
         The step may not change it: the tensor stays for the next one.
         """
-        self._is_confirmed = self.is_in(gradient)
-        return self._is_confirmed
-
-    def is_in(self, gradient: Tensor) -> bool:
-        """Whether a gradient is the one that was computed last, or that with other numbers in the rows in it."""
         sums = self._sums
-        return (
+        self._is_confirmed = (
             self._is_known
             and sums is not None
             and gradient.layout is torch.strided
@@ -154,11 +149,7 @@ class RowGradient:
             and gradient.is_contiguous()
             and version(gradient) == version(sums) == self._version
         )
-
-    def know_change(self) -> None:
-        """Note that the numbers in the rows in the gradient were changed, and no others."""
-        assert self._sums is not None
-        self._version = version(self._sums)
+        return self._is_confirmed
 
     def mark(self, *states: Tensor) -> None:
         """Mark the rows with a nonzero state, unless these are the states that the last step has left."""

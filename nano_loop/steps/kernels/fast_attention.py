@@ -1,4 +1,4 @@
-"""Computes attention in blocks in C, or in bf16 by plain matrix products, in place of torch's CPU kernel."""
+"""Computes attention in blocks in C, in place of torch's CPU kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class FastAttention(KernelStep):
     kernel = blocked_attention.KERNEL
     fp32_kernel = fp32_attention.KERNEL
     says = "in blocks, by a kernel in C"
-    says_without_kernel = "by plain bf16 products: "
     absent = SkipReason("no_attention", "no attention was found in the model")
     calls_torchs_kernels = False
     functions = frozenset(("scaled_dot_product_attention", "multi_head_attention_forward"))
@@ -47,13 +46,9 @@ class FastAttention(KernelStep):
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        reason = super().skip_reason(parts)
-        if reason is not None or not self._is_in_fp32:
-            return reason
-        if not gives_kernels():
+        if self._is_in_fp32 and not gives_kernels():
             return SkipReason("old_torch", f"torch {torch.__version__} does not say which kernel an operator has")
-        unavailable = self._kernel.unavailable
-        return None if unavailable is None else SkipReason("no_kernel", unavailable)
+        return super().skip_reason(parts)
 
     @override
     def apply(self, parts: TrainingObjects) -> str:

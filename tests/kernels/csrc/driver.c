@@ -47,18 +47,14 @@ int draw_bernoulli(uint64_t *, int64_t, void *, int64_t, int64_t, uint64_t, uint
 #define GRADIENT(KIND, TYPE, OUTPUT)                                                                                   \
     void gradient_##KIND(const TYPE *, const int64_t *, int64_t, int64_t, int64_t, double, const float *,              \
                          const float *, const float *, OUTPUT *, int);
-#define ACTIVATIONS(KIND, TYPE)                                                                                        \
-    void tanh_forward_##KIND(const TYPE *, TYPE *, int64_t, int);                                                      \
-    void gelu_forward_##KIND(const TYPE *, TYPE *, int64_t, int);                                                      \
-    void gelu_backward_##KIND(const TYPE *, const TYPE *, TYPE *, int64_t, int);
+void tanh_forward(const uint16_t *, uint16_t *, int64_t, int);
+void gelu_forward(const uint16_t *, uint16_t *, int64_t, int);
+void gelu_backward(const uint16_t *, const uint16_t *, uint16_t *, int64_t, int);
 LOSSES(float, float)
 LOSSES(bf16, uint16_t)
 GRADIENT(float_to_float, float, float)
 GRADIENT(bf16_to_float, uint16_t, float)
 GRADIENT(bf16_to_bf16, uint16_t, uint16_t)
-ACTIVATIONS(float, float)
-ACTIVATIONS(bf16, uint16_t)
-void exact_gelu_backward_float(const float *, const float *, float *, int64_t, int);
 typedef void *Pointer;
 #define SIX(TYPE) TYPE, TYPE, TYPE, TYPE, TYPE, TYPE
 void recurrence_forward(SIX(Pointer), SIX(Pointer), SIX(Pointer), Pointer, int);
@@ -92,13 +88,9 @@ static int call(const char *name, const Argument *arguments, int threads) {
     VOID(gradient_float_to_float, P(0), P(1), N(2), N(3), N(4), R(5), P(6), P(7), P(8), P(9), threads)
     VOID(gradient_bf16_to_float, P(0), P(1), N(2), N(3), N(4), R(5), P(6), P(7), P(8), P(9), threads)
     VOID(gradient_bf16_to_bf16, P(0), P(1), N(2), N(3), N(4), R(5), P(6), P(7), P(8), P(9), threads)
-    VOID(tanh_forward_float, P(0), P(1), N(2), threads)
-    VOID(tanh_forward_bf16, P(0), P(1), N(2), threads)
-    VOID(gelu_forward_float, P(0), P(1), N(2), threads)
-    VOID(gelu_forward_bf16, P(0), P(1), N(2), threads)
-    VOID(gelu_backward_float, THREE, N(3), threads)
-    VOID(gelu_backward_bf16, THREE, N(3), threads)
-    VOID(exact_gelu_backward_float, THREE, N(3), threads)
+    VOID(tanh_forward, P(0), P(1), N(2), threads)
+    VOID(gelu_forward, P(0), P(1), N(2), threads)
+    VOID(gelu_backward, THREE, N(3), threads)
 #define SIX_FROM(I) P(I), P(I + 1), P(I + 2), P(I + 3), P(I + 4), P(I + 5)
     VOID(recurrence_forward, SIX_FROM(0), SIX_FROM(6), SIX_FROM(12), P(18), threads)
     VOID(recurrence_backward, SIX_FROM(0), SIX_FROM(6), SIX_FROM(12), SIX_FROM(18), threads)

@@ -26,10 +26,8 @@ from steps.kernels.cases import (
     loop,
     trained,
     use_for_all_sizes,
-    with_activation,
 )
 
-IN_FP32_ALONE = {"GELU": with_activation(nn.GELU)}
 CASES = ACTIVATIONS | NORMS | LINEARS | LSTMS | LOSSES
 VARIANTS = [(name, options) for name, case in CASES.items() for options in case.variants]
 #: The functions that compute fp32 tensors in a step: none where torch is as fast.
@@ -39,10 +37,6 @@ TAKING_FP32 = [
     ("group norm", "NCHW", []),
     ("group norm", "NHWC", ["group_norm_backward"]),
     ("layer norm", "NCHW", ["layer_norm"]),
-    ("GELU by tanh", "NCHW", ["gelu_forward_float", "gelu_backward_float"]),
-    ("that of transformers", "NCHW", ["gelu_forward_float", "gelu_backward_float"]),
-    ("GELU", "NCHW", ["exact_gelu_backward_float"]),
-    ("tanh", "NCHW", ["tanh_forward_float"]),
     ("of_cast", "NCHW", IN_FP32),
     ("flat, held", "NCHW", IN_FP32),
 ]
@@ -82,7 +76,7 @@ def test_loop_trains_as_with_torchs_kernels(called, monkeypatch, name, options):
 @pytest.mark.parametrize("precision", [32, "bf16-products"])
 @pytest.mark.parametrize(("name", "layout", "functions"), TAKING_FP32)
 def test_fp32_is_computed_where_torch_is_slower(called, monkeypatch, name, layout, functions, precision):
-    case = (CASES | IN_FP32_ALONE)[name]
+    case = CASES[name]
     use_for_all_sizes(monkeypatch, case.kind)
     monkeypatch.setattr(bf16_products, "SMALLEST_WEIGHT", 1)
     options = {"precision": precision, "channels_last": layout == "NHWC"}

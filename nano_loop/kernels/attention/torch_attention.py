@@ -1,0 +1,47 @@
+"""Attention by operators of torch: where it is faster, and where a function in C has no derivative."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nano_loop.patching.torch_private import safe_softmax
+
+
+def by_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Compute attention by torch's operators, which are single ones where there is a mask of the dropout.
+
+    Without that, torch chooses its kernel, of which not every one has a second derivative. Parameters are those of
+    `nano_loop.kernels.attention.blocked_attention.blocked_attention`.
+    """
+    grouped = query.shape[:-2] != key.shape[:-2]
+    if kept is None or dropout_p == 1:
+        return scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+        )
+    query, key, value = query.float(), key.float(), value.float()
+    if grouped:
+        key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
+    if is_causal:
+        mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+    scores = query @ key.mT * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    probabilities = safe_softmax(scores)
+    return kept.view(scores.shape).to(probabilities.dtype).mul_(probabilities).div_(1 - dropout_p) @ value
+
+
+def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
+    return tensor.repeat_interleave(query.size(-3) // tensor.size(-3), dim=-3)
