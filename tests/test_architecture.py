@@ -62,8 +62,7 @@ ROOMS = (
     ("kernels",),
     ("runtime.objects",),
     ("patching.calls", "patching.operators", "patching.objects"),
-    ("patching",),
-    ("optim",),
+    ("patching", "optim"),
     ("config",),
     ("cpu",),
     ("storage",),
@@ -111,7 +110,24 @@ FILES_THAT_MAY_IMPORT = {
 # The lines that each folder of the package may have (Python, C and headers, as `wc -l` counts), and its modules beside
 # the folders. A budget is raised by a commit of its own, which says what mechanism was replaced, and how much.
 BUDGETS = {
-    "": 500,
+    "": 430,
+    "api": 1_300,
+    "cli": 2_675,  # 2_100 is the goal
+    "integrations": 1_600,
+    "runtime": 1_700,
+    "steps": 4_175,  # 3_300 is the goal
+    "kernels": 10_125,  # 9_600 is the goal
+    "autotune": 1_100,  # 1_000 is the goal
+    "optimizers": 600,
+    "patching": 3_375,  # 3_100 is the goal
+    "precision": 2_575,  # 2_000 is the goal
+    "data": 1_400,
+    "distributed": 12_850,  # 9_800 is the goal
+    "profiling": 300,
+    "compile": 200,
+    "config": 1_325,  # 1_300 is the goal
+    "cpu": 1_350,  # 1_250 is the goal
+    "storage": 350,
 }
 LONGEST = 400  # lines of a file in Python
 
@@ -565,7 +581,7 @@ PLANTED = {
     "constant whose item is changed": ({"cpu/quota.py": "A = {1: 2}\ndef f():\n    A[1] = 3"}, "cpu.quota keeps A"),
     "global": ({"cpu/quota.py": "_n = 0\ndef f():\n    global _n\n    _n = 1"}, "cpu.quota keeps _n"),
     "budget": ({"cpu/quota.py": "\n" * 200}, "cpu has 200 lines, and 100 are in its budget"),
-    "budget of C": ({"cpu/csrc/quota.c": "\n" * 200}, "cpu has 201 lines, and 100 are in its budget"),
+    "budget of C": ({"cpu/csrc/quota.c": "\n" * 200}, "cpu has 200 lines, and 100 are in its budget"),
     "budget of modules": ({"errors.py": "\n" * 200}, "the package itself has"),
     "no budget": ({"gadgets/one.py": ""}, "gadgets has no budget"),
     "long file": ({"steps/ipex.py": "\n" * 401}, "steps.ipex has 401 lines, and 400 are allowed"),

@@ -36,7 +36,7 @@ def _at(position: int, parameter: str, opened: Callable[[Overlay, Any], Any]) ->
     return replacing
 
 
-def _connecting(overlay: Overlay, original: _Function) -> _Function:
+def _connect_function(overlay: Overlay, original: _Function) -> _Function:
     """Return what opens the caller's databases for reading alone: SQLite refuses to write to one, or to make it."""
 
     def connect(database: Any, *args: Any, **options: Any) -> Any:
@@ -60,7 +60,7 @@ COMPILED: dict[str, dict[str, _Replacing]] = {
         "serialize_file": _at(1, "filename", Overlay.writing),
         "safe_open": _at(0, "filename", Overlay.reading),
     },
-    "sqlite3": {"connect": _connecting},
+    "sqlite3": {"connect": _connect_function},
 }
 
 
