@@ -59,7 +59,7 @@ class GroupTransport:
         self._missing: list[int] = []  # tensors of each bucket
         self._buckets: list[torch.Tensor] = []
         self._places: list[Places] = []
-        self._works: list[Any] = []  # of the buckets that travel
+        self._sent: list[Any] = []  # what all_reduce has returned, of the buckets that travel
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ class GroupTransport:
             raise NanoError(error_message(got, "the ranks are out of step", "Start another run"))
         self._plan = _plan(signature, self._capacity)
         batches = self._plan.packing.batches
-        self._tensors, self._flat, self._works = [None] * len(signature[0]), {}, []
+        self._tensors, self._flat, self._sent = [None] * len(signature[0]), {}, []
         self._missing = [len(batch.pieces) for batch in batches]
         self._buckets = [self._bucket(number, batch.length, batch.dtype) for number, batch in enumerate(batches)]
         self._places = [batch.places(bucket) for batch, bucket in zip(batches, self._buckets, strict=True)]
@@ -96,19 +96,19 @@ class GroupTransport:
             self._flat[index] = tensor.contiguous().view(-1)
         for number in self._plan.buckets_of[index]:
             self._missing[number] -= 1
-        while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
-            self._places[len(self._works)].fill(self._tensors, self._flat)
+        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+            self._places[len(self._sent)].fill(self._tensors, self._flat)
             self._send()
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the means. A bucket in which a tensor is missing is sent, too: the other ranks wait for it."""
-        while len(self._works) < len(self._buckets):
+        while len(self._sent) < len(self._buckets):
             self._send()
-        for work, bucket in zip(self._works, self._buckets, strict=True):
+        for work, bucket in zip(self._sent, self._buckets, strict=True):
             self._ranks.finish(work)
             divide(real(bucket), self._ranks.size)
-        self._tensors, self._flat, self._works = [], {}, []
+        self._tensors, self._flat, self._sent = [], {}, []
         self._has_begun = False
 
     @torch.no_grad()
@@ -128,12 +128,12 @@ class GroupTransport:
         A group of gloo that is collected as garbage in a forked process, such as a loader's worker, ends that process:
         it joins threads that are not there.
         """
-        self._memory, self._buckets, self._places, self._works = [], [], [], []
+        self._memory, self._buckets, self._places, self._sent = [], [], [], []
         self._group, self._is_open = None, False
 
     def _send(self) -> None:
-        bucket = real(self._buckets[len(self._works)])
-        self._works.append(distributed.all_reduce(bucket, group=self._group, async_op=True))
+        bucket = real(self._buckets[len(self._sent)])
+        self._sent.append(distributed.all_reduce(bucket, group=self._group, async_op=True))
 
     def _bucket(self, number: int, length: int, dtype: torch.dtype) -> torch.Tensor:
         dtype = torch.float32 if is_summed_wider(dtype) else dtype
