@@ -212,6 +212,12 @@ FAULTS = (
         "tests/distributed/launch tests/distributed/test_ranks.py",
     ),
     Fault(
+        "distributed/launch/workers.py",
+        "max(_GRACE, self.latest_news) if failure.kind is Kind.ECHO else _GRACE",
+        "_GRACE",
+        "tests/distributed/launch/test_workers.py",
+    ),
+    Fault(
         "distributed/launch_external/environment.py",
         "            return launch if launch.size > 1 else None\n",
         "            return launch\n",
@@ -432,6 +438,18 @@ FAULTS = (
         "times[PYTHON] += max(wall - sum(times.values()), 0.0)",
         "times[PYTHON] += wall",
         "tests/profiling",
+    ),
+    Fault(
+        "profiling/recorder.py",
+        "_events_of_loop(self._profile), wall * 1e6",
+        "_events_of_loop(self._profile), wall",
+        "tests/cli/test_profile.py",
+    ),
+    Fault(
+        "runtime/ambient.py",
+        "            if not self._may_train_more(optimizer):\n",
+        "            if True:\n",
+        "tests/runtime/test_ambient.py",
     ),
     Fault(
         "runtime/run.py",
