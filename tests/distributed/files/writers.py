@@ -151,6 +151,15 @@ def scratch_removed(value):
     return os.listdir()
 
 
+def traced(value):
+    with torch.profiler.profile(acc_events=True) as profile:
+        torch.ones(2) + value
+    profile.export_chrome_trace("trace.json")
+    is_read = "traceEvents" in json.loads(Path("trace.json").read_text())
+    os.remove("trace.json")  # which is another one at each run
+    return is_read
+
+
 # --- arrays ---
 
 
@@ -287,7 +296,7 @@ WRITERS = {
     each.__name__: each
     for each in (
         *(saved_to_an_open_file, saved_by_path, mapped, saved_by_name, best_copied, saved_atomically, last_three_kept),
-        *(total_limited, numbered_run, scratch_removed, descriptors, by_fsspec, database_read),
+        *(total_limited, traced, numbered_run, scratch_removed, descriptors, by_fsspec, database_read),
         *(folder_renamed_when_complete, started_anew, latest_linked, arrays, text, logs),
         *(compressed, images, dumped, folders),
     )
