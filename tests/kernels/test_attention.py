@@ -24,7 +24,7 @@ IN_BLOCKS = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True, params=[BLOCKS, *["blocks by AVX-512"] * blocked_attention.KERNEL.uses_amx])
 def way(request, monkeypatch):
-    """Have blocks computed at every size, where the CPU has the instructions, and return the algorithms of all calls."""
+    """Have blocks computed at every size, where the CPU has the instructions, and return all algorithms."""
     chosen, choose = [], module._algorithm
     if request.param == "blocks by AVX-512":
         monkeypatch.setattr(blocked_attention.KERNEL, "uses_amx", False)

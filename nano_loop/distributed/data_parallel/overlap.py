@@ -51,7 +51,9 @@ class Overlap:
         expected = {id(parameter): parameter for parameter in parameters if pays and parameter.numel()}
         if [*expected] != [*self._parameters]:
             self._parameters, self._places = expected, {key: place for place, key in enumerate(expected)}
-            self._signature = signature([in_memory_order(parameter, parameter.detach()) for parameter in expected.values()])
+            self._signature = signature(
+                [in_memory_order(parameter, parameter.detach()) for parameter in expected.values()]
+            )
 
     def start(self, *, allowed: bool) -> None:
         """Note that a backward begins, which may be overlapped."""
