@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ExecutionTraceObserver, record_function
 
 from nano_loop.cpu.native_output import without_lines
-from nano_loop.optimizers.direct_steps import steps_labelled
 
 #: What torch's dtypes are called in a trace, and here.
 DTYPES = {
@@ -142,7 +143,7 @@ class Recorder:
             self._observer.start()
         with record_function(_BEGIN):
             pass
-        self._ending.enter_context(steps_labelled())
+        self._ending.enter_context(_steps_marked())
         self._ending.enter_context(_calls_marked(self._names))
 
     def finish(self) -> list[Operator]:
@@ -169,6 +170,26 @@ class Recorder:
     def _stop(self) -> None:
         with without_lines(2, _LINES_OF_TORCH):
             self._observer.unregister_callback()
+
+
+@contextmanager
+def _steps_marked() -> Iterator[None]:
+    """Mark the steps of optimizers as torch does: nano_loop's own do without the mark, but for a profiler."""
+    marks: list[Any] = []
+
+    def begin(optimizer: Optimizer, *_: Any) -> None:
+        marks.append(record_function(f"{_OPTIMIZER}{type(optimizer).__name__}.step"))
+        marks[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        marks.pop().__exit__(None, None, None)
+
+    hooks = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
