@@ -6,8 +6,9 @@ that hold such parameters. So it does not matter how a model was made, and wheth
 that holds the model, and a model in several parts, are set up as they are called.
 
 Calls are watched from a new optimizer until its first step, or a later one if parameters of it that no gradient has
-reached are in no model yet. A state that is loaded into an optimizer, and a module that another one gets, begin again.
-Where no optimizer of torch is, calls are watched from the first backward on.
+reached are in no model yet. A state that is loaded into an optimizer begins again, and so does a module that another
+one gets, until an optimizer steps for the second time. Where no optimizer of torch is, calls are watched from the first
+backward on.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Ambient:
         self._lock = threading.RLock()
         self._optimizers: Any = WeakIdKeyDictionary()  # that were seen
         self._new: Any = WeakIdKeyDictionary()  # those of them whose modules are watched for
+        self._round: Any = None  # since a module has got another one: those that have stepped, until one does again
         self._has_begun = False  # whether anything may be trained
         self._is_watching = False  # whether calls of modules are looked at
         self._watching = ExitStack()  # what is replaced for that
@@ -119,8 +121,8 @@ class Ambient:
     def note(self, optimizer: Optimizer) -> None:
         """Watch for the modules that an optimizer trains."""
         with self._lock:
-            self._optimizers[optimizer] = None
-            self._begin([optimizer])
+            self._optimizers[optimizer] = self._new[optimizer] = None
+            self._begin()
 
     def note_backward(self) -> None:
         """Watch for modules that are trained without an optimizer of torch: gradients arrive, then values change."""
@@ -133,12 +135,14 @@ class Ambient:
         """Watch again: there may be a new model, or another part of one."""
         with self._lock:
             if self._has_begun:
-                self._begin([*self._optimizers])
+                self._round = WeakIdKeyDictionary()
+                self._begin()
 
     def look_at(self, module: nn.Module) -> None:
         """Set up a module that the program calls, if it is trained."""
         if self._called.get(module) == self._beginnings and module not in self._without_optimizer:
-            if self._optimizers and not self._new and not self._without_optimizer.awaits_backward:
+            waits = self._new or self._round is not None or self._without_optimizer.awaits_backward
+            if self._optimizers and not waits:
                 with self._lock:
                     self._look_away()
             return
@@ -150,12 +154,10 @@ class Ambient:
             if self._training_of([module]) is None and next(iter(parameters_of(module)), None) is not None:
                 self._without_optimizer.add(module)
 
-    def _begin(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Watch for modules, those of `optimizers` until they step. Before the first time nothing is replaced."""
+    def _begin(self) -> None:
+        """Watch for modules. Before the first time nothing is replaced."""
         self._beginnings += 1
-        for optimizer in optimizers:
-            self._new[optimizer] = None
-            self._stepped.forget(optimizer)
+        self._stepped.forget()
         if not self._has_begun:
             self._has_begun = True
             self._watch_loaders()
@@ -192,7 +194,11 @@ class Ambient:
                 training.apply(TrainingObjects(optimizers=[optimizer]), result)
             if not self._may_train_more(optimizer):
                 self._new.pop(optimizer, None)
-            return optimizer not in self._new
+            if self._round is not None and optimizer in self._round:
+                self._round = None
+            elif self._round is not None:
+                self._round[optimizer] = None
+            return self._round is None and optimizer not in self._new
 
     def _may_train_more(self, optimizer: Optimizer) -> bool:
         """Whether parameters that no gradient has reached yet are in no model."""

@@ -81,9 +81,9 @@ class SteppedOptimizers:
         for optimizer in parts.optimizers:
             self._optimizers[optimizer] = None
 
-    def forget(self, optimizer: Optimizer) -> None:
-        """Look at the next step of an optimizer as at its first."""
-        self._stepped.pop(optimizer, None)
+    def forget(self) -> None:
+        """Look at the next step of each optimizer as at its first."""
+        self._stepped.clear()
 
     def final_result(self) -> StepResult | None:
         """Return a line about optimizers that were not set up, or do not train what was set up, or None."""

@@ -361,24 +361,30 @@ def test_calls_are_not_looked_at_while_nothing_is_new(install):
     small = nn.Linear(3, 2)
     fit(small, adam(small), 100)
     assert nn.Module.__call__ is before
+    late = Head(3, 2)
+    shared = torch.optim.SGD([*small.parameters(), *late.parameters()], 0.1)
+    fit(small, shared, 100)
+    fit(late, shared, 1)  # whose parameters no gradient had reached
+    assert models_in(nano_loop.report())[-1] == "Head, trained by SGD"
     net = Net()
     optimizer = adam(net)
     fit(net, optimizer, 1)
     assert is_fused(optimizer)
     fit(net, optimizer, 100)
     assert nn.Module.__call__ is before
+    del shared
     whole = nn.Sequential(small, nn.Linear(2, 2))
     optimizer.add_param_group({"params": [*whole[1].parameters()]})
-    step(optimizer, whole(X).sum())
+    step(optimizer, whole(X).square().mean())
     assert "Sequential, trained by Adam" in models_in(nano_loop.report())
-    fit(small, optimizer, 3)
+    fit(whole, optimizer, 3)
     assert nn.Module.__call__ is before
     head = Head(3, 2)
     optimizer.add_param_group({"params": [*head.parameters()]})
     optimizer.load_state_dict(optimizer.state_dict())
     fit(head, optimizer, 1)
     assert models_in(nano_loop.report())[-1] == "Head, trained by Adam"
-    fit(small, optimizer, 3)
+    fit(head, optimizer, 3)
     assert nn.Module.__call__ is before
 
 
