@@ -82,7 +82,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("autotune.choices", "cpu.reading", "integrations.ipex.step"), "what later runs need not measure"
         ),
-        **dict.fromkeys(("steps.learning_rate", "steps.loss_scale"), "where the next run of an optimizer goes on"),
+        "steps.learning_rate": "where the next run of an optimizer goes on",
         **dict.fromkeys(("steps.compile", "steps.rounding"), "a number for each compilation and each optimizer"),
         "api.context_manager": "the report of what was installed is asked for afterwards",
         "kernels.build": "a number for each library that is loaded",

@@ -95,7 +95,7 @@ class Ambient:
         for method in ("__init__", "__setstate__"):  # the second for state that is loaded, and for copies
             self._ending.enter_context(replaced(Optimizer, method, _noting))
         self._watching.enter_context(backwards_watched(_note_backward))
-        if self._run.options.kind.rounds_products:  # a model may be set up in the midst of a step
+        if self._run.options.kind.products is not None:  # a model may be set up in the midst of a step
             self._ending.enter_context(line_searches_in_fp32())
         self._stepped.take = self._take
 

@@ -15,7 +15,6 @@ from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.kernels import KERNEL_STEPS
 from nano_loop.steps.learning_rate import LearningRate
 from nano_loop.steps.log_casts import LogCasts
-from nano_loop.steps.loss_scale import LossScaling
 from nano_loop.steps.num_threads import NumThreads
 from nano_loop.steps.op_lists import OperatorLists
 from nano_loop.steps.parameter_dtype import ParameterDtype
@@ -41,7 +40,6 @@ STEPS: tuple[type[Step], ...] = (
     FusedOptimizer,  # after the layouts are final: its kernels need state and gradients with the parameters' strides
     Precision,  # after ChannelsLast, so that each input is converted once, in fp32
     Bf16Products,  # in any place: it swaps kernels, not models
-    LossScaling,  # in any place: it surrounds backwards and steps, not models
     OperatorLists,  # in any place: it affects what is computed under autocast
     GradientAveraging,  # in any place: it hooks gradients, not models
     LearningRate,  # after FusedOptimizer: it restores the learning rate before that step's hooks run

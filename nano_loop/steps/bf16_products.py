@@ -101,14 +101,15 @@ def has_large_products(model: nn.Module) -> bool:
 
 def reason_against(options: Options, machine: Machine) -> SkipReason | None:
     """Return why this process computes products in fp32, or None."""
+    needs_instructions = options.kind.products is torch.bfloat16
     if options.use_ipex:
         return SkipReason("ipex", "fp32, since IPEX has its own kernels")
-    if not machine.has_fast_bf16:
+    if needs_instructions and not machine.has_fast_bf16:
         return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
     if not gives_kernels():
         expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
         return SkipReason("old_torch", f"fp32, since {expected}")
-    if product.KERNEL.unavailable is not None:
+    if needs_instructions and product.KERNEL.unavailable is not None:
         return SkipReason("no_kernel", f"fp32, since {for_report(product.KERNEL.unavailable)}")
     return None
 
@@ -129,7 +130,7 @@ class Bf16Products(Step):
     @override
     def begin(self) -> None:
         self._in_force: dict[Replacement, ExitStack] = {}
-        self._rounding = Rounding(record_product)
+        self._rounding = Rounding(self.options.kind.products or torch.float32, record_product)
         self._has_rounded = False
         self._kinds: set[_Kind] = set()
         self._optimizers: Any = WeakIdKeyDictionary()
@@ -146,7 +147,12 @@ class Bf16Products(Step):
     @property
     @override
     def enabled(self) -> bool:
-        return self.options.kind.rounds_products
+        return self.options.kind.products is not None
+
+    @property
+    def _has_own_kernels(self) -> bool:
+        """Whether C functions round: to bf16. To fp16's numbers, torch does, and multiplies in fp32."""
+        return self.options.kind.products is torch.bfloat16
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
@@ -190,7 +196,8 @@ class Bf16Products(Step):
     def _begin_with(self, model: nn.Module) -> None:
         """Let the products of a model round that are large."""
         for kind in _KINDS:
-            if kind.is_for(model) and (kind.kernel is None or kind.kernel.unavailable is None):
+            is_ready = kind.kernel is None or kind.kernel.unavailable is None or not self._has_own_kernels
+            if kind.is_for(model) and is_ready:
                 self._put_in_force(kind)
         interceptor = self.interceptors.for_model(model, self.name)
         interceptor.rules = {**interceptor.rules, RULE: self._rounding}
@@ -206,7 +213,7 @@ class Bf16Products(Step):
     def _may_measure(self) -> bool:
         """Whether measured times may decide: not in ranks, which would not compute alike."""
         is_wanted = bool(self.options.tune_operators) and not self.options.compile
-        return is_wanted and self.ranks.size == 1
+        return is_wanted and self.ranks.size == 1 and self._has_own_kernels
 
     @override
     def final_result(self) -> StepResult | None:

@@ -73,7 +73,7 @@ def test_json_has_the_shape_that_the_documentation_shows(on, capsys):
     facts = found["facts"]
     assert {name: [*each] for name, each in facts.items() if isinstance(each, dict)} == {
         "cpu": [
-            *("name", "architecture", "instruction_sets", "fast_bf16", "fast_fp16", "sockets", "numa_nodes", "cores"),
+            *("name", "architecture", "instruction_sets", "fast_bf16", "sockets", "numa_nodes", "cores"),
             "logical_cpus",
         ],
         "usable": ["logical_cpus", "cores", "affinity", "cpuset", "quota", "num_threads"],

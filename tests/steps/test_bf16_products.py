@@ -1,4 +1,4 @@
-"""Large products alone round their inputs to bf16: what a user can see is fp32, and so is all that is small."""
+"""Large products alone round their inputs, to bf16 or fp16: what a user can see is fp32, and so is all that is small."""
 
 import statistics
 import time
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops.pairs import rounding_every_product
+from loops.rounded import rounded as rounded_by_hand
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,6 +27,10 @@ from nano_loop.steps import bf16_products as module
 
 here = pytest.mark.skipif(
     product.KERNEL.unavailable is not None or not gives_kernels(), reason=f"{product.KERNEL.unavailable}, or torch 2.8"
+)
+on_any_cpu = pytest.mark.skipif(not gives_kernels(), reason="torch 2.8")
+either = pytest.mark.parametrize(
+    "precision", [pytest.param("bf16-products", marks=here), pytest.param(16, marks=on_any_cpu)]
 )
 
 
@@ -74,7 +79,10 @@ def perceptron():
 
 
 IMAGES = {"channels_last": True}
-#: A model, the shape of its input, options, and the kinds of products that round.
+#: Those that round to fp16's numbers where they are others: convolutions in groups do, and the products of all steps of
+#: a recurrence, but not those in it.
+IN_FP16 = {"convolutional": {"convolution": 8, "product": 3}, "lstm": {"product": 16}}
+#: A model, the shape of its input, options, and the kinds of products that round to bf16.
 MODELS = {
     "perceptron": (perceptron, (96, 64), {}, {"product": 6}),
     "compiled": (perceptron, (96, 64), {"compile": True}, {"product": 6}),
@@ -140,20 +148,67 @@ def rms(values):
     return statistics.fmean(value**2 for value in values) ** 0.5
 
 
-@here
+@either
 @pytest.mark.parametrize("name", MODELS)
-def test_products_round_their_inputs_and_nothing_else_does(every_product, rounded, name):
+def test_products_round_their_inputs_and_nothing_else_does(every_product, rounded, name, precision):
     model, x = built(name)
     exact = step(model.double(), x.double())
     model, x = built(name)
-    ours, report = accelerated(model, x, **MODELS[name][2])
+    ours, report = accelerated(model, x, **MODELS[name][2], precision=precision)
     assert report["precision"].status == "applied"
-    assert rounded == MODELS[name][3]
+    assert rounded == (IN_FP16.get(name, MODELS[name][3]) if precision == 16 else MODELS[name][3])
     assert all(tensor.dtype is torch.float32 for tensor in ours)
     model, x = built(name)
     by_hand, _ = accelerated(model, x, **MODELS[name][2] | {"precision": "bf16", "compile": False})
-    assert 1e-4 < rms(errors(ours, exact)) <= 1.2 * rms(errors(by_hand, exact))
+    least, most = (1e-5, 0.3) if precision == 16 else (1e-4, 1.2)  # fp16 has three bits more
+    assert least < rms(errors(ours, exact)) <= most * rms(errors(by_hand, exact))
     torch._dynamo.reset()
+
+
+@on_any_cpu
+def test_product_in_fp16_is_that_of_rounded_inputs_in_fp32(every_product):
+    model, x = built("perceptron")
+    inputs = x, x * 1e-30, x * 1e30, torch.zeros_like(x), x[:, :1].expand_as(x), x.t().contiguous().t()
+    ours, _ = accelerated(model, x, lambda model, x: [model[0](each) for each in inputs], precision=16)
+    weight = rounded_by_hand(model[0].weight, torch.float16)
+    expected = [torch.addmm(model[0].bias, rounded_by_hand(each, torch.float16), weight.t()) for each in inputs]
+    assert all(torch.equal(one, two) for one, two in zip(ours, expected, strict=True))
+
+
+@on_any_cpu
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_numbers_that_are_not_finite_reach_the_results_in_fp16_as_in_fp32(every_product, value):
+    model, x = built("perceptron")
+    x[3, 5] = value
+    plain = model[0](x)
+    (ours,), _ = accelerated(model, x, lambda model, x: [model[0](x)], precision=16)
+    assert torch.equal(ours.isnan(), plain.isnan())
+    assert torch.equal(ours.isposinf(), plain.isposinf())
+    finite = plain.isfinite()
+    assert (ours - plain)[finite].norm() < 1e-3 * plain[finite].norm()
+
+
+@on_any_cpu
+def test_a_scaler_of_the_user_s_and_the_scale_of_an_older_checkpoint_change_nothing_in_fp16(every_product, rounded):
+    def train(model, x, scaler, entries):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        state = optimizer.state_dict()
+        state["param_groups"][0].update(entries)
+        optimizer.load_state_dict(state)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [each.detach().clone() for each in model.parameters()]
+
+    results = []
+    for is_scaled, entries in ((False, {}), (True, {"loss_scale": 512.0, "loss_scale_good": 7})):
+        scaler = torch.amp.GradScaler("cpu", enabled=is_scaled, init_scale=2.0**10)
+        run = nano(precision=16, verbose=False, fused_optimizer=False)(train)
+        results.append(run(*built("perceptron"), scaler, entries))
+    assert rounded["product"] == 2 * 3 * 5
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 @here

@@ -1,5 +1,7 @@
 """Attention of fp32 tensors whose products round their inputs, by `nano_loop.kernels.attention.blocked_attention`.
 
+To fp16's numbers, query, key, value and the output's gradient are rounded, and torch's kernel for fp32 computes.
+
 It replaces the two kernels of torch's flash attention on the CPU, below autograd. Where torch computes attention by
 single products instead, as with a dropout, these are rounded.
 """
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from nano_loop.kernels.attention import blocked_attention, fp32_attention
 from nano_loop.kernels.replacement import Replacement, unless_none
-from nano_loop.kernels.rounding import ATTENTION, Arguments, may_round, rounds
+from nano_loop.kernels.rounding import ATTENTION, Arguments, in_fp16, may_round_to_bf16, rounds
 from nano_loop.patching.torch_private import FLASH_KERNEL
 
 _DIMENSIONS = 4  # batch, heads, rows, columns
@@ -36,6 +38,10 @@ def _forward(
     if dropout_p:
         return None
     multiplications = _multiplications(query, key, value)
+    factors = in_fp16(ATTENTION, multiplications, query, key, value)
+    if factors is not None:
+        result: tuple[Tensor, Tensor] = kernel(*factors, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+        return result
     if not _may_be_rounded(query, key, value, attn_mask, multiplications):
         return fp32_attention.forward_if_faster(kernel, query, key, value, attn_mask, is_causal, scale)
 
@@ -73,6 +79,12 @@ def _backward(
     if dropout_p:
         return None
     multiplications, others = _multiplications(query, key, value), (out, logsumexp, attn_mask, is_causal, scale)
+    factors = in_fp16(ATTENTION, multiplications, grad_out, query, key, value)
+    if factors is not None:
+        result: tuple[Tensor, ...] = kernel(
+            *factors, out, logsumexp, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+        )
+        return result
     if not _may_be_rounded(query, key, value, attn_mask, multiplications):
         return fp32_attention.backward_if_faster(kernel, grad_out, query, key, value, *others)
 
@@ -108,7 +120,7 @@ def _multiplications(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 def _may_be_rounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, multiplications: int) -> bool:
     tensors = (query, key, value)
-    if not may_round(ATTENTION, multiplications):
+    if not may_round_to_bf16(ATTENTION, multiplications):
         return False
     if not all(_is_plain(tensor) for tensor in (*tensors, mask) if tensor is not None):
         return False

@@ -11,7 +11,7 @@ docs/measurements.md has the times.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from nano_loop.kernels.convolution.gradient_plans import (
 from nano_loop.kernels.convolution.rounded_convolution import may_be_rounded
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Choose, Replacement
-from nano_loop.kernels.rounding import CONVOLUTION, rounds
+from nano_loop.kernels.rounding import CONVOLUTION, in_fp16, rounds
 from nano_loop.kernels.rounding import Arguments as Product
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
@@ -57,6 +57,9 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gra
     def dispatched(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
         call = Arguments(*args)
         multiplications = pixels_of(call) * call.weight.numel()
+        factors = in_fp16(CONVOLUTION, multiplications, *call[:3])
+        if factors is not None:
+            return _of_rounded(functools.partial(original, keys), call, factors)
         if may_be_rounded(call.inputs, call.weight, multiplications, call.groups):
 
             def in_fp32(*tensors: Tensor) -> _Gradients:
@@ -123,6 +126,17 @@ def faster_backward(
     return backward
 
 
+def _of_rounded(kernel: Callable[..., _Gradients], call: Arguments, factors: Sequence[Tensor]) -> _Gradients:
+    """Return the gradients by torch's kernel, of factors that were rounded. The bias's is no product."""
+    *needs, needs_bias = call.output_mask
+    of_inputs, of_weight, _ = kernel(*factors, *call.geometry, [*needs, False]) if any(needs) else (None, None, None)
+    return of_inputs, of_weight, _sum_of_pixels(call.gradient) if needs_bias else None
+
+
+def _sum_of_pixels(gradient: Tensor) -> Tensor:
+    return gradient.sum([0, *range(2, gradient.dim())])
+
+
 def _by_plan(
     plan: Plan, kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, call: Arguments, rounds_inputs: bool
 ) -> _Gradients:
@@ -145,7 +159,7 @@ def _by_plan(
         ours[1] = weight_gradient.weight_gradient(*for_blocks(call), in_nchw=call.weight.is_contiguous())
     # oneDNN computes the weight's gradient again where the bias's is asked for.
     if needs_bias and (rounds_inputs or plan.weight != "torch" or call.transposed):
-        ours[2] = exact.sum([0, *range(2, exact.dim())])
+        ours[2] = _sum_of_pixels(exact)
     if any(fp32):
         computed = _partly_in_fp32(kernel, keys, call._replace(gradient=exact), fp32)
         ours = [own if other is None else other for own, other in zip(ours, computed, strict=True)]

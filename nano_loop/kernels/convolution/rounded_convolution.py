@@ -1,7 +1,7 @@
 """Convolutions of fp32 images whose products round their inputs: by AMX, or casts around torch's kernels for bf16.
 
-oneDNN rounds the sums to bf16, too. Biases and their gradients are added up in fp32. Only images in NHWC are rounded:
-in NCHW, oneDNN is slower in bf16 than in fp32.
+oneDNN rounds the sums to bf16, too. Biases and their gradients are added up in fp32. Only images in NHWC are rounded to
+bf16: in NCHW, oneDNN is slower in bf16 than in fp32. To fp16's numbers, all are, and torch's kernel for fp32 computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nano_loop.kernels.convolution import blocked_convolution
 from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, Geometry
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Replacement
-from nano_loop.kernels.rounding import CONVOLUTION, may_round, rounds
+from nano_loop.kernels.rounding import CONVOLUTION, in_fp16, may_round_to_bf16, rounds
 from nano_loop.kernels.rounding import Arguments as Product
 
 #: Layouts with the channels of a pixel side by side, by the number of dimensions.
@@ -49,6 +49,9 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., Tens
             return out if bias is None else out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
 
         multiplications = inputs.size(0) * math.prod(_places(inputs, weight, geometry)) * weight.numel()
+        factors = in_fp16(CONVOLUTION, multiplications, inputs, weight)
+        if factors is not None:
+            return in_fp32(*factors, bias)
         call = Product(CONVOLUTION, (inputs, weight, bias), geometry)
         is_rounded = may_be_rounded(inputs, weight, multiplications, geometry[-1]) and rounds(
             CONVOLUTION, multiplications, call, in_fp32, rounded
@@ -62,8 +65,8 @@ REPLACEMENTS = (Replacement("convolution", for_set_up_models),)
 
 
 def may_be_rounded(inputs: Tensor, weight: Tensor, multiplications: int, groups: int) -> bool:
-    """Whether a convolution, or its gradients, may round these."""
-    if groups != 1 or not may_round(CONVOLUTION, multiplications):
+    """Whether a convolution, or its gradients, may round these to bf16."""
+    if groups != 1 or not may_round_to_bf16(CONVOLUTION, multiplications):
         return False
     if any(
         type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype is not torch.float32 or tensor.is_mkldnn

@@ -16,7 +16,7 @@ from torch import Tensor
 from nano_loop.kernels.linear import fp32_product, product, rounded_product
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Choose, Replacement
-from nano_loop.kernels.rounding import PRODUCT, may_round
+from nano_loop.kernels.rounding import PRODUCT, dtype_of
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
@@ -87,8 +87,9 @@ def _is_small(a: Tensor, b: Tensor) -> bool:
     """Whether a product is in fp32 and too small for any function, which is asked first, since it costs the least."""
     if a.dtype is not torch.float32:
         return False
-    multiplications = a.numel() * (b.size(-1) if b.dim() else 0)
-    return multiplications < fp32_product.MIN_MULTIPLICATIONS and not may_round(PRODUCT, multiplications)
+    multiplications = rounded_product.multiplications_of(a, b)
+    is_small = multiplications < fp32_product.MIN_MULTIPLICATIONS
+    return is_small and dtype_of(PRODUCT, multiplications) is torch.float32
 
 
 def _computed(call: Arguments, kernel: _Kernel, kwargs: dict[str, Any]) -> Any:

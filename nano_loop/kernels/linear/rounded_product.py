@@ -1,4 +1,4 @@
-"""Products of fp32 matrices whose inputs are rounded to bf16, by `nano_loop.kernels.linear.product`."""
+"""Products of fp32 matrices that round their inputs: to bf16, by `nano_loop.kernels.linear.product`, or to fp16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.replacement import Replacement, unless_none
-from nano_loop.kernels.rounding import PRODUCT, Arguments, may_round, rounds
+from nano_loop.kernels.rounding import PRODUCT, Arguments, in_fp16, may_round_to_bf16, rounds
 
 _MATRIX, _BATCH = 2, 3
 _KNOWN = frozenset(("beta", "alpha", "out"))
@@ -24,7 +24,7 @@ def rounded_product(
     dimensions: int = _MATRIX,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Compute alpha a b + beta bias in fp32, from a and b in bf16, or return None where torch has to compute.
+    """Compute alpha a b + beta bias in fp32, from a and b rounded, or return None where torch has to compute.
 
     Parameters
     ----------
@@ -39,8 +39,14 @@ def rounded_product(
     **kwargs
         Those of the operator: the factors ``beta`` and ``alpha``, and ``out``.
     """
-    multiplications = a.numel() * (b.size(-1) if b.dim() else 0)
-    if not may_round(PRODUCT, multiplications) or kwargs.keys() - _KNOWN or not _supports(a, b, dimensions):
+    multiplications = multiplications_of(a, b)
+    factors = in_fp16(PRODUCT, multiplications, a, b)
+    if factors is not None:
+        result: Tensor = by_torch(*factors, bias, **kwargs)
+        return result
+    if not may_round_to_bf16(PRODUCT, multiplications):
+        return None
+    if kwargs.keys() - _KNOWN or not _supports(a, b, dimensions):
         return None
     beta, alpha, out = kwargs.get("beta", 1), kwargs.get("alpha", 1), kwargs.get("out")
     shape = torch.Size((*a.shape[:-1], b.size(-1)))
@@ -66,6 +72,11 @@ def rounded_product(
     call = Arguments(PRODUCT, (a, b, bias), () if alpha == beta == 1 else (beta, alpha))
     is_rounded = rounds(PRODUCT, multiplications, call, in_fp32, rounded, packed=a.numel() + b.numel())
     return rounded(a, b, bias, out) if is_rounded else None
+
+
+def multiplications_of(a: Tensor, b: Tensor) -> int:
+    """Return the number of multiplications of a product, whatever its factors are: torch raises for wrong ones."""
+    return a.numel() * (b.size(-1) if b.dim() else 0)
 
 
 def factors_first(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -288,8 +288,8 @@ def _beside_onednn(call: Arguments, layer: Recurrence) -> tuple[Arguments, Recur
     multiplications, is_first_guess = call.multiplications, product.KERNEL.is_first_guess
     if layer.in_bf16:
         call, is_faster = call._replace(products="bf16"), is_first_guess and multiplications >= MIN_MULTIPLICATIONS
-    elif rule_for(rounding.RULE) is not None:
-        if not rounding.may_round(rounding.LSTM, multiplications):
+    elif rounding.rounds_to_bf16():
+        if not rounding.may_round_to_bf16(rounding.LSTM, multiplications):
             return None
         call, layer = call._replace(products="rounded"), layer._replace(in_bf16=True)
         rounds_fast = is_first_guess or product.KERNEL.uses_amx  # oneDNN's LSTM in fp32 is slower
