@@ -44,7 +44,7 @@ ROOMS = (
     ("distributed.comm", "distributed"),
     ("integrations.cuda_calls", "integrations"),
     ("compile",),
-    ("precision.policy", "precision.diagnostics", "precision.verification"),
+    ("precision.diagnostics", "precision.verification"),
     ("precision.autocast", "precision"),
     ("autotune",),
     (
@@ -60,6 +60,7 @@ ROOMS = (
         "optimizers",
     ),
     ("kernels",),
+    ("policy",),
     ("runtime.objects",),
     ("patching.calls", "patching.operators", "patching.objects"),
     ("patching", "optim"),

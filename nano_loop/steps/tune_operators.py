@@ -15,9 +15,9 @@ from nano_loop.autotune.operators import OPERATORS
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.cpu.waits import BUSY, Waits
 from nano_loop.kernels.rnn import rnn
-from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.ownership import Rule
+from nano_loop.policy.policy import RULE
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.num_threads import HALF

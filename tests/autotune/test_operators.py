@@ -16,13 +16,15 @@ from nano_loop.autotune import decisions, fp32_operators
 from nano_loop.autotune import operators as module
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.tuner import Tuner
-from nano_loop.kernels import fp32, rounding
+from nano_loop.kernels import fp32
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution, gradient_plans
 from nano_loop.kernels.convolution.gradient_plans import Plan
 from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.rnn import recurrent_layer, rnn
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.policy import policy
+from nano_loop.policy import products as rounding
 
 ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM, FP32_ATTENTION, FP32_PRODUCT = module.OPERATORS
 NHWC = torch.channels_last
@@ -55,7 +57,7 @@ def lstm_call(steps=20, batch=5, has_biases=True, is_trained=True, products="fp3
     return rnn.Arguments(recurrent_layer.LSTM, normal(steps, batch, 6).float(), None, states, (*weights,), *numbers)
 
 
-def rounding_call(kind=rounding.PRODUCT, rows=40, last=56, numbers=(), bias=None):
+def rounding_call(kind=policy.PRODUCT, rows=40, last=56, numbers=(), bias=None):
     return rounding.Arguments(kind, (normal(rows, 48).float(), normal(48, last).float(), bias), numbers)
 
 
@@ -138,8 +140,8 @@ CASES = {
             {"rows": 64},
             {"rows": 65},
             {"last": 57},
-            {"kind": rounding.CONVOLUTION},
-            {"kind": rounding.CONVOLUTION, "numbers": ([1, 1], 2)},
+            {"kind": policy.CONVOLUTION},
+            {"kind": policy.CONVOLUTION, "numbers": ([1, 1], 2)},
             {"bias": torch.ones(56)},
         ],
         6,

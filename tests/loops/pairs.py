@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 
 import nano_loop
 from nano_loop.cpu import read_machine
-from nano_loop.kernels import rounding
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import gradient_plans
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.policy import policy
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
-from nano_loop.steps import bf16_products
+from nano_loop.steps import products
 
 from .nested import differences, leaves, mapped
 from .records import laid_otherwise, record, record_strides, surroundings
@@ -513,10 +513,10 @@ def every_size_worth_it(config):
 
 def rounding_every_product(patch):
     """Let products of all sizes round their inputs."""
-    for kind in rounding.MIN_MULTIPLICATIONS:
-        patch.setitem(rounding.MIN_MULTIPLICATIONS, kind, 0)
+    for kind in policy.MIN_MULTIPLICATIONS:
+        patch.setitem(policy.MIN_MULTIPLICATIONS, kind, 0)
     patch.setattr(product, "FEWEST", 1)
-    patch.setattr(bf16_products, "SMALLEST_WEIGHT", 1)
+    patch.setattr(products, "SMALLEST_WEIGHT", 1)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from nano_loop.kernels.attention import blocked_attention, fp32_attention
 from nano_loop.kernels.replacement import Replacement, unless_none
-from nano_loop.kernels.rounding import ATTENTION, Arguments, in_fp16, may_round_to_bf16, rounds
 from nano_loop.patching.torch_private import FLASH_KERNEL
+from nano_loop.policy.policy import ATTENTION
+from nano_loop.policy.products import Arguments, dtype_of, in_fp16, rounds
 
 _DIMENSIONS = 4  # batch, heads, rows, columns
 
@@ -120,7 +121,7 @@ def _multiplications(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 def _may_be_rounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, multiplications: int) -> bool:
     tensors = (query, key, value)
-    if not may_round_to_bf16(ATTENTION, multiplications):
+    if dtype_of(ATTENTION, multiplications) is not torch.bfloat16:
         return False
     if not all(_is_plain(tensor) for tensor in (*tensors, mask) if tensor is not None):
         return False

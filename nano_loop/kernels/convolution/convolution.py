@@ -31,9 +31,10 @@ from nano_loop.kernels.convolution.gradient_plans import (
 from nano_loop.kernels.convolution.rounded_convolution import may_be_rounded
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Choose, Replacement
-from nano_loop.kernels.rounding import CONVOLUTION, in_fp16, rounds
-from nano_loop.kernels.rounding import Arguments as Product
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.policy.policy import CONVOLUTION
+from nano_loop.policy.products import Arguments as Product
+from nano_loop.policy.products import in_fp16, rounds
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 

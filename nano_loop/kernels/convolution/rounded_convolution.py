@@ -17,8 +17,9 @@ from nano_loop.kernels.convolution import blocked_convolution
 from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, Geometry
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Replacement
-from nano_loop.kernels.rounding import CONVOLUTION, in_fp16, may_round_to_bf16, rounds
-from nano_loop.kernels.rounding import Arguments as Product
+from nano_loop.policy.policy import CONVOLUTION
+from nano_loop.policy.products import Arguments as Product
+from nano_loop.policy.products import dtype_of, in_fp16, rounds
 
 #: Layouts with the channels of a pixel side by side, by the number of dimensions.
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -66,7 +67,7 @@ REPLACEMENTS = (Replacement("convolution", for_set_up_models),)
 
 def may_be_rounded(inputs: Tensor, weight: Tensor, multiplications: int, groups: int) -> bool:
     """Whether a convolution, or its gradients, may round these to bf16."""
-    if groups != 1 or not may_round_to_bf16(CONVOLUTION, multiplications):
+    if groups != 1 or dtype_of(CONVOLUTION, multiplications) is not torch.bfloat16:
         return False
     if any(
         type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype is not torch.float32 or tensor.is_mkldnn

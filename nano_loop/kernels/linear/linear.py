@@ -16,8 +16,9 @@ from torch import Tensor
 from nano_loop.kernels.linear import fp32_product, product, rounded_product
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Choose, Replacement
-from nano_loop.kernels.rounding import PRODUCT, dtype_of
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.policy.policy import PRODUCT
+from nano_loop.policy.products import dtype_of
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 24

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.replacement import Replacement, unless_none
-from nano_loop.kernels.rounding import PRODUCT, Arguments, in_fp16, may_round_to_bf16, rounds
+from nano_loop.policy.policy import PRODUCT
+from nano_loop.policy.products import Arguments, dtype_of, in_fp16, rounds
 
 _MATRIX, _BATCH = 2, 3
 _KNOWN = frozenset(("beta", "alpha", "out"))
@@ -44,7 +45,7 @@ def rounded_product(
     if factors is not None:
         result: Tensor = by_torch(*factors, bias, **kwargs)
         return result
-    if not may_round_to_bf16(PRODUCT, multiplications):
+    if dtype_of(PRODUCT, multiplications) is not torch.bfloat16:
         return None
     if kwargs.keys() - _KNOWN or not _supports(a, b, dimensions):
         return None

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_loop.kernels import denormals, rounding
+from nano_loop.kernels import denormals
 from nano_loop.kernels.fp32 import COMPILED, TORCH, rule_of
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import is_plain
@@ -23,6 +23,7 @@ from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, 
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_mode, in_functorch
+from nano_loop.policy import policy, products
 
 #: The name of the rule of a model whose recurrent layers are computed in C. It chooses the algorithm of oneDNN's LSTMs.
 ALGORITHM = rule_of(recurrence.KERNEL)
@@ -150,7 +151,7 @@ def _computed(
         if rule(call, lambda: algorithms, guess) != COMPILED:
             return None
         if call.products == "rounded":
-            rounding.note(rounding.LSTM, call.multiplications)
+            products.note(policy.LSTM, call.multiplications)
     with below_torch_functions():
         return _by_layers(call, layer)
 
@@ -288,12 +289,10 @@ def _beside_onednn(call: Arguments, layer: Recurrence) -> tuple[Arguments, Recur
     multiplications, is_first_guess = call.multiplications, product.KERNEL.is_first_guess
     if layer.in_bf16:
         call, is_faster = call._replace(products="bf16"), is_first_guess and multiplications >= MIN_MULTIPLICATIONS
-    elif rounding.rounds_to_bf16():
-        if not rounding.may_round_to_bf16(rounding.LSTM, multiplications):
-            return None
+    elif products.dtype_of(policy.LSTM, multiplications) is torch.bfloat16:
         call, layer = call._replace(products="rounded"), layer._replace(in_bf16=True)
         rounds_fast = is_first_guess or product.KERNEL.uses_amx  # oneDNN's LSTM in fp32 is slower
-        is_faster = rounds_fast and rounding.is_large(rounding.LSTM, multiplications)
+        is_faster = rounds_fast and policy.is_large(policy.LSTM, multiplications)
     else:
         is_faster = is_faster_than_onednn(call)
     if layer.in_bf16 and not layer.rounds:

@@ -11,7 +11,7 @@ from nano_loop.kernels import fp32
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import users
-from nano_loop.steps import bf16_products
+from nano_loop.steps import products
 from nano_loop.steps.kernels import FastNorm, kernel_step
 from nano_loop.steps.kernels.kernel_step import LOOKS_FROM
 from steps.kernels.cases import (
@@ -78,7 +78,7 @@ def test_loop_trains_as_with_torchs_kernels(called, monkeypatch, name, options):
 def test_fp32_is_computed_where_torch_is_slower(called, monkeypatch, name, layout, functions, precision):
     case = CASES[name]
     use_for_all_sizes(monkeypatch, case.kind)
-    monkeypatch.setattr(bf16_products, "SMALLEST_WEIGHT", 1)
+    monkeypatch.setattr(products, "SMALLEST_WEIGHT", 1)
     options = {"precision": precision, "channels_last": layout == "NHWC"}
     found, report = trained(case, **options)
     assert case.kind.name in report.applied
