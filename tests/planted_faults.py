@@ -483,7 +483,7 @@ FAULTS = (
     ),
     Fault("steps/allocator.py", "        _set(_LEFT)\n", "        _set(SETTINGS)\n", "tests/steps/test_allocator.py"),
     Fault(
-        "steps/kernels/fast_linear.py",
+        "steps/kernels/models.py",
         "parameters_of(module, recurse=False) if weight.numel() >= elements",
         "parameters_of(module, recurse=False)",
         "tests/steps/kernels/test_kernel_step.py",

@@ -31,9 +31,7 @@ from nano_loop.policy.policy import ATTENTION, CONVOLUTION, LSTM, PRODUCT, RULE,
 from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
-from nano_loop.steps.kernels.fast_attention import FastAttention
-from nano_loop.steps.kernels.fast_convolution import FastConvolution
-from nano_loop.steps.kernels.fast_linear import large_weights
+from nano_loop.steps.kernels.models import has_attention, has_convolutions, large_weights
 from nano_loop.steps.step import SkipReason, Step
 from nano_loop.steps.step_trial import StepTrial
 
@@ -57,7 +55,7 @@ class _Kind(NamedTuple):
     name : str
         A key of `nano_loop.policy.policy.MIN_MULTIPLICATIONS`.
     replacements : tuple of Replacement
-        What replaces torch's kernels; those of no other kind. None for LSTMs, which `FastRnn` replaces.
+        What replaces torch's kernels; those of no other kind. None for LSTMs, which `fast_rnn` replaces.
     is_for : callable
         Whether a model may have such products that are large.
     kernel : CompiledKernel or None
@@ -80,8 +78,8 @@ def _has_lstms(model: nn.Module) -> bool:
 
 _KINDS = (
     _Kind(PRODUCT, (*linear.REPLACEMENTS, *rounded_product.REPLACEMENTS), _has_large_weights, product.KERNEL),
-    _Kind(CONVOLUTION, (*convolution.REPLACEMENTS, *rounded_convolution.REPLACEMENTS), FastConvolution.is_for),
-    _Kind(ATTENTION, rounded_attention.REPLACEMENTS, FastAttention.is_for, blocked_attention.KERNEL),
+    _Kind(CONVOLUTION, (*convolution.REPLACEMENTS, *rounded_convolution.REPLACEMENTS), has_convolutions),
+    _Kind(ATTENTION, rounded_attention.REPLACEMENTS, has_attention, blocked_attention.KERNEL),
     _Kind(LSTM, (), _has_lstms, recurrence.KERNEL),
 )
 
