@@ -73,9 +73,7 @@ PRECISIONS = {
         PrecisionKind("32-true"),
         PrecisionKind("64-true", parameters_name="float64", summary="parameters and inputs fp64, outputs fp32"),
         PrecisionKind("bf16-mixed", autocast_name="bfloat16", summary="bf16 autocast, outputs fp32"),
-        PrecisionKind(
-            "bf16-products", products_name="bfloat16", summary="fp32, with bf16 inside of large products"
-        ),
+        PrecisionKind("bf16-products", products_name="bfloat16", summary="fp32, with bf16 inside of large products"),
         PrecisionKind("bf16-true", parameters_name="bfloat16", summary="parameters and inputs bf16, outputs fp32"),
         PrecisionKind(
             "16-mixed",

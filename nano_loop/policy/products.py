@@ -5,12 +5,10 @@ Sums and results are in fp32, so nothing but the product itself knows of bf16 or
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from nano_loop.patching.ownership import rule_for
 from nano_loop.policy.policy import RULE, Policy, is_large
@@ -18,32 +16,11 @@ from nano_loop.policy.policy import RULE, Policy, is_large
 #: The name of the rule that chooses an algorithm, which is no operator's, and the algorithms.
 ALGORITHM = "rounding of products"
 FP32, ROUNDED = "fp32", "rounded"
-#: The largest exponent of a factor that is no denormal number in fp32, and neither is one divided by it.
-_MOST = 126
-
-
-class Arguments(NamedTuple):
-    """The arguments of a product, which are the key of its measured times.
-
-    Attributes
-    ----------
-    kind : str
-        A key of `MIN_MULTIPLICATIONS`, or another word for a gradient.
-    tensors : tuple of torch.Tensor or None
-        What the algorithms take.
-    numbers : tuple
-        What else the time depends on.
-    """
-
-    kind: str
-    tensors: tuple[Tensor | None, ...]
-    numbers: tuple[Any, ...] = ()
 
 
 def _policy() -> Policy | None:
     """Return the policy of the model for which torch computes now. None: all its products are in fp32."""
-    policy: Any = rule_for(RULE)
-    return policy
+    return cast("Policy | None", rule_for(RULE))
 
 
 def dtype_of(kind: str, multiplications: int) -> torch.dtype:
@@ -58,7 +35,7 @@ def dtype_of(kind: str, multiplications: int) -> torch.dtype:
 def rounds(
     kind: str,
     multiplications: int,
-    call: Arguments,
+    call: tuple[Any, ...],
     in_fp32: Callable[..., Any],
     rounded: Callable[..., Any],
     packed: int = 0,
@@ -71,8 +48,8 @@ def rounds(
         A key of `MIN_MULTIPLICATIONS`.
     multiplications : int
         Their number.
-    call : Arguments
-        By which it is known.
+    call : tuple
+        The arguments by which it is known: `nano_loop.kernels.replacement.Arguments`.
     in_fp32, rounded : callable
         The algorithms. They take the tensors of `call`.
     packed : int
@@ -92,30 +69,3 @@ def note(kind: str, multiplications: int, packed: int = 0) -> None:
     policy = _policy()
     if policy is not None:
         policy.note(kind, multiplications, packed)
-
-
-def in_fp16(kind: str, multiplications: int, *tensors: Tensor) -> list[Tensor] | None:
-    """Return the inputs of a product that rounds them to fp16's numbers, and note it for the policy; None for others.
-
-    The product itself is in fp32, so no sum overflows that does not in fp32.
-    """
-    if dtype_of(kind, multiplications) is not torch.float16 or not all(map(_is_plain, tensors)):
-        return None
-    note(kind, multiplications)
-    return [_to_fp16s_numbers(tensor) for tensor in tensors]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    is_strided = tensor.dtype is torch.float32 and tensor.layout is torch.strided
-    return is_strided and type(tensor) in (Tensor, torch.nn.Parameter) and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _to_fp16s_numbers(tensor: Tensor) -> Tensor:
-    """Return a tensor in fp32 whose numbers are those of fp16, times the power of two of the largest finite one.
-
-    So none overflows, and small gradients are not zero: those are that are 2⁻²⁵ of the largest, or less.
-    """
-    largest = float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if tensor.numel() else 0.0
-    exponent = math.frexp(largest)[1] - 1 if largest else 0
-    factor = 2.0 ** min(max(exponent, -_MOST), _MOST)
-    return tensor.mul(1 / factor).half().float().mul_(factor)

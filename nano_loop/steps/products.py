@@ -17,10 +17,10 @@ from typing_extensions import override
 from nano_loop.autotune.budget import Budget
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
-from nano_loop.kernels.attention import blocked_attention, rounded_attention
+from nano_loop.kernels.attention import blocked_attention, flash_attention
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.convolution import convolution, rounded_convolution
-from nano_loop.kernels.linear import linear, product, rounded_product
+from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.patching.deterministic_mode import may_depend_on_times
@@ -77,9 +77,9 @@ def _has_lstms(model: nn.Module) -> bool:
 
 
 _KINDS = (
-    _Kind(PRODUCT, (*linear.REPLACEMENTS, *rounded_product.REPLACEMENTS), _has_large_weights, product.KERNEL),
+    _Kind(PRODUCT, linear.REPLACEMENTS, _has_large_weights, product.KERNEL),
     _Kind(CONVOLUTION, (*convolution.REPLACEMENTS, *rounded_convolution.REPLACEMENTS), has_convolutions),
-    _Kind(ATTENTION, rounded_attention.REPLACEMENTS, has_attention, blocked_attention.KERNEL),
+    _Kind(ATTENTION, flash_attention.REPLACEMENTS, has_attention, blocked_attention.KERNEL),
     _Kind(LSTM, (), _has_lstms, recurrence.KERNEL),
 )
 
@@ -107,10 +107,10 @@ def reason_against(options: Options, machine: Machine) -> SkipReason | None:
 class Products(Step):
     """Gives set-up models a `Policy` by which products of fp32 tensors round their inputs, and replaces the kernels.
 
-    Matrix products, convolutions, attention and LSTMs round their inputs to bf16, or all but LSTMs to fp16's numbers, and
-    sum and return fp32. Products that are too small for that are torch's. A replaced kernel takes some microseconds to
-    find that out, so after some steps products that are smaller than all that round are not looked at any more, and a
-    kind of which none rounds has torch's kernels again. Then steps in fp32 and in bf16 take turns, and where those in
+    Matrix products, convolutions, attention and LSTMs round their inputs to bf16, or all but LSTMs to fp16's numbers,
+    and sum and return fp32. Products that are too small for that are torch's. A replaced kernel takes some microseconds
+    to find that out, so after some steps products that are smaller than all that round are not looked at any more, and
+    a kind of which none rounds has torch's kernels again. Then steps in fp32 and in bf16 take turns, and where those in
     fp32 are faster, all has torch's kernels. In a step that requires a closure, such as LBFGS', products are in fp32.
     """
 
@@ -175,10 +175,11 @@ class Products(Step):
         """Let all products round that are large, until it is seen again which do and whether that pays."""
         if self._trial is not None:
             self._trial.leave(self)
+        rule: Any = self._policy  # asked, and not called
         for model in [*self._models]:
             self._kinds |= {kind for kind in _KINDS if kind.is_for(model) and self._is_ready(kind)}
             interceptor = self.interceptors.for_model(model, self.name)
-            interceptor.rules = {**interceptor.rules, RULE: self._policy}
+            interceptor.rules = {**interceptor.rules, RULE: rule}
         self._steps, self._medians = 0, {}
         self._policy.forget()
         self.let_round(True)

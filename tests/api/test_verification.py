@@ -158,7 +158,6 @@ def loss_of(model, batch):
     [("bf16", False), (32, True), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
 )
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, of RMSNorm under autocast
-@pytest.mark.filterwarnings("ignore:precision='16-mixed'")  # on CPUs that are slow in it
 def test_sound_models_are_not_accused(precision, channels_last):
     accused = {}
     for seed, (kind, arguments) in enumerate(KINDS):
@@ -233,7 +232,6 @@ def test_random_models_are_not_accused():
 
 
 @pytest.mark.parametrize("precision", ["bf16", 32, *(pytest.param(p, marks=pytest.mark.slow) for p in (16, "auto"))])
-@pytest.mark.filterwarnings("ignore:precision='16-mixed'")
 def test_weight_that_is_off_by_5_percent_is_found_in_each_precision(precision):
     settings, missed = Settings.read({"precision": precision, "num_processes": 1}), []
     for seed, (kind, arguments) in enumerate(KINDS[::4]):

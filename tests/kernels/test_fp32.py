@@ -13,6 +13,7 @@ from nano_loop.kernels import fp32
 from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norm_arguments, rms_norm
+from nano_loop.kernels.replacement import Arguments
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.steps.kernels import kernel_step, models
 
@@ -95,7 +96,7 @@ def test_errors_over_seeds_are_at_most_torchs(called, name):
 @pytest.mark.parametrize("guess", [fp32.TORCH, fp32.COMPILED])
 def test_rule_decides(monkeypatch, guess):
     monkeypatch.setattr(fp32, "_guess", lambda: guess)
-    asks = functools.partial(fp32.is_compiled, call=fp32.Arguments("norm", ()), algorithms=dict)
+    asks = functools.partial(fp32.is_compiled, call=Arguments("norm", ()), algorithms=dict)
     assert asks(fp32.by_guess) == (guess == fp32.COMPILED)
     assert asks(fp32.always)
     assert not asks(None)

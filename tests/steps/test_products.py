@@ -1,4 +1,4 @@
-"""Large products alone round their inputs, to bf16 or fp16: what a user can see is fp32, and so is all that is small."""
+"""Large products alone round their inputs, to bf16 or fp16: what a user sees is fp32, and so is all that is small."""
 
 import functools
 import statistics
@@ -19,13 +19,13 @@ from torch.utils.checkpoint import checkpoint
 import nano_loop
 from nano_loop import TorchNano, nano
 from nano_loop.autotune import budget
-from nano_loop.kernels.linear import product, rounded_product
+from nano_loop.kernels.linear import linear, product
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.patch_table import users
-from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.policy import products
 from nano_loop.policy.policy import Policy
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import products as module
 
 here = pytest.mark.skipif(
@@ -40,7 +40,8 @@ either = pytest.mark.parametrize(
 class Attending(nn.Module):
     def __init__(self, is_causal=False, mask=None):
         super().__init__()
-        self.project, self.is_causal, self.mask = nn.Linear(64, 192), is_causal, mask
+        self.project, self.is_causal = nn.Linear(64, 192), is_causal
+        self.register_buffer("mask", mask)
         self.attention = nn.Linear(64, 64)
 
     def forward(self, x):
@@ -161,11 +162,14 @@ def test_products_round_their_inputs_and_nothing_else_does(every_product, rounde
     assert report["precision"].status == "applied"
     assert rounded == (IN_FP16.get(name, MODELS[name][3]) if precision == 16 else MODELS[name][3])
     assert all(tensor.dtype is torch.float32 for tensor in ours)
+    torch._dynamo.reset()
+    if precision == 16:  # of 11 bits; a gradient differs by more where a ReLU sees another sign
+        assert 2**-14 < errors(ours, exact)[0] < 2**-10
+        assert max(errors(ours, exact)) < 2**-5
+        return
     model, x = built(name)
     by_hand, _ = accelerated(model, x, **MODELS[name][2] | {"precision": "bf16", "compile": False})
-    least, most = (1e-5, 0.3) if precision == 16 else (1e-4, 1.2)  # fp16 has three bits more
-    assert least < rms(errors(ours, exact)) <= most * rms(errors(by_hand, exact))
-    torch._dynamo.reset()
+    assert 1e-4 < rms(errors(ours, exact)) <= 1.2 * rms(errors(by_hand, exact))
 
 
 @on_any_cpu
@@ -482,10 +486,8 @@ def test_kernels_and_calls_are_torch_s_again_where_no_product_rounds(rows, stays
 @here
 def test_products_smaller_than_all_that_round_are_asked_about_no_more(monkeypatch):
     model, small = nn.Linear(256, 256), torch.get_num_threads() * 112
-    asked, rounds = [], rounded_product.rounds
-    monkeypatch.setattr(
-        rounded_product, "rounds", lambda *args, **kwargs: asked.append(args[1]) or rounds(*args, **kwargs)
-    )
+    asked, rounds = [], linear.rounds
+    monkeypatch.setattr(linear, "rounds", lambda *args: asked.append(args[1]) or rounds(*args))
 
     def train(model, optimizer):
         for _ in range(module.LEARNS_AT + 1):

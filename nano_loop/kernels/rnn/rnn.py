@@ -16,7 +16,7 @@ from torch import Tensor
 from nano_loop.kernels import denormals
 from nano_loop.kernels.fp32 import COMPILED, TORCH, rule_of
 from nano_loop.kernels.linear import product
-from nano_loop.kernels.memory import is_plain
+from nano_loop.kernels.memory import has_tangent, is_plain
 from nano_loop.kernels.replacement import Choose, Replacement, unless_none
 from nano_loop.kernels.rnn import recurrence, recurrent_layer
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Recurrence
@@ -39,7 +39,7 @@ _FEWEST_STEPS = {RELU: (16, 24), TANH: (16, 24), LSTM: (8, 16), GRU: (8, 16)}
 _FEWEST_BESIDE_ONEDNN = 4
 #: Most multiplications of a step of one sequence without a backward: to pack more weights for it takes too long.
 _MOST_OF_ONE = 1 << 16
-_DTYPES = {torch.float32, torch.bfloat16}
+_DTYPES = torch.float32, torch.bfloat16
 #: Operators of which torch composes a step under autocast, and which a user may want in another dtype.
 _COMPOSED = ("linear", "sigmoid", "sigmoid_", "tanh", "tanh_", "relu")
 _MATRIX, _SEQUENCES = 2, 3
@@ -215,11 +215,13 @@ def _of_some_steps(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
 def _layer(call: Arguments) -> Recurrence | None:
     """Return what all layers of a call have in common, or None where torch computes it."""
     tensors = (call.inputs, *call.states, *call.weights)
-    if in_functorch() or in_dispatch_mode() or not all(map(is_plain, tensors)):
+    if in_functorch() or in_dispatch_mode() or any(map(has_tangent, tensors)):
+        return None
+    if not all(is_plain(tensor, _DTYPES) for tensor in tensors):
         return None
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     dtypes = {tensor.dtype for tensor in tensors}
-    if not dtypes <= _DTYPES or autocast not in (None, torch.bfloat16) or (autocast is None and len(dtypes) > 1):
+    if autocast not in (None, torch.bfloat16) or (autocast is None and len(dtypes) > 1):
         return None
     in_bf16 = autocast is not None or dtypes == {torch.bfloat16}
     if in_bf16 and any(rule_for(operator) is not None for operator in _COMPOSED):

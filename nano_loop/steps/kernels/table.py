@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nano_loop.kernels.activation import activations
-from nano_loop.kernels.attention import attention, blocked_attention, fp32_attention, rounded_attention
+from nano_loop.kernels.attention import attention, blocked_attention, flash_attention, fp32_attention
 from nano_loop.kernels.convolution import convolution, weight_gradient
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.embedding import lookup, row_gradient
@@ -44,7 +44,7 @@ ATTENTION = Row(
     ),
     Kernels(
         fp32_attention.KERNEL,
-        rounded_attention.REPLACEMENTS,
+        flash_attention.REPLACEMENTS,
         is_for=models.has_attention,
         says="in C where that is measured to be faster",
     ),
@@ -76,8 +76,8 @@ CONVOLUTION = Row(
     finds_all=True,
 )
 
-# torch needs tensors of several times the size of the logits. Logits and targets of other shapes, and class weights, are
-# torch's.
+# torch needs tensors of several times the size of the logits. Logits and targets of other shapes, and class weights,
+# are torch's.
 _CROSS_ENTROPY = Kernels(
     cross_entropy.KERNEL,
     cross_entropy.REPLACEMENTS,
@@ -93,20 +93,20 @@ LINEAR = Row(
     "fast_linear",
     Kernels(
         product.KERNEL,
-        linear.REPLACEMENTS,
+        linear.MATRICES,
         is_for=models.has_large_matrix,
         says="large products in blocks, by bf16 instructions",
     ),
     Kernels(
         fp32_product.KERNEL,
-        linear.REPLACEMENTS,
+        linear.MATRICES,
         is_for=models.has_large_matrix_in_fp32,
         says="products in C where that is measured to be faster",
     ),
 )
 
-# Gains most where images are in NHWC: torch's backward of a group norm takes ten times as long there, and its batch norms
-# reach a third of the memory's rate. Norms that are small or in another layout are torch's.
+# Gains most where images are in NHWC: torch's backward of a group norm takes ten times as long there, and its batch
+# norms reach a third of the memory's rate. Norms that are small or in another layout are torch's.
 _NORM = Kernels(
     norms.KERNEL,
     (*norms.REPLACEMENTS, *rms_norm.REPLACEMENTS),
@@ -116,8 +116,8 @@ _NORM = Kernels(
 )
 NORM = Row("fast_norm", _NORM, _NORM, finds_all=True)
 
-# torch composes a GRU, an RNN, and an LSTM of packed sequences or with a projection, of about ten operators a step. Other
-# LSTMs are oneDNN's, which is faster for some shapes.
+# torch composes a GRU, an RNN, and an LSTM of packed sequences or with a projection, of about ten operators a step.
+# Other LSTMs are oneDNN's, which is faster for some shapes.
 _RNN = Kernels(
     recurrence.KERNEL,
     rnn.REPLACEMENTS,

@@ -11,7 +11,7 @@ from torch import nn
 from nano_loop import accelerated
 from nano_loop.patching.operators import upcasts
 from steps.kernels.cases import (
-    STEPS,
+    BY_NAME,
     IN_BF16,
     WORDS,
     Words,
@@ -29,7 +29,7 @@ from steps.kernels.cases import (
 
 @pytest.fixture(autouse=True)
 def every_cast_is_noted(monkeypatch):
-    use_for_all_sizes(monkeypatch, STEPS["fast_cross_entropy"])
+    use_for_all_sizes(monkeypatch, BY_NAME["fast_cross_entropy"])
 
 
 def model_of(loss):

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from nano_loop import nano
-from steps.kernels.cases import STEPS, LINEARS, ROWS, WIDTH, assert_near, normal, trained, use_for_all_sizes
+from steps.kernels.cases import BY_NAME, LINEARS, ROWS, WIDTH, assert_near, normal, trained, use_for_all_sizes
 
 
 @pytest.fixture(autouse=True)
 def every_size_is_worth_it(monkeypatch):
-    use_for_all_sizes(monkeypatch, STEPS["fast_linear"])
+    use_for_all_sizes(monkeypatch, BY_NAME["fast_linear"])
 
 
 def built():

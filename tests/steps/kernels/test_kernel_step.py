@@ -10,32 +10,37 @@ from nano_loop import NanoConfigError, accelerated
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels import KERNEL_STEPS
 from nano_loop.steps.tune_operators import TuneOperators
-from steps.kernels.cases import STEPS
+from steps.kernels.cases import BY_NAME
 
 CALLING = {
-    STEPS["fast_activation"]: [nn.Tanh(), nn.GELU("tanh")],
-    STEPS["fast_attention"]: [nn.MultiheadAttention(4, 2)],
-    STEPS["fast_convolution"]: [nn.Conv1d(2, 2, 1), nn.Conv3d(2, 2, 1), nn.ConvTranspose2d(2, 2, 1), nn.LazyConv2d(2, 1)],
-    STEPS["fast_cross_entropy"]: [nn.Linear(2, 1000)],
-    STEPS["fast_dropout"]: [nn.Dropout(0.1), nn.Linear(2, 2)],
-    STEPS["fast_embedding"]: [nn.Embedding(512, 512), nn.EmbeddingBag(512, 512)],
-    STEPS["fast_linear"]: [nn.Linear(512, 256)],
-    STEPS["fast_norm"]: [
+    BY_NAME["fast_activation"]: [nn.Tanh(), nn.GELU("tanh")],
+    BY_NAME["fast_attention"]: [nn.MultiheadAttention(4, 2)],
+    BY_NAME["fast_convolution"]: [
+        nn.Conv1d(2, 2, 1),
+        nn.Conv3d(2, 2, 1),
+        nn.ConvTranspose2d(2, 2, 1),
+        nn.LazyConv2d(2, 1),
+    ],
+    BY_NAME["fast_cross_entropy"]: [nn.Linear(2, 1000)],
+    BY_NAME["fast_dropout"]: [nn.Dropout(0.1), nn.Linear(2, 2)],
+    BY_NAME["fast_embedding"]: [nn.Embedding(512, 512), nn.EmbeddingBag(512, 512)],
+    BY_NAME["fast_linear"]: [nn.Linear(512, 256)],
+    BY_NAME["fast_norm"]: [
         *(nn.BatchNorm1d(2), nn.LazyBatchNorm2d(), nn.InstanceNorm2d(2)),
         *(nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2)),
     ],
-    STEPS["fast_rnn"]: [nn.RNN(2, 2), nn.GRU(2, 2), nn.LSTM(2, 2)],
+    BY_NAME["fast_rnn"]: [nn.RNN(2, 2), nn.GRU(2, 2), nn.LSTM(2, 2)],
 }
 #: Models without the operators, and the reason; without one, the report has no line about them. Any may call dropout.
 OTHERS = {
-    STEPS["fast_activation"]: ([nn.ReLU(), nn.GELU(), type("GELUActivation", (nn.Module,), {})()], None),
-    STEPS["fast_attention"]: ([nn.Linear(2, 2)], "no_attention"),
-    STEPS["fast_convolution"]: ([nn.Linear(2, 2)], "no_convolution"),
-    STEPS["fast_cross_entropy"]: ([nn.Linear(4, 999)], "few_classes"),
-    STEPS["fast_embedding"]: ([nn.Linear(512, 512), nn.Embedding(512, 511)], None),
-    STEPS["fast_linear"]: ([nn.Linear(512, 255), nn.Embedding(512, 256), nn.Conv2d(256, 256, 3)], None),
-    STEPS["fast_norm"]: ([nn.Linear(2, 2)], "no_norm"),
-    STEPS["fast_rnn"]: ([nn.Linear(2, 2), nn.GRUCell(2, 2)], None),
+    BY_NAME["fast_activation"]: ([nn.ReLU(), nn.GELU(), type("GELUActivation", (nn.Module,), {})()], None),
+    BY_NAME["fast_attention"]: ([nn.Linear(2, 2)], "no_attention"),
+    BY_NAME["fast_convolution"]: ([nn.Linear(2, 2)], "no_convolution"),
+    BY_NAME["fast_cross_entropy"]: ([nn.Linear(4, 999)], "few_classes"),
+    BY_NAME["fast_embedding"]: ([nn.Linear(512, 512), nn.Embedding(512, 511)], None),
+    BY_NAME["fast_linear"]: ([nn.Linear(512, 255), nn.Embedding(512, 256), nn.Conv2d(256, 256, 3)], None),
+    BY_NAME["fast_norm"]: ([nn.Linear(2, 2)], "no_norm"),
+    BY_NAME["fast_rnn"]: ([nn.Linear(2, 2), nn.GRUCell(2, 2)], None),
 }
 OF_PRECISIONS = [kind for kind in KERNEL_STEPS if not kind.row.is_for_all_code]
 MISSING = "no C compiler was found (cc, gcc, clang)"
@@ -108,7 +113,7 @@ def test_fp32_is_taken_unless_the_run_is_exact(step, kind, precision):
 
 def test_smaller_products_are_for_runs_in_fp32(step):
     small, large = (TrainingObjects([nn.Linear(64, width)]) for width in (127, 128))
-    in_fp32, in_bf16 = (step(STEPS["fast_linear"], precision=precision) for precision in (32, "bf16"))
+    in_fp32, in_bf16 = (step(BY_NAME["fast_linear"], precision=precision) for precision in (32, "bf16"))
     assert [in_fp32.is_relevant(parts) for parts in (small, large)] == [False, True]
     assert not in_bf16.is_relevant(large)
 
@@ -145,6 +150,6 @@ def test_without_functions_plain_operators_compute_or_it_is_skipped(step, kind, 
 def test_the_report_says_how_and_why(step, monkeypatch):
     monkeypatch.undo()  # it is applied to torch's real kernels
     for missing, words in ((None, "in blocks, by"), (MISSING, f"by plain bf16 products.*{MISSING[:10]}")):
-        monkeypatch.setattr(STEPS["fast_convolution"].row.kernels.kernel, "unavailable", missing)
-        result = step(STEPS["fast_convolution"], precision="bf16").apply(parts_of(STEPS["fast_convolution"]))
+        monkeypatch.setattr(BY_NAME["fast_convolution"].row.kernels.kernel, "unavailable", missing)
+        result = step(BY_NAME["fast_convolution"], precision="bf16").apply(parts_of(BY_NAME["fast_convolution"]))
         assert re.search(words, result)

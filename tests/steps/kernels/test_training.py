@@ -15,9 +15,9 @@ from nano_loop.steps import products
 from nano_loop.steps.kernels import kernel_step
 from nano_loop.steps.kernels.kernel_step import LOOKS_FROM
 from steps.kernels.cases import (
-    STEPS,
     ACTIVATIONS,
     BATCH,
+    BY_NAME,
     IN_FP32,
     LINEARS,
     LOSSES,
@@ -172,7 +172,7 @@ def test_exact_loop_is_torchs_to_the_bit(called, monkeypatch, name):
 
 @pytest.mark.usefixtures("compiled_first")
 def test_exact_run_beside_another_has_torchs_kernels(called, monkeypatch):
-    use_for_all_sizes(monkeypatch, STEPS["fast_norm"])
+    use_for_all_sizes(monkeypatch, BY_NAME["fast_norm"])
     model, exact, x = nn.LayerNorm(16), nn.LayerNorm(16), torch.randn(8, 16)
     with accelerated(model, verbose=False), accelerated(exact, exact=True, verbose=False):
         exact(x).sum().backward()
