@@ -23,10 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nano_loop
 from benchmarks.workloads.models import Bottleneck, ResNet
-from nano_loop.kernels import rounding
 from nano_loop.kernels.linear import product
 from nano_loop.patching.torch_private_autograd import in_backward
-from nano_loop.steps import bf16_products
+from nano_loop.policy import policy
+from nano_loop.steps import products
 
 PRODUCTS, BF16, AUTOCAST = "bf16-products", "bf16", "autocast by hand"
 
@@ -96,14 +96,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @contextmanager
 def every_product_rounded() -> Iterator[None]:
     """Let products of all sizes round their inputs."""
-    least, fewest, smallest = dict(rounding.MIN_MULTIPLICATIONS), product.FEWEST, bf16_products.SMALLEST_WEIGHT
+    least, fewest, smallest = dict(policy.MIN_MULTIPLICATIONS), product.FEWEST, products.SMALLEST_WEIGHT
     try:
-        rounding.MIN_MULTIPLICATIONS.update(dict.fromkeys(least, 1))
-        product.FEWEST = bf16_products.SMALLEST_WEIGHT = 1
+        policy.MIN_MULTIPLICATIONS.update(dict.fromkeys(least, 1))
+        product.FEWEST = products.SMALLEST_WEIGHT = 1
         yield
     finally:
-        rounding.MIN_MULTIPLICATIONS.update(least)
-        product.FEWEST, bf16_products.SMALLEST_WEIGHT = fewest, smallest
+        policy.MIN_MULTIPLICATIONS.update(least)
+        product.FEWEST, products.SMALLEST_WEIGHT = fewest, smallest
 
 
 def gradients(model: nn.Module, x: Tensor, y: Tensor, autocast: bool = False) -> list[Tensor]:
@@ -189,12 +189,12 @@ def share_in_bf16(name: str) -> float:
         step(model)
     rounded: list[int] = []
 
-    def record(rule: rounding.Rounding, kind: str, count: int, packed: int) -> None:
-        two_gradients = kind == rounding.CONVOLUTION and in_backward()  # of the input and of the weight, in one call
+    def record(rule: policy.Policy, kind: str, count: int, packed: int) -> None:
+        two_gradients = kind == policy.CONVOLUTION and in_backward()  # of the input and of the weight, in one call
         rounded.append(2 * count if two_gradients else count)
 
     options = {"channels_last": x.dim() == 4, "tune_operators": False, "verbose": False}
-    with mock.patch.object(rounding.Rounding, "__call__", record):
+    with mock.patch.object(policy.Policy, "note", record):
         nano_loop.nano(precision=PRODUCTS, **options)(step)(model)
     return 2 * sum(rounded) / counter.get_total_flops()
 

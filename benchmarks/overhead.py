@@ -52,19 +52,6 @@ def loop_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return (time.perf_counter() - start) / CALLS
 
 
-def loop_with_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    x, scaler = torch.ones(2, 4), torch.amp.GradScaler("cpu")
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            out = model(x)
-        scaler.scale(out.float().sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return (time.perf_counter() - start) / CALLS
-
-
 def difference(ours: Callable[..., float], theirs: Callable[..., float]) -> tuple[float, float]:
     """Return the median seconds of theirs and what ours takes more, pair by pair, either of them first by turns."""
     pairs = []
@@ -149,9 +136,8 @@ def functions_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> flo
 
 def main() -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of a CPU without fp16 instructions
+    warnings.simplefilter("ignore")  # of a CPU without bf16 instructions
     fp32, bf16 = nano_loop.nano(verbose=False), nano_loop.nano(precision="bf16", verbose=False)
-    fp16 = nano_loop.nano(precision=16, verbose=False)
     listed = nano_loop.nano(precision="bf16", bf16_ops=["relu"], verbose=False)
     images = nano_loop.nano(precision="bf16", channels_last=True, verbose=False)
     cases = {
@@ -161,7 +147,6 @@ def main() -> None:
         "a call, bf16, 2 listed": (listed(calls), calls_by_hand),
         "a step, fp32": (fp32(loop), loop),
         "a step, bf16": (bf16(loop), loop_by_hand),
-        "a step, fp16, GradScaler": (fp16(loop), loop_with_scaler),
     }
     for name, (ours, theirs) in cases.items():
         base, more = difference(ours, theirs)

@@ -18,6 +18,7 @@ from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import UnsupportedTensorError
 from nano_loop.kernels.norm import norms
+from nano_loop.kernels.replacement import Arguments
 
 #: How far results of functions for fp32 may be from those of torch, for both round sums of many numbers.
 IN_FP32 = 2.0**-12
@@ -28,8 +29,8 @@ _MIN_ROWS = 64
 _OVERHEAD = 20e-6
 
 
-def _fp32_key(call: fp32.Arguments) -> str:
-    words = [word for argument in call.arguments for word in _in_words(argument)]
+def _fp32_key(call: Arguments) -> str:
+    words = [word for argument in (*call.arguments, *call.numbers) for word in _in_words(argument)]
     return joined("fp32", call.operator, *words)
 
 
@@ -41,7 +42,7 @@ def _in_words(argument: Any) -> Iterator[object]:
         yield "-" if argument is None else str(argument).replace(" ", "")
 
 
-def _fp32_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+def _fp32_race(call: Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
     arguments = [*call.arguments]
     if call.is_differentiated:  # the loss of a vocabulary's logits, of which some rows are measured
         rows = max(MOST_ELEMENTS // max(arguments[0][0].numel(), 1), 1)
@@ -69,7 +70,7 @@ def _race_in_fp32(race: Mapping[str, Algorithm]) -> Race:
     return Race(race, fp32.TORCH, None, bound=IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD)
 
 
-def _product_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race:
+def _product_race(call: Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race:
     a, *others = call.arguments
     return _race_in_fp32(without_gradients([some_rows(a, others[0]), *others], algorithms))
 

@@ -14,14 +14,16 @@ from nano_loop.autotune.fp32_operators import FP32_OPERATORS, IN_FP32, some_rows
 from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket, joined, layout, most_elements, rough
 from nano_loop.autotune.tuned_operator import TunedOperator
 from nano_loop.autotune.tuner import Algorithm, Race
-from nano_loop.kernels import fp32, rounding
+from nano_loop.kernels import fp32
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution, gradient_plans
 from nano_loop.kernels.convolution.gradient_plans import Plan
 from nano_loop.kernels.linear import linear
+from nano_loop.kernels.replacement import Arguments
 from nano_loop.kernels.rnn import rnn
 from nano_loop.kernels.rnn.recurrent_layer import GATES, LSTM
 from nano_loop.patching.torch_private import below_autocast
+from nano_loop.policy import policy, products
 
 #: Number of steps of an LSTM that are measured, or of multiplications if that is more steps: what a call takes besides
 #: should not decide.
@@ -146,45 +148,45 @@ def _lstm_race(call: rnn.Arguments, algorithms: Mapping[str, Callable[..., Any]]
 # --- products of linear layers and of their gradients ---
 
 
-def _product_key(call: linear.Arguments) -> str:
+def _product_key(call: Arguments) -> str:
     """Return the key, in which the number of rows of a batch, which is the depth of a gradient, is rough."""
-    a, b, bias = call
+    a, b, bias = call.arguments
     is_transposed = a.stride(1) != 1
     rows, depth = (a.size(0), bucket(a.size(1))) if is_transposed else (bucket(a.size(0)), a.size(1))
     order = f"{'T' if is_transposed else 'N'}{'N' if b.stride(1) == 1 else 'T'}"
     return joined("product", rows, "by", depth, "by", b.size(1), order, "" if bias is None else "plus a row")
 
 
-def _product_race(call: linear.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race:
-    some = call._replace(a=some_rows(call.a, call.b))
-    return Race(without_gradients(some, algorithms), linear.TORCH, None)
+def _product_race(call: Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race:
+    a, b, bias = call.arguments
+    return Race(without_gradients((some_rows(a, b), b, bias), algorithms), linear.TORCH, None)
 
 
 # --- products that round the inputs of fp32, and those that do not ---
 
 
-def _rounding_key(call: rounding.Arguments) -> str:
-    tensors = [tensor for tensor in call.tensors if tensor is not None]
+def _rounding_key(call: Arguments) -> str:
     if _is_of_matrices(call):
-        return joined("rounded", _product_key(linear.Arguments(*call.tensors)), *call.numbers)  # type: ignore[arg-type]
+        return joined("rounded", _product_key(call), *call.numbers)
+    tensors = [tensor for tensor in call.arguments if tensor is not None]
     sizes = [word for tensor in tensors for word in (rough(tensor.shape), layout(tensor))]
-    return joined("rounded", call.kind, *sizes, *call.numbers)
+    return joined("rounded", call.operator, *sizes, *call.numbers)
 
 
-def _is_of_matrices(call: rounding.Arguments) -> bool:
+def _is_of_matrices(call: Arguments) -> bool:
     """Whether a product is one of two matrices, to each row of which the same is added if anything is."""
-    dimensions = [0 if tensor is None else tensor.dim() for tensor in call.tensors]
-    return call.kind == rounding.PRODUCT and dimensions[:2] == [_MATRIX] * 2 and dimensions[2] <= 1
+    dimensions = [0 if tensor is None else tensor.dim() for tensor in call.arguments]
+    return call.operator == policy.PRODUCT and dimensions[:2] == [_MATRIX] * 2 and dimensions[2] <= 1
 
 
-def _rounding_race(call: rounding.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
-    tensors = [*call.tensors]
+def _rounding_race(call: Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    tensors = [*call.arguments]
     if _is_of_matrices(call):
-        tensors[0] = some_rows(*tensors[:2])  # type: ignore[arg-type]
+        tensors[0] = some_rows(*tensors[:2])
     if not 0 < most_elements(tensor for tensor in tensors if tensor is not None) <= MOST_ELEMENTS:
         return None
     race = without_gradients(tensors, algorithms)
-    return Race(race, rounding.FP32, None, bound=_ROUNDED, pays=_ROUNDING_PAYS, torchs_is_beaten=True)
+    return Race(race, products.FP32, None, bound=_ROUNDED, pays=_ROUNDING_PAYS, torchs_is_beaten=True)
 
 
 OPERATORS = (
@@ -192,6 +194,6 @@ OPERATORS = (
     TunedOperator(convolution.OPERATOR, _convolution_key, _convolution_race, has_gradients=True),
     TunedOperator(linear.ALGORITHM, _product_key, _product_race, has_gradients=True),
     TunedOperator(rnn.ALGORITHM, _lstm_key, _lstm_race),
-    TunedOperator(rounding.ALGORITHM, _rounding_key, _rounding_race, has_gradients=True),
+    TunedOperator(products.ALGORITHM, _rounding_key, _rounding_race, has_gradients=True),
     *FP32_OPERATORS,
 )

@@ -28,8 +28,8 @@ CHECKS: tuple[Callable[[Inspected], Iterator[Finding]], ...] = (
 )
 #: Names of instruction sets that matter to training, as Linux has them.
 _INSTRUCTION_SETS = {
-    "x86_64": ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16"),
-    "aarch64": ("asimd", "asimdhp", "sve", "sve2", "bf16", "i8mm"),
+    "x86_64": ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16"),
+    "aarch64": ("asimd", "sve", "sve2", "bf16", "i8mm"),
 }
 
 
@@ -71,7 +71,6 @@ def facts_of(inspected: Inspected) -> dict[str, Any]:
             "architecture": machine.architecture,
             "instruction_sets": [name for name in _INSTRUCTION_SETS[kind] if inspected.has_any(name)],
             "fast_bf16": machine.has_fast_bf16,
-            "fast_fp16": machine.has_fast_fp16,
             "sockets": len({cpu.package for cpu in machine.logical_cpus}),
             "numa_nodes": len({cpu.numa_node for cpu in machine.logical_cpus}),
             "cores": len({cpu.physical_core for cpu in machine.logical_cpus}),

@@ -79,7 +79,7 @@ class Declarations:
         'Precision of the models. `"bf16"`: bf16 autocast around each call into a model, with outputs in fp32. '
         '`"bf16-products"` or `"auto"`: fp32, with the inputs of matrix products rounded to bf16 where that is faster. '
         '`"bf16-true"`: parameters and inputs in bf16, half the memory. `64`: both in fp64. '
-        "`16`: fp16 autocast, with loss scaling that the loop does not see.",
+        "`16`: fp32, with the inputs of large products rounded to fp16; not faster than `32`.",
         changes_bits=True,
     )
     cpu_for_each_process: Sequence[Sequence[int]] | int | None = option(

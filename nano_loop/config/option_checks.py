@@ -288,12 +288,6 @@ def _contradicting_lists(values: Mapping[str, Any], names: Mapping[str, str]) ->
         if values.get(name) and values.get("compile"):
             lists = "compiled models compute by torch's lists alone"
             yield error_message(f"{names[name]} with {names['compile']}", lists, "Leave one of the two out")
-    if values.get("bf16_ops") and values.get("precision") == "16-mixed":
-        named, advice = (
-            f"{names['bf16_ops']} with {names['precision']}=16",
-            f'Leave {names["bf16_ops"]} out, or pass "bf16"',
-        )
-        yield error_message(named, "its autocast is to fp16", advice)
 
 
 def _overloads(names: Iterable[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The precisions, in one table: in which dtypes parameters, products and inputs are, and whether gradients are scaled.
+"""The precisions, in one table: in which dtypes parameters, products and inputs are.
 
 The steps, Fabric's side, Lightning's side and the documentation read it. Outputs of models are fp32 in each of them, so
 that losses and metrics need no change. dtypes are in the table by name, so that reading it does not import torch.
@@ -23,9 +23,9 @@ class PrecisionKind:
     parameters_name: str | None = None
     #: The dtype to which autocast casts the inputs of matrix products and convolutions. None: no autocast.
     autocast_name: str | None = None
-    #: Whether each large product of fp32 tensors rounds its inputs to bf16 by itself, with sums and results in fp32.
-    rounds_products: bool = False
-    scaled: bool = False  # whether gradients are scaled inside the model, since small ones are zero in its dtype
+    #: The dtype to whose numbers large products of fp32 tensors round what they multiply, with sums and results in
+    #: fp32. None: products do not round.
+    products_name: str | None = None
     summary: str = ""  # what the report says
 
     @property
@@ -44,9 +44,14 @@ class PrecisionKind:
         return None if self.autocast_name is None else _dtype(self.autocast_name)
 
     @property
+    def products(self) -> torch.dtype | None:
+        """The dtype of `products_name`."""
+        return None if self.products_name is None else _dtype(self.products_name)
+
+    @property
     def autocast_by_hand(self) -> torch.dtype | None:
         """The dtype of autocast in code that is written by hand, or None."""
-        return _dtype("bfloat16") if self.rounds_products else self.autocast
+        return self.autocast if self.products_name is None else _dtype("bfloat16")
 
     @property
     def compute(self) -> torch.dtype:
@@ -68,10 +73,12 @@ PRECISIONS = {
         PrecisionKind("32-true"),
         PrecisionKind("64-true", parameters_name="float64", summary="parameters and inputs fp64, outputs fp32"),
         PrecisionKind("bf16-mixed", autocast_name="bfloat16", summary="bf16 autocast, outputs fp32"),
-        PrecisionKind("bf16-products", rounds_products=True, summary="fp32, with bf16 inside of large products"),
+        PrecisionKind("bf16-products", products_name="bfloat16", summary="fp32, with bf16 inside of large products"),
         PrecisionKind("bf16-true", parameters_name="bfloat16", summary="parameters and inputs bf16, outputs fp32"),
         PrecisionKind(
-            "16-mixed", autocast_name="float16", scaled=True, summary="fp16 autocast, outputs fp32, scaled gradients"
+            "16-mixed",
+            products_name="float16",
+            summary="fp32, with fp16's rounding inside of large products; as fast as precision=32 at best",
         ),
     )
 }

@@ -42,12 +42,6 @@ class Machine:
         return "avx512_bf16" in sets or {"amx_bf16", "amx_tile"} <= sets or "bf16" in sets
 
     @property
-    def has_fast_fp16(self) -> bool:
-        """Whether the CPU has fp16 instructions. Without them, products take up to a thousand times fp32's time."""
-        sets = self.instruction_sets
-        return "avx512_fp16" in sets or {"amx_fp16", "amx_tile"} <= sets or {"fphp", "asimdhp"} <= sets
-
-    @property
     def physical_cores(self) -> tuple[tuple[int, ...], ...]:
         """The allowed CPU ids, grouped by physical core.
 
@@ -78,7 +72,6 @@ class Machine:
             "quota": self.quota,
             "instruction_sets": sorted(self.instruction_sets),
             "has_fast_bf16": self.has_fast_bf16,
-            "has_fast_fp16": self.has_fast_fp16,
             "physical_cores": [list(core) for core in self.physical_cores],
             "num_threads": self.num_threads,
         }

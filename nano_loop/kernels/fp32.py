@@ -8,32 +8,14 @@ such as one of a run with ``exact=True``, has torch's kernels.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.replacement import Algorithms, Choose
+from nano_loop.kernels.replacement import Algorithms, Arguments, Choose
 
 TORCH, COMPILED = "torch", "compiled"
-
-
-class Arguments(NamedTuple):
-    """A call, which is the key of its measured times.
-
-    Attributes
-    ----------
-    operator : str
-        The name of the operator.
-    arguments : tuple
-        What the algorithms take.
-    is_differentiated : bool
-        Whether the time counts that a gradient of the first argument takes, too.
-    """
-
-    operator: str
-    arguments: tuple[Any, ...]
-    is_differentiated: bool = False
 
 
 def rule_of(kernel: CompiledKernel) -> str:

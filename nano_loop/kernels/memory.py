@@ -80,12 +80,14 @@ def attempt(compute: Callable[..., _Result | None], *args: Any, **kwargs: Any) -
         return None
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no subclass, has memory, and no derivative of a forward mode."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_cpu or tensor.layout is not torch.strided:
-        return False
-    dual: Any = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
-    return tensor.data_ptr() != 0 and dual.tangent is None
+def is_plain(tensor: Tensor, dtypes: tuple[torch.dtype, ...], layout: str = STRIDED) -> bool:
+    """Whether a tensor is no subclass, and has elements in memory, of one of these dtypes and in this order."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and Pointer(dtypes, layout).accepts(tensor)
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether a tensor has a derivative of forward mode."""
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def empty(

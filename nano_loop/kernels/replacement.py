@@ -18,6 +18,27 @@ Algorithms = Callable[[], Mapping[str, Callable[..., Any]]]
 Choose = Callable[[Any, Algorithms, str], str]
 
 
+class Arguments(NamedTuple):
+    """A call of an operator with several algorithms, which is the key of its measured times.
+
+    Attributes
+    ----------
+    operator : str
+        The name of the operator, or the kind of a product that may round, or another word for a gradient.
+    arguments : tuple
+        What the algorithms take.
+    numbers : tuple
+        What else the time depends on.
+    is_differentiated : bool
+        Whether the time counts that a gradient of the first argument takes, too.
+    """
+
+    operator: str
+    arguments: tuple[Any, ...]
+    numbers: tuple[Any, ...] = ()
+    is_differentiated: bool = False
+
+
 class Replacement(NamedTuple):
     """A replacement of one of torch's kernels.
 

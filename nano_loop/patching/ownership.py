@@ -155,11 +155,6 @@ def _place_of(number: int) -> int | None:
     return place if place >= 0 and number < _graphs.ends[place] else None
 
 
-def was_made_inside(number: int) -> bool:
-    """Whether the autograd node of this number was made inside a call into a set-up model of this thread."""
-    return _place_of(number) is not None
-
-
 def rule_of_node(operator: str, number: int) -> Rule | None:
     """Return the rule for an operator in the call of this thread that has made the node of this number, or None."""
     place = _place_of(number)

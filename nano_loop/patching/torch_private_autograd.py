@@ -60,21 +60,6 @@ def node_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
-def hook_first(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
-    """Register a hook on a leaf that runs before those that it has, and return what removes it. torch's appends."""
-    handle = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-    hooks: Any = leaf._backward_hooks
-    others = [(key, hooks.pop(key)) for key in [*hooks] if key != handle.id]
-    hooks.update(others)  # put in again: C++ does not see the order of `OrderedDict.move_to_end`
-
-    def remove() -> None:
-        handle.remove()
-        if not leaf._backward_hooks:
-            leaf._backward_hooks = None
-
-    return remove
-
-
 def queue_callback(function: Callable[[], None]) -> None:
     """Run `function` at the end of the current backward of this thread, before ``backward()`` returns.
 

@@ -39,6 +39,7 @@ from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 from nano_loop.patching.user_code import warn
+from nano_loop.policy.policy import line_searches_in_fp32
 from nano_loop.runtime.ambient_training import Training
 from nano_loop.runtime.changed_values import ChangedValues
 from nano_loop.runtime.left_alone import reason_to_leave
@@ -47,7 +48,6 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects, class_na
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import LOADER_STEPS
-from nano_loop.steps.bf16_products import line_searches_in_fp32
 
 _modes: list[Ambient] = process_wide("ambient modes", [])
 
@@ -97,7 +97,7 @@ class Ambient:
         for method in ("__init__", "__setstate__"):  # the second for state that is loaded, and for copies
             self._ending.enter_context(replaced(Optimizer, method, _noting))
         self._watching.enter_context(backwards_watched(_note_backward))
-        if self._run.options.kind.rounds_products:  # a model may be set up in the midst of a step
+        if self._run.options.kind.products is not None:  # a model may be set up in the midst of a step
             self._ending.enter_context(line_searches_in_fp32())
         self._stepped.take = self._take
 

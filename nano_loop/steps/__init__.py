@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from nano_loop.integrations.ipex import Ipex
 from nano_loop.steps.allocator import Allocator
-from nano_loop.steps.bf16_products import Bf16Products
 from nano_loop.steps.broadcast import Broadcast
 from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.compile import Compile
@@ -15,11 +14,11 @@ from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.kernels import KERNEL_STEPS
 from nano_loop.steps.learning_rate import LearningRate
 from nano_loop.steps.log_casts import LogCasts
-from nano_loop.steps.loss_scale import LossScaling
 from nano_loop.steps.num_threads import NumThreads
 from nano_loop.steps.op_lists import OperatorLists
 from nano_loop.steps.parameter_dtype import ParameterDtype
 from nano_loop.steps.precision import Precision
+from nano_loop.steps.products import Products
 from nano_loop.steps.rounding import Rounding
 from nano_loop.steps.sharding import Sharding
 from nano_loop.steps.step import Step, StepContext
@@ -40,8 +39,7 @@ STEPS: tuple[type[Step], ...] = (
     Rounding,  # before FusedOptimizer, which looks at the parameters that a step will update
     FusedOptimizer,  # after the layouts are final: its kernels need state and gradients with the parameters' strides
     Precision,  # after ChannelsLast, so that each input is converted once, in fp32
-    Bf16Products,  # in any place: it swaps kernels, not models
-    LossScaling,  # in any place: it surrounds backwards and steps, not models
+    Products,  # in any place: it swaps kernels, not models
     OperatorLists,  # in any place: it affects what is computed under autocast
     GradientAveraging,  # in any place: it hooks gradients, not models
     LearningRate,  # after FusedOptimizer: it restores the learning rate before that step's hooks run

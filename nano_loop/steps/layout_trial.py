@@ -16,7 +16,7 @@ from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import calls_only_forward
 from nano_loop.precision.verification.recorded_calls import RecordedCalls, loss_of
-from nano_loop.precision.verification.traces import RandomStates, run_backward, tensors_kept
+from nano_loop.precision.verification.traces import RandomStates, tensors_kept
 
 #: Seconds of steps in a layout that are enough, and how many steps there are at least and at most.
 _ENOUGH, _FEWEST, _MOST = 0.2, 3, 9
@@ -53,7 +53,7 @@ class LayoutTrial:
         self.model = weakref.ref(model)
         self.guess = options.reduced_precision
         self._reason = _reason_not_to_time(model, options)
-        self._kind, self._accelerated = options.kind, accelerated
+        self._accelerated = accelerated
         self._result = ""
         self.recorded = None if self._reason else RecordedCalls(model, options.kind.parameters is not None)
 
@@ -102,11 +102,12 @@ class LayoutTrial:
         with RandomStates().kept(), ExitStack() as stack:
             for layout, duplicate in copies.items():
                 stack.enter_context(self._accelerated(duplicate, channels_last=layout))
-                run_backward(loss_of(duplicate, calls), duplicate, self._kind)  # kernels are compiled, memory is taken
+                # Kernels are compiled, and memory is taken.
+                loss_of(duplicate, calls).backward()  # type: ignore[no-untyped-call]
             while len(times[True]) < _FEWEST or (len(times[True]) < _MOST and sum(times[True]) < _ENOUGH):
                 for layout, duplicate in copies.items():
                     began = time.perf_counter()
-                    run_backward(loss_of(duplicate, calls), duplicate, self._kind)
+                    loss_of(duplicate, calls).backward()  # type: ignore[no-untyped-call]
                     times[layout].append(time.perf_counter() - began)
         return {layout: min(seconds) for layout, seconds in times.items()}
 

@@ -1,4 +1,4 @@
-"""Runs the models under bf16 or fp16 autocast. Parameters, gradients and model outputs stay fp32."""
+"""Runs the models under bf16 autocast. Parameters, gradients and model outputs stay fp32."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Precision(Step):
     def apply(self, parts: TrainingObjects) -> str:
         dtype = self.options.kind.autocast
         assert dtype is not None
-        if not (self.machine.has_fast_fp16 if dtype is torch.float16 else self.machine.has_fast_bf16):
-            self._warn(dtype)
+        if not self.machine.has_fast_bf16:
+            self._warn()
         if not self._is_applied:
             self._is_applied = True
             for context in (
@@ -123,7 +123,7 @@ class Precision(Step):
             cause = "a function that was compiled before the run bypasses the steps"
             warnings.warn(error_message(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
 
-    def _warn(self, dtype: torch.dtype) -> None:
+    def _warn(self) -> None:
         got = f"{self.options.as_written['precision']} on {self.machine.name}"
         lack, hint = "this CPU has no bf16 instructions, so bf16 will be slower than fp32", 'Use precision="auto"'
         if "avx2" in self.machine.instruction_sets and "avx512bw" not in self.machine.instruction_sets:
@@ -131,9 +131,6 @@ class Precision(Step):
             lack = (
                 "this CPU has no bf16 instructions and no AVX-512, so products take up to 400 times as long as in fp32"
             )
-        if dtype is torch.float16:
-            lack = "this CPU has no fp16 instructions, so products take up to a thousand times as long as in fp32"
-            hint = 'Use precision="bf16"' if self.machine.has_fast_bf16 else "Use precision=32"
         warnings.warn(error_message(got, lack, hint), NanoWarning, stacklevel=2)
 
 

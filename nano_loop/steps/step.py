@@ -95,8 +95,6 @@ class Step(ABC):
     needs: ClassVar[Literal["models", "optimizers", "trained", "loaders"] | None] = "models"
     #: Whether the step changes the whole process, so that only the first ``setup`` of a run applies it.
     once: ClassVar[bool] = False
-    #: Whether "auto" enables the step in reduced precision only. An fp32 run then does not report it.
-    auto_is_for_reduced_precision: ClassVar[bool] = False
 
     def __init__(self, context: StepContext) -> None:
         self.options = context.options
@@ -114,8 +112,6 @@ class Step(ABC):
     def enabled(self) -> bool:
         """Whether the options enable the step. A disabled step is not in the report."""
         choice = getattr(self.options, self.name, None)
-        if choice == "auto" and self.auto_is_for_reduced_precision:
-            return self.options.reduced_precision
         return choice is not None and choice is not False
 
     @property

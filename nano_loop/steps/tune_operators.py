@@ -15,9 +15,9 @@ from nano_loop.autotune.operators import OPERATORS
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.cpu.waits import BUSY, Waits
 from nano_loop.kernels.rnn import rnn
-from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.ownership import Rule
+from nano_loop.policy.policy import RULE
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.num_threads import HALF
@@ -56,6 +56,11 @@ class TuneOperators(Step):
         return self.options.kind.compute_name == "float32"
 
     @property
+    def _rounds_to_bf16(self) -> bool:
+        """Whether products may round where that is faster. Rounding to fp16's numbers never is."""
+        return self.options.kind.products is torch.bfloat16
+
+    @property
     def _is_for_precision(self) -> bool:
         return self.options.reduced_precision or self._is_in_fp32
 
@@ -75,7 +80,7 @@ class TuneOperators(Step):
             return True
         has_choices = any(map(self._chooses, parts.models))
         self._has_choices = all(self.ranks.gather(has_choices)) if self.ranks.size > 1 else has_choices
-        return self._has_choices or self.required or self.options.kind.rounds_products
+        return self._has_choices or self.required or self._rounds_to_bf16
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -90,7 +95,8 @@ class TuneOperators(Step):
 
     def _chooses(self, model: nn.Module) -> bool:
         """Whether steps before this one have given a model in fp32 a rule that chooses."""
-        return not self.interceptors.rules_of(model).keys().isdisjoint({RULE, *_KERNEL_RULES})
+        chosen = {RULE, *_KERNEL_RULES} if self._rounds_to_bf16 else _KERNEL_RULES
+        return not self.interceptors.rules_of(model).keys().isdisjoint(chosen)
 
     def _own_reason(self) -> SkipReason | None:
         if not self._is_for_precision:

@@ -16,13 +16,16 @@ from nano_loop.autotune import decisions, fp32_operators
 from nano_loop.autotune import operators as module
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.tuner import Tuner
-from nano_loop.kernels import fp32, rounding
+from nano_loop.kernels import fp32
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution, gradient_plans
 from nano_loop.kernels.convolution.gradient_plans import Plan
 from nano_loop.kernels.linear import linear, product
+from nano_loop.kernels.replacement import Arguments
 from nano_loop.kernels.rnn import recurrent_layer, rnn
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.policy import policy
+from nano_loop.policy import products as rounding
 
 ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, LOSS, NORM, FP32_ATTENTION, FP32_PRODUCT = module.OPERATORS
 NHWC = torch.channels_last
@@ -45,7 +48,7 @@ def convolution_call(images=4, channels=8, outputs=8, groups=1, layout=NHWC):
 
 def product_call(rows=40, bias=False, transposed=False):
     a = normal(48, rows).t() if transposed else normal(rows, 48)
-    return linear.Arguments(a, normal(48, 56), torch.ones(56).bfloat16() if bias else None)
+    return Arguments("product", (a, normal(48, 56), torch.ones(56).bfloat16() if bias else None))
 
 
 def lstm_call(steps=20, batch=5, has_biases=True, is_trained=True, products="fp32"):
@@ -55,33 +58,35 @@ def lstm_call(steps=20, batch=5, has_biases=True, is_trained=True, products="fp3
     return rnn.Arguments(recurrent_layer.LSTM, normal(steps, batch, 6).float(), None, states, (*weights,), *numbers)
 
 
-def rounding_call(kind=rounding.PRODUCT, rows=40, last=56, numbers=(), bias=None):
-    return rounding.Arguments(kind, (normal(rows, 48).float(), normal(48, last).float(), bias), numbers)
+def rounding_call(kind=policy.PRODUCT, rows=40, last=56, numbers=(), bias=None):
+    return Arguments(kind, (normal(rows, 48).float(), normal(48, last).float(), bias), numbers)
 
 
 def loss_call(rows=40, reduction=1, smoothing=0.0):
     target = torch.arange(rows) % 48
-    return fp32.Arguments("cross_entropy", (normal(rows, 48).float(), target, None, reduction, -100, smoothing), True)
+    return Arguments(
+        "cross_entropy", (normal(rows, 48).float(), target, None, reduction, -100, smoothing), is_differentiated=True
+    )
 
 
 def norm_call(rows=40, width=48, is_affine=True):
     parameters = (normal(width).float(), normal(width).float()) if is_affine else (None, None)
-    return fp32.Arguments("layer_norm", (normal(rows, width).float(), [width], *parameters, 1e-5))
+    return Arguments("layer_norm", (normal(rows, width).float(), [width], *parameters, 1e-5))
 
 
 def fp32_product_call(rows=40, bias=False, transposed=False):
-    tensors = (None if tensor is None else tensor.float() for tensor in product_call(rows, bias, transposed))
-    return fp32.Arguments("product", (*tensors,))
+    tensors = (None if tensor is None else tensor.float() for tensor in product_call(rows, bias, transposed).arguments)
+    return Arguments("product", (*tensors,))
 
 
 def fp32_attention_call(batch=2, length=40, is_causal=False, mask=None):
     tensors = (normal(batch, 3, length, 16).float() + i for i in range(3))
-    return fp32.Arguments("attention", (*tensors, mask, is_causal))
+    return Arguments("attention", (*tensors, mask), (is_causal,))
 
 
-def by_flash_kernel(query, key, value, mask, is_causal):
+def by_flash_kernel(query, key, value, mask):
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(query, key, value, 0.0, is_causal, attn_mask=mask)
+    return flash(query, key, value, attn_mask=mask)
 
 
 def by_convolution_kernel(*arguments):
@@ -138,8 +143,8 @@ CASES = {
             {"rows": 64},
             {"rows": 65},
             {"last": 57},
-            {"kind": rounding.CONVOLUTION},
-            {"kind": rounding.CONVOLUTION, "numbers": ([1, 1], 2)},
+            {"kind": policy.CONVOLUTION},
+            {"kind": policy.CONVOLUTION, "numbers": ([1, 1], 2)},
             {"bias": torch.ones(56)},
         ],
         6,

@@ -13,8 +13,9 @@ from nano_loop.kernels import fp32
 from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norm_arguments, rms_norm
+from nano_loop.kernels.replacement import Arguments
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.steps.kernels import fast_linear, kernel_step
+from nano_loop.steps.kernels import kernel_step, models
 
 SEEDS, WORDS = 25, 1000
 IMAGES, ROWS = (8, 32, 12, 12), (64, 5, 48)
@@ -58,7 +59,7 @@ def every_size_is_large(monkeypatch):
     monkeypatch.setattr(cross_entropy, "MIN_LOGITS", 1)
     monkeypatch.setattr(rms_norm, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(fp32_product, "MIN_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(fast_linear, "_LARGE_IN_FP32", 1)
+    monkeypatch.setattr(models, "LARGE_IN_FP32", 1)
     monkeypatch.setattr(kernel_step, "by_guess", fp32.always)
 
 
@@ -95,7 +96,7 @@ def test_errors_over_seeds_are_at_most_torchs(called, name):
 @pytest.mark.parametrize("guess", [fp32.TORCH, fp32.COMPILED])
 def test_rule_decides(monkeypatch, guess):
     monkeypatch.setattr(fp32, "_guess", lambda: guess)
-    asks = functools.partial(fp32.is_compiled, call=fp32.Arguments("norm", ()), algorithms=dict)
+    asks = functools.partial(fp32.is_compiled, call=Arguments("norm", ()), algorithms=dict)
     assert asks(fp32.by_guess) == (guess == fp32.COMPILED)
     assert asks(fp32.always)
     assert not asks(None)

@@ -14,7 +14,7 @@ from nano_loop import accelerated
 from nano_loop.kernels import fp32
 from nano_loop.kernels.linear import fp32_product as module
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.steps.kernels import fast_linear, kernel_step
+from nano_loop.steps.kernels import kernel_step, models
 
 pytestmark = pytest.mark.skipif(module.KERNEL.unavailable is not None, reason=str(module.KERNEL.unavailable))
 in_runs = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
@@ -108,7 +108,7 @@ class Layers(nn.Module):
 def every_product(monkeypatch):
     """Let the function compute every product of a run that may be in C."""
     monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(fast_linear, "_LARGE_IN_FP32", 1)
+    monkeypatch.setattr(models, "LARGE_IN_FP32", 1)
     monkeypatch.setattr(kernel_step, "by_guess", fp32.always)
 
 

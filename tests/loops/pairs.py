@@ -16,15 +16,14 @@ from torch.utils.data import DataLoader
 
 import nano_loop
 from nano_loop.cpu import read_machine
-from nano_loop.kernels import rounding
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import gradient_plans
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.precision.autocast import loss_scale
+from nano_loop.policy import policy
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
-from nano_loop.steps import bf16_products
+from nano_loop.steps import products
 
 from .nested import differences, leaves, mapped
 from .records import laid_otherwise, record, record_strides, surroundings
@@ -52,13 +51,14 @@ class Config:
 
     @property
     def autocast(self):
-        return {"bf16": torch.bfloat16, 16: torch.float16}.get(self.options.get("precision"))
+        return torch.bfloat16 if self.bf16 else None
 
     @property
-    def rounds_products(self):
-        """Such a run is in fp32 on CPUs without bf16 instructions, and before torch 2.9."""
-        asked_for = self.options.get("precision") == "bf16-products"
-        return asked_for and gives_kernels() and read_machine().has_fast_bf16
+    def products(self):
+        """To what products round. Such a run is in fp32 on CPUs without bf16 instructions, and before torch 2.9."""
+        asked_for = {"bf16-products": torch.bfloat16, 16: torch.float16}.get(self.options.get("precision"))
+        is_possible = gives_kernels() and (asked_for is torch.float16 or read_machine().has_fast_bf16)
+        return asked_for if is_possible else None
 
     @property
     def dtype(self):
@@ -81,8 +81,7 @@ SHIPPED_NHWC = replace(SHIPPED, name="channels_last-as-shipped", options={"preci
 PRODUCTS = Config("bf16-products", {"precision": "bf16-products"}, within_spread=True)
 PRODUCTS_NHWC = replace(PRODUCTS, name="channels_last-products", options={**PRODUCTS.options, "channels_last": True})
 FP64 = Config("fp64", {"precision": 64, "fused_optimizer": False})
-# Without a scale, which a loop by hand would have to know of; tests/steps/test_loss_scale.py has loops that do.
-FP16 = Config("fp16", {"precision": 16, "fused_optimizer": False})
+FP16 = Config("fp16", {"precision": 16}, within_spread=True)
 NHWC = Config("channels_last", {"channels_last": True, "fused_optimizer": False}, tolerance=1e-6)
 NHWC_FUSED = replace(FUSED, name="channels_last-fused", options={"channels_last": True})
 NHWC_BF16 = Config("channels_last-bf16", {**BF16.options, "channels_last": True}, tolerance=1e-6, subclass=True)
@@ -139,13 +138,13 @@ def written_by_hand(config, caches_casts=True):
             autocast = contextlib.nullcontext()
             if config.autocast:
                 autocast = torch.autocast("cpu", config.autocast, cache_enabled=caches_casts)
-            with autocast, RoundedProducts() if config.rounds_products else contextlib.nullcontext():
+            with autocast, RoundedProducts(config.products) if config.products else contextlib.nullcontext():
                 out = call(*args, **kwargs)
             if config.dtype:
                 return mapped(out, from_fp64)
             return mapped(out, in_fp32) if config.autocast else out
 
-        is_plain = not (config.autocast or config.dtype or config.channels_last or config.rounds_products)
+        is_plain = not (config.autocast or config.dtype or config.channels_last or config.products)
         return call if is_plain else run
 
     return around
@@ -168,8 +167,7 @@ def from_fp64(tensor):
 
 
 WRAPPED_TWICE = "timm_lookahead"  # its inner optimizer has separate state, which fp64 by hand does not convert
-ROUNDED = (PRODUCTS, PRODUCTS_NHWC)
-SLOW = (FP16, *ROUNDED)
+ROUNDED = (PRODUCTS, PRODUCTS_NHWC, FP16)
 
 
 def pair(*builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=False):
@@ -182,13 +180,13 @@ def pair(*builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=F
     `without` has the configs for which `written_by_hand` does not write the same by hand. In fp64, calls of submodules
     in the loop, and of the model in a method that the loop calls, have fp32 outputs by hand, and the other way round.
     `RoundedProducts` does not see products in recomputed, composed and transformed code, nor those of second
-    derivatives. torch has no LSTM in fp16 to train by hand, and in bf16 not on every CPU. Where the model uses a weight
-    several times in a call, its gradients are added in fp32 without autocast's cache.
+    derivatives. torch has no LSTM in bf16 to train by hand on every CPU. Where the model uses a weight several times in
+    a call, its gradients are added in fp32 without autocast's cache.
     """
 
     def decorate(loop):
         cases = [
-            pytest.param(build, config, id=case_id(build, config), marks=[pytest.mark.slow] * (config in SLOW))
+            pytest.param(build, config, id=case_id(build, config), marks=[pytest.mark.slow] * (config in ROUNDED))
             for build in builds
             for config in configs
             if config not in without
@@ -274,7 +272,7 @@ def beyond_spread(build, loop, config, actual, expected):
             yield run_plain(moved(build, seed), loop, written_by_hand(config), config.channels_last)["seen"]
 
     found = beyond(spread(variants(VARIANTS), expected), actual, expected, config.spreads)
-    if found and config.rounds_products:  # by another order of operators, too, which four variants may not show
+    if found and config.products:  # by another order of operators, too, which four variants may not show
         return [*beyond(spread(variants(MORE_VARIANTS), expected), actual, expected, config.spreads).values()]
     if found and not read_machine().has_fast_bf16:
         many = [*variants(MORE_VARIANTS)]
@@ -426,7 +424,7 @@ def run_accelerated(build, loop, config):
 
     by_setup = config.subclass and can_be_set_up(arguments)
     launch = accelerated_by_setup if by_setup else accelerated_by_decorator
-    with every_size_worth_it(config), without_a_scale(), left_as_found():
+    with every_size_worth_it(config), left_as_found():
         try:
             result = launch(watched, dict(arguments), {"verbose": False, **config.options})
             assert not config.raises, "an exception of the loop was swallowed"
@@ -501,14 +499,6 @@ def computing_with(threads):
 
 
 @contextlib.contextmanager
-def without_a_scale():
-    """Let fp16 gradients be those of autocast by hand, which has no scale."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_scale, "FIRST", 1.0)
-        yield
-
-
-@contextlib.contextmanager
 def every_size_worth_it(config):
     """Let kernels of ours compute what is too small to pay, for the models of these loops are small."""
     with pytest.MonkeyPatch.context() as patch:
@@ -516,17 +506,17 @@ def every_size_worth_it(config):
             patch.setattr(attention, "MIN_SCORES", 1)
             patch.setattr(gradient_plans, "MIN_MULTIPLICATIONS", 1)
             patch.setattr(bernoulli, "MIN_ELEMENTS", 1)
-        if config.rounds_products:
+        if config.products:
             rounding_every_product(patch)
         yield
 
 
 def rounding_every_product(patch):
     """Let products of all sizes round their inputs."""
-    for kind in rounding.MIN_MULTIPLICATIONS:
-        patch.setitem(rounding.MIN_MULTIPLICATIONS, kind, 0)
+    for kind in policy.MIN_MULTIPLICATIONS:
+        patch.setitem(policy.MIN_MULTIPLICATIONS, kind, 0)
     patch.setattr(product, "FEWEST", 1)
-    patch.setattr(bf16_products, "SMALLEST_WEIGHT", 1)
+    patch.setattr(products, "SMALLEST_WEIGHT", 1)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""Products that round their inputs to bf16, as a person would write it around the calls into a model."""
+"""Products that round their inputs to bf16 or fp16, as a person would write it around the calls into a model."""
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -10,78 +12,95 @@ _ARGUMENTS = 9
 CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 
 
+def rounded(x, dtype):
+    """A tensor in a dtype's precision; fp16's numbers are those of a largest one between 1 and 2."""
+    if dtype is torch.bfloat16:
+        return x.bfloat16().to(x.dtype)
+    finite = x[x.isfinite()].abs()
+    largest = finite.max().item() if finite.numel() else 0.0
+    scale = 2.0 ** math.floor(math.log2(largest)) if largest else 1.0
+    return (x / scale).half().to(x.dtype) * scale
+
+
 class Rounded(torch.autograd.Function):
-    """A tensor in bf16's precision, whose gradient is passed on."""
+    """A tensor in a dtype's precision, whose gradient is passed on."""
 
     @staticmethod
-    def forward(ctx, x):
-        return x.bfloat16().to(x.dtype)
+    def forward(ctx, x, dtype):
+        return rounded(x, dtype)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient
+        return gradient, None
 
 
 class RoundedGradient(torch.autograd.Function):
-    """A tensor whose gradient is passed on in bf16's precision."""
+    """A tensor whose gradient is passed on in a dtype's precision."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, dtype):
+        ctx.dtype = dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient.bfloat16().to(gradient.dtype)
+        return rounded(gradient, ctx.dtype), None
 
 
 class RoundedProducts(TorchFunctionMode):
     """Rounds the inputs of products of fp32 tensors, and the gradients that their backwards multiply."""
 
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in MATRICES:
-            return RoundedGradient.apply(function(*map(_rounded, args), **kwargs))
+            return self._gradient(function(*map(self._rounded, args), **kwargs))
         if function in LINEAR or function in CONVOLUTIONS:
-            return _with_bias(function, *args, **kwargs)
-        if function is torch.lstm and len(args) == _ARGUMENTS:  # of sequences of one length
-            return _lstm(*args)
+            return self._with_bias(function, *args, **kwargs)
+        if function is torch.lstm and len(args) == _ARGUMENTS and self.dtype is torch.bfloat16:  # of one length
+            return self._lstm(*args)
         return function(*args, **kwargs)
 
+    def _with_bias(self, function, x, weight, bias=None, *args, **kwargs):
+        """Only images in NHWC are rounded to bf16, with the sums, and what is added is not."""
+        is_convolution, in_bf16 = function in CONVOLUTIONS, self.dtype is torch.bfloat16
+        is_nhwc = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        if is_convolution and in_bf16 and not is_nhwc:
+            return function(x, weight, bias, *args, **kwargs)
+        product = self._gradient(function(self._rounded(x), self._rounded(weight), None, *args, **kwargs))
+        if is_convolution and in_bf16:
+            product = self._rounded(product)
+        if bias is None:
+            return product
+        return product + (bias.view(-1, *[1] * (weight.dim() - 2)) if is_convolution else bias)
 
-def _with_bias(function, x, weight, bias=None, *args, **kwargs):
-    """Only images in NHWC are rounded, and what is added is not."""
-    is_convolution = function in CONVOLUTIONS
-    if is_convolution and (x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last)):
-        return function(x, weight, bias, *args, **kwargs)
-    product = RoundedGradient.apply(function(_rounded(x), _rounded(weight), None, *args, **kwargs))
-    if is_convolution:
-        product = Rounded.apply(product)
-    return product if bias is None else product + (bias.view(-1, 1, 1) if is_convolution else bias)
+    def _lstm(self, x, states, weights, has_biases, layers, dropout, training, bidirectional, batch_first):
+        """Return what an LSTM does, step by step: the inputs of its products are rounded, and the sums are not."""
+        assert has_biases
+        assert not bidirectional
+        out = (x.transpose(0, 1) if batch_first else x).unbind()
+        last = []
+        for layer in range(layers):
+            weight, recurrent, *biases = weights[4 * layer : 4 * layer + 4]
+            hidden, cell = (state[layer] for state in states)
+            hiddens = []
+            for value in out:
+                of_inputs = self._rounded(value) @ self._rounded(weight).t()
+                products = self._gradient(of_inputs + self._rounded(hidden) @ self._rounded(recurrent).t())
+                gates = (products + sum(biases)).chunk(4, -1)
+                i, f, o = (torch.sigmoid(gates[at]) for at in (0, 1, 3))
+                cell = f * cell + i * torch.tanh(gates[2])
+                hidden = o * torch.tanh(cell)
+                hiddens.append(hidden)
+            out = hiddens
+            last.append((hidden, cell))
+        return torch.stack(out, int(batch_first)), *map(torch.stack, zip(*last, strict=True))
 
+    def _rounded(self, x):
+        return Rounded.apply(x, self.dtype) if isinstance(x, torch.Tensor) and x.dtype is torch.float32 else x
 
-def _lstm(x, states, weights, has_biases, layers, dropout, training, bidirectional, batch_first):
-    """Return what an LSTM does, step by step: the inputs of its products are rounded, and the sums are not."""
-    assert has_biases
-    assert not bidirectional
-    out = (x.transpose(0, 1) if batch_first else x).unbind()
-    last = []
-    for layer in range(layers):
-        weight, recurrent, *biases = weights[4 * layer : 4 * layer + 4]
-        hidden, cell = (state[layer] for state in states)
-        hiddens = []
-        for value in out:
-            products = RoundedGradient.apply(
-                _rounded(value) @ _rounded(weight).t() + _rounded(hidden) @ _rounded(recurrent).t()
-            )
-            gates = (products + sum(biases)).chunk(4, -1)
-            i, f, o = (torch.sigmoid(gates[at]) for at in (0, 1, 3))
-            cell = f * cell + i * torch.tanh(gates[2])
-            hidden = o * torch.tanh(cell)
-            hiddens.append(hidden)
-        out = hiddens
-        last.append((hidden, cell))
-    return torch.stack(out, int(batch_first)), *map(torch.stack, zip(*last, strict=True))
-
-
-def _rounded(x):
-    return Rounded.apply(x) if isinstance(x, torch.Tensor) and x.dtype is torch.float32 else x
+    def _gradient(self, product):
+        return RoundedGradient.apply(product, self.dtype)

@@ -15,7 +15,7 @@ from nano_loop.kernels.embedding import lookup
 from nano_loop.kernels.linear import fp32_product, linear
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norm_arguments, rms_norm
-from nano_loop.steps.kernels import KERNEL_STEPS, fast_linear
+from nano_loop.steps.kernels import KERNEL_STEPS, models
 
 from .changes import ROWS, built, calls, changed_by, layers
 from .pairs import EXACT, FUSED, NHWC_FUSED, PRODUCTS, SHIPPED_NHWC, Config, check
@@ -25,9 +25,9 @@ MINIMUM_SIZES = (
     *((place, "MIN_ELEMENTS") for place in (activations, bernoulli, depthwise, gradient_plans, lookup)),
     *((place, "MIN_ELEMENTS") for place in (norm_arguments, rms_norm)),
     *((place, "MIN_MULTIPLICATIONS") for place in (fp32_attention, fp32_product, gradient_plans, linear)),
-    *((attention, "MIN_SCORES"), (cross_entropy, "MIN_LOGITS"), (fast_linear, "_LARGE_IN_FP32")),
+    *((attention, "MIN_SCORES"), (cross_entropy, "MIN_LOGITS"), (models, "LARGE_IN_FP32")),
 )
-IN_FP32 = [step for step in KERNEL_STEPS if step.takes_fp32]
+IN_FP32 = [step for step in KERNEL_STEPS if step.row.in_fp32 is not None]
 #: Each step for a kernel alone.
 ALONE = [Config(step.name, VALUES | {step.name: True}, tolerance=FUSED.tolerance, subclass=True) for step in IN_FP32]
 TOGETHER = (EXACT, PRODUCTS, NHWC_FUSED)
@@ -98,7 +98,7 @@ def test_acceleration_that_goes_on_as_before_is_found(name):
 
 
 def test_program_meets_all_that_is_on_by_default():
-    functions = {step.name: step.kernel if step.fp32_kernel is None else step.fp32_kernel for step in IN_FP32}
+    functions = {step.name: step.row.in_fp32.kernel for step in IN_FP32}
     before = {name: kernel.calls for name, kernel in functions.items()}
     train = nano(verbose=False)(changed_by(nothing))
     seen = train(**arguments_of(built))

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -9,16 +10,28 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as states
 
-from nano_loop import nano
 from nano_loop.patching.objects import checkpoint_entries
+from nano_loop.patching.objects.checkpoint_entries import RAMP, flattened_states_complete, pop_entry, with_entries
 from nano_loop.patching.torch_private import FLATTENED_STATES
 
 FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True)
-ENTRIES = {"loss_scale": 512.0, "loss_scale_good": 7}
+ENTRIES = {RAMP: 7}
 
 
-def of_run(function, *args):
-    return nano(precision=16, verbose=False)(function)(*args)
+def of_run(function, model, optimizers, *args):
+    """Call a function as a run does that has an entry in the states of optimizers."""
+    steps = dict.fromkeys(optimizers, 0)
+
+    def load(optimizer):
+        steps[optimizer] = pop_entry(optimizer, RAMP) or 0
+
+    with ExitStack() as undoing:
+        undoing.enter_context(flattened_states_complete())
+        for optimizer in optimizers:
+            saving = optimizer.register_state_dict_post_hook(lambda one, state: with_entries(state, {RAMP: steps[one]}))
+            undoing.callback(saving.remove)
+            undoing.callback(optimizer.register_load_state_dict_post_hook(load).remove)
+        return function(model, optimizers, *args)
 
 
 @pytest.fixture
@@ -51,7 +64,7 @@ def entries(optimizers):
 
 
 def saved(model, optimizers):
-    """Return the flattened state of optimizers whose scale is known."""
+    """Return the flattened state of optimizers whose entry is known."""
     trained(model, optimizers)
     for optimizer in optimizers:
         state = optimizer.state_dict()

@@ -126,7 +126,8 @@ def test_calls_long_ago_are_forgotten_and_those_since_are_not(interceptors, monk
 
 def test_the_first_node_behind_a_call_is_not_of_the_call():
     try:
-        ownership.note_graph(1000, 1003)
-        assert [ownership.was_made_inside(number) for number in (999, 1000, 1002, 1003)] == [False, True, True, False]
+        ownership.note_graph(1000, 1003, {"a": "rule"})
+        rules = [ownership.rule_of_node("a", number) for number in (999, 1000, 1002, 1003)]
+        assert rules == [None, "rule", "rule", None]
     finally:
         ownership.forget_graphs()

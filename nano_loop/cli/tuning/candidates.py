@@ -38,8 +38,6 @@ def candidates(settings: Settings, fixed: Collection[str], answer: Mapping[str, 
     layouts = [False, True] if answer["has_convolutions"] else [options.channels_last]
     precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16]
     combined = [{"precision": precision, "channels_last": layout} for precision in precisions for layout in layouts]
-    if machine.has_fast_fp16:
-        combined.append({"precision": "16-mixed", "channels_last": layouts[-1]})
     # What is faster on most machines: products that are too small for bf16 to pay stay in fp32.
     base = {"precision": "bf16-products" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
     more = [{}, *_processes(settings), *_steps(options), *_ipex(options)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nano_loop.kernels.attention import blocked_attention, torch_attention
-from nano_loop.kernels.memory import attempt
+from nano_loop.kernels.memory import attempt, is_plain
 from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.patching.torch_private import in_functorch
@@ -91,7 +91,7 @@ def attention(
     call = Arguments(query, key, value, mask, dropout_p, is_causal, blocked_attention.scale_of(query, scale))
     # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
-        supported = ours and not _is_traced(query, key, value)
+        supported = ours and not torch.compiler.is_compiling()
         if supported and _supports(query, key, value, mask, is_causal, enable_gqa):
             computed = attempt(ALGORITHMS[_algorithm(call)], *call)
             if computed is not None:
@@ -127,10 +127,6 @@ def _algorithm(call: Arguments) -> str:
     return BLOCKS if rule is None else rule(call, lambda: ALGORITHMS, BLOCKS)
 
 
-def _is_traced(*tensors: Tensor) -> bool:
-    return torch.compiler.is_compiling() or any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
-
-
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast like autocast, which does not change bool and float64 masks."""
     return tensor.to(dtype) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
@@ -144,10 +140,7 @@ def _supports(
     # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
     if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return False
-    if any(
-        tensor.dtype is not torch.bfloat16 or tensor.dim() < 3 or tensor.layout is not torch.strided
-        for tensor in tensors
-    ):
+    if not all(tensor.dim() >= 3 and is_plain(tensor, (torch.bfloat16,)) for tensor in tensors):
         return False
     if mask is not None and (is_causal or mask.requires_grad or mask.dtype not in (torch.bool, torch.bfloat16)):
         return False

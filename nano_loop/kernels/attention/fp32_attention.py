@@ -6,17 +6,14 @@ torch's kernel computes its products by MKL, which uses AVX-512 on CPUs of Intel
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_loop.kernels.attention import blocked_attention
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
-from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
-from nano_loop.kernels.memory import BYTES, FP32, STRIDED, attempt, empty
-from nano_loop.patching.ownership import rule_for
+from nano_loop.kernels.fp32 import rule_of
+from nano_loop.kernels.memory import BYTES, FP32, STRIDED, empty
 
 _STRIDED = FP32._replace(layout=STRIDED)
 KERNEL = CompiledKernel(
@@ -94,77 +91,10 @@ def backward(
     return tuple(gradients)
 
 
-def forward_if_faster(
-    kernel: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor] | None:
-    """Compute what `forward` does for a model with `RULE`, or return None where torch's kernel has to compute."""
-    if query.dtype is not torch.float32 or rule_for(RULE) is None or not _supports(query, key, value, mask):
-        return None
-    number = blocked_attention.scale_of(query, scale)
-
-    def by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
-        return kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
-
-    def in_c(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        return forward(query, key, value, mask, is_causal, number)
-
-    result: tuple[Tensor, Tensor] | None = _computed("attention", (query, key, value, mask), is_causal, by_torch, in_c)
-    return result
-
-
-def backward_if_faster(
-    kernel: Callable[..., Any],
-    of_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, ...] | None:
-    """Compute what `backward` does for a model with `RULE`, or return None where torch's kernel has to compute."""
-    if query.dtype is not torch.float32 or rule_for(RULE) is None or not _supports(query, key, value, mask):
-        return None
-    number = blocked_attention.scale_of(query, scale)
-
-    def by_torch(of_out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
-        return kernel(of_out, query, key, value, out, log_sums, 0.0, is_causal, attn_mask=mask, scale=scale)
-
-    def in_c(of_out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-        return backward(of_out, query, key, value, mask, is_causal, number)
-
-    tensors = (of_out, query, key, value, mask)
-    gradients: tuple[Tensor, ...] | None = _computed("attention_backward", tensors, is_causal, by_torch, in_c)
-    return gradients
-
-
-def _computed(
-    name: str,
-    tensors: tuple[Tensor | None, ...],
-    is_causal: bool,
-    by_torch: Callable[..., Any],
-    in_c: Callable[..., Any],
-) -> Any:
-    call, algorithms = Arguments(name, (*tensors, is_causal)), {TORCH: by_torch, COMPILED: in_c}
-    race = {algorithm: _of_tensors(compute) for algorithm, compute in algorithms.items()}
-    return attempt(in_c, *tensors) if is_compiled(rule_for(RULE), call, lambda: race, TORCH) else None
-
-
-def _of_tensors(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an algorithm that takes what is known of a call besides its tensors."""
-    return lambda *arguments: compute(*arguments[:-1])
-
-
-def _supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether the functions compute attention of these tensors, and may be faster than torch's kernel."""
+    if query.dtype is not torch.float32:
+        return False
     if any(tensor.dim() != _DIMENSIONS or tensor.stride(-1) != 1 for tensor in (query, key, value)):
         return False
     if key.shape != value.shape or (*query.shape[:2], query.size(3)) != (*key.shape[:2], key.size(3)):

@@ -11,7 +11,7 @@ docs/measurements.md has the times.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,13 @@ from nano_loop.kernels.convolution.gradient_plans import (
     plans,
 )
 from nano_loop.kernels.convolution.rounded_convolution import may_be_rounded
-from nano_loop.kernels.memory import attempt
+from nano_loop.kernels.fp16 import in_fp16
+from nano_loop.kernels.memory import attempt, is_plain
+from nano_loop.kernels.replacement import Arguments as Product
 from nano_loop.kernels.replacement import Choose, Replacement
-from nano_loop.kernels.rounding import CONVOLUTION, rounds
-from nano_loop.kernels.rounding import Arguments as Product
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.policy.policy import CONVOLUTION
+from nano_loop.policy.products import rounds
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -57,6 +59,9 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gra
     def dispatched(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
         call = Arguments(*args)
         multiplications = pixels_of(call) * call.weight.numel()
+        factors = in_fp16(CONVOLUTION, multiplications, *call[:3])
+        if factors is not None:
+            return _of_rounded(functools.partial(original, keys), call, factors)
         if may_be_rounded(call.inputs, call.weight, multiplications, call.groups):
 
             def in_fp32(*tensors: Tensor) -> _Gradients:
@@ -105,7 +110,7 @@ def faster_backward(
     def backward(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
         call = Arguments(*args)
         in_fp32 = not rounds_inputs and call.weight.dtype is torch.float32 and is_depthwise(call)
-        if not _is_plain(torch.float32 if rounds_inputs or in_fp32 else torch.bfloat16, *call[:3]):
+        if not _are_plain(torch.float32 if rounds_inputs or in_fp32 else torch.bfloat16, *call[:3]):
             return kernel(keys, *args)
 
         def by_plan(plan: Plan, *arguments: Any) -> _Gradients:
@@ -121,6 +126,17 @@ def faster_backward(
         return kernel(keys, *args) if computed is None else computed
 
     return backward
+
+
+def _of_rounded(kernel: Callable[..., _Gradients], call: Arguments, factors: Sequence[Tensor]) -> _Gradients:
+    """Return the gradients by torch's kernel, of factors that were rounded. The bias's is no product."""
+    *needs, needs_bias = call.output_mask
+    *gradients, _ = kernel(*factors, *call.geometry, [*needs, False]) if any(needs) else (None, None, None)
+    return gradients[0], gradients[1], _sum_of_pixels(call.gradient) if needs_bias else None
+
+
+def _sum_of_pixels(gradient: Tensor) -> Tensor:
+    return gradient.sum([0, *range(2, gradient.dim())])
 
 
 def _by_plan(
@@ -145,7 +161,7 @@ def _by_plan(
         ours[1] = weight_gradient.weight_gradient(*for_blocks(call), in_nchw=call.weight.is_contiguous())
     # oneDNN computes the weight's gradient again where the bias's is asked for.
     if needs_bias and (rounds_inputs or plan.weight != "torch" or call.transposed):
-        ours[2] = exact.sum([0, *range(2, exact.dim())])
+        ours[2] = _sum_of_pixels(exact)
     if any(fp32):
         computed = _partly_in_fp32(kernel, keys, call._replace(gradient=exact), fp32)
         ours = [own if other is None else other for own, other in zip(ours, computed, strict=True)]
@@ -175,9 +191,9 @@ def _shaped_like(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(inputs, dtype=dtype)
 
 
-def _is_plain(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether all tensors are no subclasses and of this dtype, and products in bf16 would not have another one."""
-    if any(tensor.dtype is not dtype or type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
+def _are_plain(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether all tensors are plain ones of this dtype, and products in bf16 would not have another one."""
+    if not all(is_plain(tensor, (dtype,)) for tensor in tensors):
         return False
     # Inside a user's autocast to another dtype, the products would have that dtype.
     return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16

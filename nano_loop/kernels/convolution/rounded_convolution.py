@@ -1,7 +1,7 @@
 """Convolutions of fp32 images whose products round their inputs: by AMX, or casts around torch's kernels for bf16.
 
-oneDNN rounds the sums to bf16, too. Biases and their gradients are added up in fp32. Only images in NHWC are rounded:
-in NCHW, oneDNN is slower in bf16 than in fp32.
+oneDNN rounds the sums to bf16, too. Biases and their gradients are added up in fp32. Only images in NHWC are rounded to
+bf16: in NCHW, oneDNN is slower in bf16 than in fp32. To fp16's numbers, all are, and torch's kernel for fp32 computes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from nano_loop.kernels.convolution import blocked_convolution
 from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, Geometry
-from nano_loop.kernels.memory import attempt
-from nano_loop.kernels.replacement import Replacement
-from nano_loop.kernels.rounding import CONVOLUTION, may_round, rounds
-from nano_loop.kernels.rounding import Arguments as Product
+from nano_loop.kernels.fp16 import in_fp16
+from nano_loop.kernels.memory import attempt, is_plain
+from nano_loop.kernels.replacement import Arguments, Replacement
+from nano_loop.policy.policy import CONVOLUTION
+from nano_loop.policy.products import dtype_of, rounds
 
 #: Layouts with the channels of a pixel side by side, by the number of dimensions.
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -49,7 +50,10 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., Tens
             return out if bias is None else out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
 
         multiplications = inputs.size(0) * math.prod(_places(inputs, weight, geometry)) * weight.numel()
-        call = Product(CONVOLUTION, (inputs, weight, bias), geometry)
+        factors = in_fp16(CONVOLUTION, multiplications, inputs, weight)
+        if factors is not None:
+            return in_fp32(factors[0], factors[1], bias)
+        call = Arguments(CONVOLUTION, (inputs, weight, bias), geometry)
         is_rounded = may_be_rounded(inputs, weight, multiplications, geometry[-1]) and rounds(
             CONVOLUTION, multiplications, call, in_fp32, rounded
         )
@@ -62,13 +66,10 @@ REPLACEMENTS = (Replacement("convolution", for_set_up_models),)
 
 
 def may_be_rounded(inputs: Tensor, weight: Tensor, multiplications: int, groups: int) -> bool:
-    """Whether a convolution, or its gradients, may round these."""
-    if groups != 1 or not may_round(CONVOLUTION, multiplications):
+    """Whether a convolution, or its gradients, may round these to bf16."""
+    if groups != 1 or dtype_of(CONVOLUTION, multiplications) is not torch.bfloat16:
         return False
-    if any(
-        type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype is not torch.float32 or tensor.is_mkldnn
-        for tensor in (inputs, weight)
-    ):
+    if not all(is_plain(tensor, (torch.float32,)) for tensor in (inputs, weight)):
         return False
     layout = _LAYOUTS.get(inputs.dim())
     return layout is not None and not inputs.is_contiguous() and inputs.is_contiguous(memory_format=layout)

@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
+from nano_loop.kernels.fp32 import COMPILED, TORCH, is_compiled, rule_of
 from nano_loop.kernels.memory import FP32, STRIDED, empty
+from nano_loop.kernels.replacement import Arguments
 from nano_loop.patching.ownership import rule_for
 
 _STRIDED = FP32._replace(layout=STRIDED)

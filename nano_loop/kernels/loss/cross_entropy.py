@@ -17,9 +17,9 @@ from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.double_backward import gradients_of
-from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
+from nano_loop.kernels.fp32 import COMPILED, TORCH, is_compiled, rule_of
 from nano_loop.kernels.memory import BF16, FP32, INT64, attempt, empty
-from nano_loop.kernels.replacement import Choose, Replacement
+from nano_loop.kernels.replacement import Arguments, Choose, Replacement
 from nano_loop.patching.operators.upcasts import Upcast, upcast_of
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for, rule_of_node
 from nano_loop.patching.torch_private import below_autocast, in_dispatch_mode, in_functorch

@@ -10,10 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nano_loop.kernels.memory import is_plain
+
 #: Minimum number of neighbours in memory: of channels in NHWC, of pixels in NCHW, of elements of a row.
 _FEW = 16
 #: Minimum number of pixels of an image in NCHW for a forward, by dtype: with fewer, torch's kernel was faster.
 _FEW_PIXELS = {torch.bfloat16: 128, torch.float32: 48}
+_DTYPES = tuple(_FEW_PIXELS)
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain, with several threads and in any layout.
 MIN_ELEMENTS = 1 << 18
 #: The memory formats with channels side by side, by number of dimensions.
@@ -52,7 +55,7 @@ class Layout(NamedTuple):
 
 def layout_of(x: Tensor) -> Layout | None:
     """Return how a tensor lies in memory, or None where torch has to compute."""
-    if not _is_plain(x) or x.dim() < 2:
+    if not is_plain(x, _DTYPES) or x.dim() < 2:
         return None
     if x.is_contiguous():
         form = torch.contiguous_format
@@ -73,17 +76,13 @@ def shape_of(x: Tensor, layout: Layout, together: bool = False) -> _Shape:
 
 def supports_rows(x: Tensor, shape: Sequence[int]) -> bool:
     """Whether the last dimensions of a tensor have this shape, and are rows that the functions take."""
-    return _is_plain(x) and tuple(x.shape[x.dim() - len(shape) :]) == tuple(shape) and math.prod(shape) >= _FEW
+    return is_plain(x, _DTYPES) and tuple(x.shape[x.dim() - len(shape) :]) == tuple(shape) and math.prod(shape) >= _FEW
 
 
 def rows_of(x: Tensor, shape: Sequence[int]) -> tuple[int, int, bool]:
     """Return the number of rows of this shape, how long each is, and whether they are in bf16."""
     width = math.prod(shape)
     return x.numel() // width, width, x.dtype is torch.bfloat16
-
-
-def _is_plain(x: Tensor) -> bool:
-    return x.dtype in _FEW_PIXELS and x.layout is torch.strided
 
 
 def are_fp32(count: int, *parameters: Tensor | None) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
+from nano_loop.kernels.fp32 import COMPILED, TORCH, is_compiled, rule_of
 from nano_loop.kernels.memory import DENSE, FLOATS, FP32, empty
 from nano_loop.kernels.norm import norm_arguments
 from nano_loop.kernels.norm.norm_arguments import (
@@ -31,7 +31,7 @@ from nano_loop.kernels.norm.norm_arguments import (
     shape_of,
     supports_rows,
 )
-from nano_loop.kernels.replacement import Replacement, unless_none
+from nano_loop.kernels.replacement import Arguments, Replacement, unless_none
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 

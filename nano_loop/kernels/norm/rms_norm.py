@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.double_backward import gradients_of
-from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled
-from nano_loop.kernels.memory import empty, is_plain
-from nano_loop.kernels.norm.norm_arguments import are_fp32, rows_of, supports_rows
+from nano_loop.kernels.fp32 import COMPILED, TORCH, is_compiled
+from nano_loop.kernels.memory import empty, has_tangent, is_plain
+from nano_loop.kernels.norm.norm_arguments import rows_of, supports_rows
 from nano_loop.kernels.norm.norms import KERNEL, RULE
-from nano_loop.kernels.replacement import Replacement, unless_none
+from nano_loop.kernels.replacement import Arguments, Replacement, unless_none
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 
@@ -50,11 +50,12 @@ def _computed(
 
 
 def _supports(x: Tensor, shape: Sequence[int], weight: Tensor | None) -> bool:
-    if in_functorch() or in_dispatch_mode() or not all(is_plain(one) for one in (x, weight) if one is not None):
+    tensors = [tensor for tensor in (x, weight) if tensor is not None]
+    if in_functorch() or in_dispatch_mode() or any(map(has_tangent, tensors)) or not supports_rows(x, shape):
         return False
-    if not supports_rows(x, shape) or not x.is_contiguous():
+    if not all(is_plain(tensor, (torch.float32,)) for tensor in tensors) or not x.is_contiguous():
         return False
-    return weight is None or (weight.shape == torch.Size(shape) and are_fp32(weight.numel(), weight))
+    return weight is None or weight.shape == torch.Size(shape)
 
 
 REPLACEMENTS = (Replacement("rms_norm", unless_none(_computed), "AutogradCPU"),)

@@ -18,9 +18,9 @@ from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.linear import fp32_product, product
 from nano_loop.kernels.memory import BYTES, FLOATS, FP32, INT64, empty
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, Arguments, Recurrence, by_operators
-from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.torch_private import below_autocast
+from nano_loop.policy.policy import RULE
 
 KERNEL = CompiledKernel(
     "recurrence",

@@ -13,16 +13,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_loop.kernels import denormals, rounding
+from nano_loop.kernels import denormals
 from nano_loop.kernels.fp32 import COMPILED, TORCH, rule_of
 from nano_loop.kernels.linear import product
-from nano_loop.kernels.memory import is_plain
+from nano_loop.kernels.memory import has_tangent, is_plain
 from nano_loop.kernels.replacement import Choose, Replacement, unless_none
 from nano_loop.kernels.rnn import recurrence, recurrent_layer
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Recurrence
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_mode, in_functorch
+from nano_loop.policy import policy, products
 
 #: The name of the rule of a model whose recurrent layers are computed in C. It chooses the algorithm of oneDNN's LSTMs.
 ALGORITHM = rule_of(recurrence.KERNEL)
@@ -38,7 +39,7 @@ _FEWEST_STEPS = {RELU: (16, 24), TANH: (16, 24), LSTM: (8, 16), GRU: (8, 16)}
 _FEWEST_BESIDE_ONEDNN = 4
 #: Most multiplications of a step of one sequence without a backward: to pack more weights for it takes too long.
 _MOST_OF_ONE = 1 << 16
-_DTYPES = {torch.float32, torch.bfloat16}
+_DTYPES = torch.float32, torch.bfloat16
 #: Operators of which torch composes a step under autocast, and which a user may want in another dtype.
 _COMPOSED = ("linear", "sigmoid", "sigmoid_", "tanh", "tanh_", "relu")
 _MATRIX, _SEQUENCES = 2, 3
@@ -150,7 +151,7 @@ def _computed(
         if rule(call, lambda: algorithms, guess) != COMPILED:
             return None
         if call.products == "rounded":
-            rounding.note(rounding.LSTM, call.multiplications)
+            products.note(policy.LSTM, call.multiplications)
     with below_torch_functions():
         return _by_layers(call, layer)
 
@@ -214,11 +215,13 @@ def _of_some_steps(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
 def _layer(call: Arguments) -> Recurrence | None:
     """Return what all layers of a call have in common, or None where torch computes it."""
     tensors = (call.inputs, *call.states, *call.weights)
-    if in_functorch() or in_dispatch_mode() or not all(map(is_plain, tensors)):
+    if in_functorch() or in_dispatch_mode() or any(map(has_tangent, tensors)):
+        return None
+    if not all(is_plain(tensor, _DTYPES) for tensor in tensors):
         return None
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     dtypes = {tensor.dtype for tensor in tensors}
-    if not dtypes <= _DTYPES or autocast not in (None, torch.bfloat16) or (autocast is None and len(dtypes) > 1):
+    if autocast not in (None, torch.bfloat16) or (autocast is None and len(dtypes) > 1):
         return None
     in_bf16 = autocast is not None or dtypes == {torch.bfloat16}
     if in_bf16 and any(rule_for(operator) is not None for operator in _COMPOSED):
@@ -288,12 +291,10 @@ def _beside_onednn(call: Arguments, layer: Recurrence) -> tuple[Arguments, Recur
     multiplications, is_first_guess = call.multiplications, product.KERNEL.is_first_guess
     if layer.in_bf16:
         call, is_faster = call._replace(products="bf16"), is_first_guess and multiplications >= MIN_MULTIPLICATIONS
-    elif rule_for(rounding.RULE) is not None:
-        if not rounding.may_round(rounding.LSTM, multiplications):
-            return None
+    elif products.dtype_of(policy.LSTM, multiplications) is torch.bfloat16:
         call, layer = call._replace(products="rounded"), layer._replace(in_bf16=True)
         rounds_fast = is_first_guess or product.KERNEL.uses_amx  # oneDNN's LSTM in fp32 is slower
-        is_faster = rounds_fast and rounding.is_large(rounding.LSTM, multiplications)
+        is_faster = rounds_fast and policy.is_large(policy.LSTM, multiplications)
     else:
         is_faster = is_faster_than_onednn(call)
     if layer.in_bf16 and not layer.rounds:

@@ -25,8 +25,6 @@ class _NestedBackwards(threading.local):
     """What the outermost backward of this thread is to do at its end, while an inner one runs; None outside of that."""
 
     waiting: list[Callable[[], None]] | None = None
-    #: Runs each `torch.autograd.backward` of this thread, which it takes with its arguments.
-    runner: Callable[..., None] | None = None
 
 
 _backwards = _NestedBackwards()
@@ -52,22 +50,6 @@ def nested_backwards_noticed() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def backwards_run_by(runner: Callable[..., None]) -> Iterator[None]:
-    """Let `runner` run each `torch.autograd.backward` of this thread, within `nested_backwards_noticed`.
-
-    Parameters
-    ----------
-    runner : callable
-        Takes the function that runs a backward, and its arguments.
-    """
-    before, _backwards.runner = _backwards.runner, runner
-    try:
-        yield
-    finally:
-        _backwards.runner = before
-
-
-@contextmanager
 def backwards_watched(watcher: Callable[[], None]) -> Iterator[None]:
     """Call `watcher`, or that of a context inside this one, after each outermost `torch.autograd.backward`."""
     with nested_backwards_noticed():
@@ -81,10 +63,7 @@ def backwards_watched(watcher: Callable[[], None]) -> Iterator[None]:
 def _noticing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
-        if _backwards.runner is not None:
-            _backwards.runner(noticed, *args, **kwargs)
-        else:
-            noticed(*args, **kwargs)
+        noticed(*args, **kwargs)
         if _watchers and not in_backward():
             for watcher in _watchers[-1:]:  # none, if another thread has taken it away meanwhile
                 watcher()

@@ -21,8 +21,6 @@ from nano_loop.patching.when_imported import WhenImported
 
 #: The number of steps that the ramp of the learning rate has taken.
 RAMP = "auto_lr_step"
-#: The loss scale, and the backwards since it was changed.
-SCALE = ("loss_scale", "loss_scale_good")
 
 _MODULE, _UNFLATTEN = FLATTENED_STATES
 
@@ -64,9 +62,8 @@ def _completed(unflatten: Callable[..., Any]) -> Callable[..., Any]:
     def unflatten_with_entries(optimizer: Optimizer, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         state = unflatten(optimizer, state_dict, *args, **kwargs)
         for group in state["param_groups"]:
-            for key in (RAMP, *SCALE):
-                values = [state_dict.get(f"param_groups.{name}.{key}") for name in group["params"]]
-                group.update((key, value) for value in values if value is not None)
+            values = [state_dict.get(f"param_groups.{name}.{RAMP}") for name in group["params"]]
+            group.update((RAMP, value) for value in values if value is not None)
         return state
 
     return unflatten_with_entries

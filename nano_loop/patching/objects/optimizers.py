@@ -44,28 +44,6 @@ def with_closure(
     return (args[0], closure, *args[2:]), kwargs
 
 
-def once_gradients_exist(check: Callable[[Optimizer], None]) -> Callable[[Optimizer, Any, Any], Any]:
-    """Return a hook before ``optimizer.step()`` that calls `check` when the gradients of the step exist.
-
-    That is at once, or with a closure after each call of it, since the closure computes the gradients.
-    """
-
-    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = closure_of(args, kwargs) if len(args) > 1 or kwargs else None
-        if closure is None:
-            check(optimizer)
-            return None
-
-        def checked() -> Any:
-            loss = closure()
-            check(optimizer)
-            return loss
-
-        return with_closure(args, kwargs, checked)
-
-    return before_step
-
-
 def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,1 +1,1 @@
-"""Autocast and its surroundings: op lists, loss scales, conversions and rounding."""
+"""Autocast and its surroundings: op lists, conversions and rounding."""

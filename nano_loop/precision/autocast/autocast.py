@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.ownership import without_rule
 from nano_loop.patching.walk import find
+from nano_loop.policy.policy import RULE
 
 #: The dtypes that autocast casts to.
 LOW_DTYPES = (torch.bfloat16, torch.float16)

@@ -41,13 +41,7 @@ def explain(error: BaseException, expected: str = _UNDER_AUTOCAST, advice: str =
         return
     if not hasattr(error, "add_note"):
         raise NanoError(f"{error}\n{text}") from error
-    note(error, text)
-
-
-def note(error: BaseException, text: str) -> None:
-    """Add a text to an error, in a Python that has notes."""
-    if hasattr(error, "add_note"):
-        error.add_note(text)
+    error.add_note(text)
 
 
 def is_about_dtypes(error: BaseException) -> bool:

@@ -1,7 +1,7 @@
 """Recurrent layers under autocast: their weights are cast once a call, and LSTMs run where torch can train them.
 
-Autocast hands LSTMs to oneDNN, whatever the CPU. oneDNN has no bf16 LSTM for CPUs without AVX-512, and no fp16 LSTM
-that can be trained. Where it has none, torch raises "could not create a primitive descriptor".
+Autocast hands LSTMs to oneDNN, whatever the CPU. oneDNN has no bf16 LSTM for CPUs without AVX-512: torch raises "could
+not create a primitive descriptor".
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from nano_loop.precision.autocast.autocast import weights_cast_once
 @cache
 def can_train_lstms(dtype: torch.dtype) -> bool:
     """Return whether torch can train LSTMs on this CPU under autocast in a dtype."""
-    if dtype is torch.float16:
-        return False
     # The user may have set another default dtype or device.
     shapes = (1, 1, 1), (4, 1), (4,)
     state, weight, bias = (torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in shapes)

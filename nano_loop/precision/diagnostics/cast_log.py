@@ -150,11 +150,11 @@ class CastRecorder:
         row.again += self._is_again(source, target.dtype)
         row.cast_bytes += source.numel() * source.itemsize + target.numel() * target.itemsize
 
-    def record_product(self, kind: str, packed: int) -> None:
-        """Note a product that rounds its inputs, and packs so many numbers of fp32 in bf16 by itself."""
-        row = self._row(_NAMES[torch.float32], f"{_NAMES[torch.bfloat16]}{_IN}{kind}")
+    def record_product(self, dtype: torch.dtype, kind: str, packed: int) -> None:
+        """Note a product that rounds its inputs, and packs so many numbers of fp32 in a dtype by itself."""
+        row = self._row(_NAMES[torch.float32], f"{_NAMES[dtype]}{_IN}{kind}")
         row.casts += 1
-        row.cast_bytes += packed * (torch.float32.itemsize + torch.bfloat16.itemsize)
+        row.cast_bytes += packed * (torch.float32.itemsize + dtype.itemsize)
 
     def _row(self, source: str, target: str) -> Logged:
         """Return the row for casts at the current place in the code."""
@@ -206,11 +206,11 @@ class CastRecorder:
             yield
 
 
-def record_product(kind: str, packed: int) -> None:
+def record_product(dtype: torch.dtype, kind: str, packed: int) -> None:
     """Let the recorder of this thread note a product, if there is one."""
     recorder = _recorders.get(threading.get_ident())
     if recorder is not None:
-        recorder.record_product(kind, packed)
+        recorder.record_product(dtype, kind, packed)
 
 
 _recorders: dict[int, CastRecorder] = process_wide("cast recorders, by thread", {})

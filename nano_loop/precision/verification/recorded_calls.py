@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -91,14 +90,8 @@ class RecordedCalls:
             return None
 
     def take(self) -> tuple[nn.Module, list[tuple[Any, ...]]]:
-        """Return the copy of the model and the calls with gradients, and note no more.
-
-        The gradients are scaled to about 1: a loop that scales its losses has large ones, which fp16 does not hold.
-        """
-        ready = [call for call in self._calls if call.gradients]
-        largest = max(gradient.abs().max().item() for call in ready for gradient in call.gradients.values())
-        scale = 2.0 ** -math.frexp(largest)[1] if math.isfinite(largest) else 1.0
-        model, calls = self._copy, [call.as_tuple(scale) for call in ready]
+        """Return the copy of the model and the calls with gradients, and note no more."""
+        model, calls = self._copy, [call.as_tuple() for call in self._calls if call.gradients]
         assert model is not None
         self.end()
         return model, calls
@@ -159,9 +152,9 @@ class _NotedCall:
         before = self.gradients.get(place)
         self.gradients[place] = gradient.detach().clone() if before is None else before + gradient.detach()
 
-    def as_tuple(self, scale: float) -> tuple[Any, ...]:
-        """Return the call, and the gradients times `scale`, as `loss_of` takes them."""
-        return (*self._call, {place: gradient * scale for place, gradient in self.gradients.items()})
+    def as_tuple(self) -> tuple[Any, ...]:
+        """Return the call and its gradients, as `loss_of` takes them."""
+        return (*self._call, self.gradients)
 
 
 def loss_of(model: nn.Module, calls: Any) -> Tensor:

@@ -23,10 +23,6 @@ from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.walk import find
 from nano_loop.precision.autocast.autocast import cpu_autocast, disable_casts
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
-from nano_loop.precision.autocast.scaled_backward import not_finite
-
-#: How often the scale of fp16 gradients is halved until they are finite.
-_TRIES = 17
 
 _DROPOUTS = ("dropout", "dropout_p", "dropout_prob", "drop_prob")
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -166,26 +162,6 @@ def in_fp64(model: nn.Module) -> Iterator[nn.Module]:
         yield converted(model, torch.float64)
     finally:
         torch.set_default_dtype(before)
-
-
-def run_backward(loss: Tensor, model: nn.Module, kind: PrecisionKind, scaled_by_hand: bool = False) -> None:
-    """Compute the gradients of a loss, in fp16 with the largest scale by which they are finite.
-
-    Parameters
-    ----------
-    scaled_by_hand : bool
-        Whether the scale is applied here. Otherwise the run has one, which halves it at each overflow.
-    """
-    for attempt in range(_TRIES if kind.scaled else 1):
-        scale = 2.0 ** (_TRIES - 1 - attempt) if scaled_by_hand and kind.scaled else 1.0
-        (loss * scale).backward(retain_graph=kind.scaled)  # type: ignore[no-untyped-call]
-        gradients = [parameter.grad for parameter in parameters_of(model) if parameter.grad is not None]
-        for gradient in gradients if scale != 1 else ():
-            gradient /= scale
-        if not kind.scaled or not not_finite(parameters_of(model)):
-            return
-        if attempt < _TRIES - 1:
-            forget_gradients(model)
 
 
 class RandomStates:

@@ -22,7 +22,6 @@ from nano_loop.precision.verification.traces import (
     by_hand,
     copied,
     in_fp64,
-    run_backward,
     tensors_kept,
     traced,
 )
@@ -137,9 +136,9 @@ def verified(
     """
     states = RandomStates()
 
-    def step(made: nn.Module, inputs: Any = batch, kind: PrecisionKind = _FP32, scaled_by_hand: bool = False) -> Tensor:
+    def step(made: nn.Module, inputs: Any = batch) -> Tensor:
         loss = _loss(made, loss_fn, inputs)
-        run_backward(loss, made, kind, scaled_by_hand)
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     def trace(made: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
@@ -148,7 +147,7 @@ def verified(
 
     def by_hand_in(channels_last: bool) -> Trace:
         with by_hand(copied(model), kind, channels_last=channels_last) as made:
-            return trace(made, lambda model: step(model, kind=kind, scaled_by_hand=True))
+            return trace(made, step)
 
     # An optimizer may step, and a test may verify, without gradients or under autocast.
     kept = tensors_kept(chain(parameters_of(model), buffers_of(model)))
@@ -160,9 +159,9 @@ def verified(
             raise NanoConfigError(error_message(got, "verify compares them", hint))
         made = copied(model)
         with acceleration(made) as run:
-            accelerated = trace(made, lambda model: step(model, kind=kind))
+            accelerated = trace(made, step)
             applied, skipped = ((), ()) if run.report is None else (run.report.applied, run.report.skipped)
-            if kind.rounds_products and "precision" in skipped:
+            if kind.products is not None and "precision" in skipped:
                 kind = _FP32
         try:
             hand = by_hand_in("channels_last" in applied)

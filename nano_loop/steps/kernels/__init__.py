@@ -1,18 +1,6 @@
-"""The steps that only swap kernels, over one base class."""
+"""The steps that only swap kernels: rows of a table, which one class applies."""
 
-from nano_loop.steps.kernels.fast_activation import FastActivation
-from nano_loop.steps.kernels.fast_attention import FastAttention
-from nano_loop.steps.kernels.fast_convolution import FastConvolution
-from nano_loop.steps.kernels.fast_cross_entropy import FastCrossEntropy
-from nano_loop.steps.kernels.fast_dropout import FastDropout
-from nano_loop.steps.kernels.fast_embedding import FastEmbedding
-from nano_loop.steps.kernels.fast_linear import FastLinear
-from nano_loop.steps.kernels.fast_norm import FastNorm
-from nano_loop.steps.kernels.fast_rnn import FastRnn
+from nano_loop.steps.kernels.kernel_step import step_of
+from nano_loop.steps.kernels.table import ROWS
 
-#: In any order.
-KERNEL_STEPS = (
-    *(FastDropout, FastAttention, FastActivation, FastConvolution, FastCrossEntropy, FastLinear, FastNorm),
-    FastRnn,
-    FastEmbedding,
-)
+KERNEL_STEPS = tuple(map(step_of, ROWS))

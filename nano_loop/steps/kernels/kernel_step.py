@@ -1,10 +1,10 @@
-"""The base class of steps that swap kernels."""
+"""The steps that swap kernels: what a row of their table says, and the class that applies it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -15,13 +15,74 @@ from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.fp32 import always, by_guess, rule_of
 from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.runtime.objects.called_functions import functions_called
 from nano_loop.runtime.objects.report import StepResult
-from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 #: After how many steps of optimizers, and their doubles, replacements that have not called their functions since end.
 LOOKS_FROM = 8
+
+
+class Kernels(NamedTuple):
+    """What replaces torch's kernels.
+
+    Attributes
+    ----------
+    kernel : CompiledKernel
+        The compiled functions.
+    replacements : tuple of Replacement
+        What replaces torch's kernels.
+    is_for : callable
+        Whether a model calls the replaced operators.
+    says, says_without_kernel : str
+        The line of the report; and where plain operators replace functions that cannot be compiled, before the reason.
+        None: none do.
+    absent : SkipReason or None
+        Why models without such operators are skipped. None: they have no line in the report.
+    contexts : tuple of callable
+        Return the contexts in which the kernels are replaced, besides those of `replacements`.
+    calls_torchs_kernels : bool
+        Whether the replacements call torch's own kernels, which torch returns from 2.9 on.
+    """
+
+    kernel: CompiledKernel
+    replacements: tuple[Replacement, ...] = ()
+    is_for: Callable[[nn.Module], bool] = lambda model: True
+    says: str = ""
+    says_without_kernel: str | None = None
+    absent: SkipReason | None = None
+    contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+    calls_torchs_kernels: bool = True
+
+
+class Row(NamedTuple):
+    """A step that swaps kernels.
+
+    Attributes
+    ----------
+    name : str
+        The name of the step and of its option.
+    kernels, in_fp32 : Kernels
+        Those of runs in reduced precision, and in fp32, where None stands for none.
+    rule : callable, optional
+        The models' rule that selects functions for fp32 tensors, until `tune_operators` measures.
+    finds_all : bool
+        Whether `is_for` finds every model that calls the operators, so that a run without one cannot apply the step.
+    is_for_all_code : bool
+        Whether the kernels are those of all models in every precision, and of what is no model.
+    """
+
+    name: str
+    kernels: Kernels
+    in_fp32: Kernels | None = None
+    rule: Choose | None = None
+    finds_all: bool = False
+    is_for_all_code: bool = False
+
+
+def step_of(row: Row) -> type[KernelStep]:
+    """Return the class of the step of a row."""
+    return type("".join(map(str.capitalize, row.name.split("_"))), (KernelStep,), {"row": row, "name": row.name})
 
 
 class KernelStep(Step):
@@ -31,30 +92,7 @@ class KernelStep(Step):
     So its kernels are torch's again where no tensor of the first steps is large, or none is faster in C.
     """
 
-    auto_is_for_reduced_precision = True
-
-    #: Whether it computes fp32 tensors, too: where that is faster in runs in fp32, and all in reduced precision.
-    takes_fp32: ClassVar[bool] = False
-    #: What replaces torch's kernels.
-    replacements: ClassVar[tuple[Replacement, ...]] = ()
-    #: The compiled functions.
-    kernel: ClassVar[CompiledKernel]
-    #: Those for fp32 tensors, where another file has them.
-    fp32_kernel: ClassVar[CompiledKernel | None] = None
-    #: The line of the report.
-    says: ClassVar[str]
-    #: The line where plain operators replace functions that cannot be compiled, before the reason. None: none do.
-    says_without_kernel: ClassVar[str | None] = None
-    #: Why models without such operators are skipped. None: they have no line in the report.
-    absent: ClassVar[SkipReason | None] = None
-    #: The modules that call the replaced operators, where `is_for` does not find them otherwise.
-    modules: ClassVar[tuple[type[nn.Module], ...]] = ()
-    #: The functions of torch that call them, where models do not by modules.
-    functions: ClassVar[frozenset[str]] = frozenset()
-    #: Whether `is_for` finds every model that calls them, so that a run without one cannot apply the step.
-    finds_all: ClassVar[bool] = False
-    #: Whether the replacements call torch's own kernels, which torch returns from 2.9 on.
-    calls_torchs_kernels: ClassVar[bool] = True
+    row: ClassVar[Row]
 
     @override
     def begin(self) -> None:
@@ -67,86 +105,81 @@ class KernelStep(Step):
     @property
     @override
     def enabled(self) -> bool:
-        is_auto = getattr(self.options, self.name) == "auto"
-        return super().enabled or (is_auto and self._is_in_fp32)
+        choice = getattr(self.options, self.name)
+        return self._is_for_precision if choice == "auto" else bool(choice)
+
+    @property
+    def _is_for_precision(self) -> bool:
+        return self.row.is_for_all_code or self.options.reduced_precision or self._is_in_fp32
 
     @property
     def _is_in_fp32(self) -> bool:
-        return self.takes_fp32 and self.options.kind.compute_name == "float32"
+        return self.row.in_fp32 is not None and self.options.kind.compute_name == "float32"
 
     @property
-    def _kernel(self) -> CompiledKernel:
-        """The compiled functions of the run's precision."""
-        return self.kernel if self.fp32_kernel is None or not self._is_in_fp32 else self.fp32_kernel
-
-    @classmethod
-    def is_for(cls, model: nn.Module) -> bool:
-        """Whether a model has modules that call the replaced operators, or calls functions that do."""
-        return has_modules(model, cls.modules) or not cls.functions.isdisjoint(functions_called(model))
+    def kernels(self) -> Kernels:
+        """Those of the run's precision."""
+        return self.row.in_fp32 if self.row.in_fp32 is not None and self._is_in_fp32 else self.row.kernels
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
-        self._has_calls |= self.required and any(self.is_for(model) or _is_scripted(model) for model in parts.models)
+        calls = self.required and any(self.kernels.is_for(model) or _is_scripted(model) for model in parts.models)
+        self._has_calls |= calls
 
     @property
     @override
     def unused_because(self) -> str | None:
-        if not self.required or not self.finds_all or self._has_calls:
+        if not self.required or not self.row.finds_all or self._has_calls:
             return None
-        return "no model has such modules" if self.absent is None else self.absent.detail
+        return "no model has such modules" if self.kernels.absent is None else self.kernels.absent.detail
 
     @override
     def is_relevant(self, parts: TrainingObjects) -> bool:
-        return super().is_relevant(parts) and (self.absent is not None or self._is_wanted(parts))
+        return super().is_relevant(parts) and (self.kernels.absent is not None or self._is_wanted(parts))
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        if self.auto_is_for_reduced_precision and not (self.options.reduced_precision or self._is_in_fp32):
-            return SkipReason("not_bf16", f"it is for bf16{' and fp32' if self.takes_fp32 else ''}")
-        if self.calls_torchs_kernels and not gives_kernels():
+        kernels = self.kernels
+        if not self._is_for_precision:
+            return SkipReason("not_bf16", f"it is for bf16{' and fp32' if self.row.in_fp32 is not None else ''}")
+        if kernels.calls_torchs_kernels and not gives_kernels():
             expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
             return SkipReason("old_torch", expected)
-        if self.absent is not None and not self._is_wanted(parts):
-            return self.absent
-        reason = self._kernel.unavailable if self.says_without_kernel is None else None
+        if kernels.absent is not None and not self._is_wanted(parts):
+            return kernels.absent
+        reason = kernels.kernel.unavailable if kernels.says_without_kernel is None else None
         if reason is None:
             return None
         return SkipReason("no_kernel", reason if self.required else for_report(reason))
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        self._begin_with(parts.models)
-        for model in parts.models:
+        models = [] if self.row.is_for_all_code else parts.models
+        self._begin_with(models)
+        for model in models:
             self._models[model] = True
         if self._is_in_fp32:
             self._watch(parts)
-        reason = self._kernel.unavailable
-        return self.says if reason is None else f"{self.says_without_kernel}{for_report(reason)}"
+        reason = self.kernels.kernel.unavailable
+        return self.kernels.says if reason is None else f"{self.kernels.says_without_kernel}{for_report(reason)}"
 
     def _begin_with(self, models: Iterable[nn.Module]) -> None:
+        kernels = self.kernels
         for model in models:
             interceptor = self.interceptors.for_model(model, self.name)
-            if self.takes_fp32:
-                interceptor.rules = {**interceptor.rules, rule_of(self._kernel): self.rule}
+            if self.row.in_fp32 is not None:
+                rule = self.row.rule or (by_guess if self._is_in_fp32 else always)
+                interceptor.rules = {**interceptor.rules, rule_of(kernels.kernel): rule}
         if self._in_force is None:
             self._in_force = self.undoing.enter_context(ExitStack())
-            for context in self.contexts():
-                self._in_force.enter_context(context)
-        self._steps, self._calls = 0, self._kernel.calls
+            for context in (*kernels.contexts, *(replacement.in_force for replacement in kernels.replacements)):
+                self._in_force.enter_context(context())
+        self._steps, self._calls = 0, kernels.kernel.calls
 
     @override
     def forget_times(self) -> None:
         if self._models and self._in_force is None:  # since no call of these was faster
             self._begin_with([*self._models])
-
-    @property
-    def rule(self) -> Choose:
-        """The models' rule that selects functions for fp32 tensors, until `tune_operators` measures."""
-        return by_guess if self._is_in_fp32 else always
-
-    def contexts(self) -> Iterable[AbstractContextManager[None]]:
-        """Return the contexts in which the kernels are replaced. They are entered once a run."""
-        return [replacement.in_force() for replacement in self.replacements]
 
     @override
     def final_result(self) -> StepResult | None:
@@ -167,14 +200,14 @@ class KernelStep(Step):
         self._steps += 1
         if self._steps < LOOKS_FROM or self._steps.bit_count() > 1 or self._in_force is None:
             return
-        if self._kernel.calls == self._calls:
+        if self.kernels.kernel.calls == self._calls:
             self._in_force.close()
             self._in_force = None
             self.interceptors.release(self.name)
-        self._calls = self._kernel.calls
+        self._calls = self.kernels.kernel.calls
 
     def _is_wanted(self, parts: TrainingObjects) -> bool:
-        return self.required or any(map(self.is_for, parts.models))
+        return self.required or any(map(self.kernels.is_for, parts.models))
 
 
 def _is_scripted(model: nn.Module) -> bool:

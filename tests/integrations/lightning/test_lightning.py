@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader
 
 pl = imported("lightning.pytorch")
 
-from nano_loop.kernels import rounding  # noqa: E402
 from nano_loop.kernels.linear import product  # noqa: E402
 from nano_loop.lightning import Trainer  # noqa: E402
 from nano_loop.patching.operators.operators import gives_kernels  # noqa: E402
+from nano_loop.policy.policy import Policy  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), *ADVICE]
 Regression, Dealing = module_class(pl), data_class(pl)
@@ -254,8 +254,8 @@ def test_products_round_by_our_trainer_and_by_the_option_of_the_strategy(package
     if product.KERNEL.unavailable or not gives_kernels():
         pytest.skip("products do not round here")
     rounding_every_product(monkeypatch)
-    calls, note = [], rounding.Rounding.__call__
-    monkeypatch.setattr(rounding.Rounding, "__call__", lambda self, *args: calls.append(args) or note(self, *args))
+    calls, note = [], Policy.note
+    monkeypatch.setattr(Policy, "note", lambda self, *args: calls.append(args) or note(self, *args))
     lightning, own = importlib.import_module(package), ours(package)
     kind = module_class(lightning)
 

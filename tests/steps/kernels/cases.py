@@ -19,26 +19,30 @@ from nano_loop.kernels.norm import norm_arguments
 from nano_loop.kernels.rnn import rnn
 from nano_loop.patching.operators import upcasts
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.steps.kernels import FastActivation, FastCrossEntropy, FastLinear, FastNorm, FastRnn, fast_linear
+from nano_loop.steps.kernels import KERNEL_STEPS, models
 
+BY_NAME = {kind.name: kind for kind in KERNEL_STEPS}
 #: What makes sizes of any kind large enough, and the functions in C the first guess.
 THRESHOLDS = {
-    FastActivation: [(activations, "MIN_ELEMENTS", 1)],
-    FastCrossEntropy: [(upcasts, "WORTH_NOTING", 1)],
-    FastLinear: [
-        *((linear, "MIN_MULTIPLICATIONS", 1), (fast_linear, "_LARGE", 1)),
+    BY_NAME["fast_activation"]: [(activations, "MIN_ELEMENTS", 1)],
+    BY_NAME["fast_cross_entropy"]: [(upcasts, "WORTH_NOTING", 1)],
+    BY_NAME["fast_linear"]: [
+        *((linear, "MIN_MULTIPLICATIONS", 1), (models, "LARGE", 1)),
         (product.KERNEL, "is_first_guess", True),
     ],
-    FastNorm: [(norm_arguments, "MIN_ELEMENTS", 1)],
-    FastRnn: [(rnn, "MIN_MULTIPLICATIONS", 1), (product.KERNEL, "is_first_guess", True)],
+    BY_NAME["fast_norm"]: [(norm_arguments, "MIN_ELEMENTS", 1)],
+    BY_NAME["fast_rnn"]: [(rnn, "MIN_MULTIPLICATIONS", 1), (product.KERNEL, "is_first_guess", True)],
 }
 
 
 def use_for_all_sizes(monkeypatch, kind):
     """Let a step compute tensors of any size, or skip the test where it cannot."""
-    if kind.calls_torchs_kernels and not gives_kernels():
+    if kind.row.kernels.calls_torchs_kernels and not gives_kernels():
         pytest.skip("it needs torch 2.9")
-    for kernel in (kind.kernel, *(place for place, *_ in THRESHOLDS[kind] if isinstance(place, CompiledKernel))):
+    for kernel in (
+        kind.row.kernels.kernel,
+        *(place for place, *_ in THRESHOLDS[kind] if isinstance(place, CompiledKernel)),
+    ):
         if kernel.unavailable is not None:
             pytest.skip(kernel.unavailable)
     for place, name, value in THRESHOLDS[kind]:
@@ -136,7 +140,7 @@ def with_activation(kind, *functions):
         return (model(x).float() - x[:, :8]).square().mean()
 
     return Case(
-        FastActivation,
+        BY_NAME["fast_activation"],
         lambda: nn.Sequential(nn.Linear(16, 64), kind(), nn.Linear(64, 8)),
         loss,
         exactly(*functions, steps=6),
@@ -192,7 +196,7 @@ def loss_of_images(model, number):
 def with_norm(make, *functions, **named):
     close = {"rtol": 5e-3, "atol": 2e-3}
     variants, bounds = ({}, {"channels_last": True}), {"losses": close, "state": close}
-    return Case(FastNorm, make, loss_of_images, exactly(*functions), bounds, variants=variants, **named)
+    return Case(BY_NAME["fast_norm"], make, loss_of_images, exactly(*functions), bounds, variants=variants, **named)
 
 
 NORMS = {
@@ -233,7 +237,9 @@ def with_layers(make, layers=2):
     def is_expected(called):  # in each step the forward, and the gradients of weight and input, of all but the first
         return called.count("product") >= 3 * (3 * layers - 1)
 
-    return Case(FastLinear, make, loss, is_expected, {"gradients": 0.01}, variants=({}, {"precision": "bf16-true"}))
+    return Case(
+        BY_NAME["fast_linear"], make, loss, is_expected, {"gradients": 0.01}, variants=({}, {"precision": "bf16-true"})
+    )
 
 
 LINEARS = {
@@ -282,7 +288,7 @@ def with_lstm(forwards=1, **options):
         return called.count("recurrence_forward") == 3 * forwards
 
     bounds, variants = {"gradients": 0.02}, ({}, {"precision": "bf16-true"})
-    return Case(FastRnn, lambda: Sequences(**options), loss, is_expected, bounds, variants=variants)
+    return Case(BY_NAME["fast_rnn"], lambda: Sequences(**options), loss, is_expected, bounds, variants=variants)
 
 
 LSTMS = {
@@ -396,7 +402,15 @@ def of_words(loss, functions=IN_BF16, outside=None, is_held=False, bound=1e-6):
         return outside(output if is_held else model(words, targets), targets)
 
     bounds = {"losses": bound, "state": bound}
-    return Case(FastCrossEntropy, lambda: Words(loss), computed, exactly(*functions, steps=2), bounds, steps=2, lr=1.0)
+    return Case(
+        BY_NAME["fast_cross_entropy"],
+        lambda: Words(loss),
+        computed,
+        exactly(*functions, steps=2),
+        bounds,
+        steps=2,
+        lr=1.0,
+    )
 
 
 # Logits are bf16 in both, and sums in fp32 have another order. Where two operators read the cast, either the sum of

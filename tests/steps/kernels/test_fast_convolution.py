@@ -6,7 +6,7 @@ from torch import nn
 
 from nano_loop.kernels.convolution import convolution, gradient_plans
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.kernels.fast_convolution import FastConvolution
+from steps.kernels.cases import BY_NAME
 
 gets_kernels = pytest.mark.skipif(
     not hasattr(torch.library, "get_kernel"), reason="torch does not hand out its kernels"
@@ -29,7 +29,10 @@ def backward(layer):
 
 @gets_kernels
 def test_convolutions_use_it_during_the_run_only(step, products):
-    made, layer, teacher = step(FastConvolution, precision="bf16"), *(nn.Conv2d(4, 4, 3).bfloat16() for _ in range(2))
+    made, layer, teacher = (
+        step(BY_NAME["fast_convolution"], precision="bf16"),
+        *(nn.Conv2d(4, 4, 3).bfloat16() for _ in range(2)),
+    )
     parts = TrainingObjects([layer])
     assert made.skip_reason(parts) is None
     made.apply(parts)
@@ -59,7 +62,7 @@ def test_checkpointed_convolutions_use_it_too(step, products, reentrant):
             return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
 
     for model in (Checkpointed(nn.Conv2d(4, 4, 3)).bfloat16(), Outer().bfloat16()):
-        made = step(FastConvolution, precision="bf16")
+        made = step(BY_NAME["fast_convolution"], precision="bf16")
         made.apply(TrainingObjects([model]))
         x = torch.ones(2, 4, 6, 6, dtype=torch.bfloat16, requires_grad=True)
         model(x.contiguous(memory_format=torch.channels_last)).float().square().sum().backward()

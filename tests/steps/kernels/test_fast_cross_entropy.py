@@ -10,8 +10,8 @@ from torch import nn
 
 from nano_loop import accelerated
 from nano_loop.patching.operators import upcasts
-from nano_loop.steps.kernels import FastCrossEntropy
 from steps.kernels.cases import (
+    BY_NAME,
     IN_BF16,
     WORDS,
     Words,
@@ -29,7 +29,7 @@ from steps.kernels.cases import (
 
 @pytest.fixture(autouse=True)
 def every_cast_is_noted(monkeypatch):
-    use_for_all_sizes(monkeypatch, FastCrossEntropy)
+    use_for_all_sizes(monkeypatch, BY_NAME["fast_cross_entropy"])
 
 
 def model_of(loss):

@@ -8,7 +8,7 @@ from torch import nn
 from nano_loop import accelerated
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.kernels.fast_dropout import FastDropout
+from steps.kernels.cases import BY_NAME
 
 X = torch.ones(64, 1024)
 DROPS = TrainingObjects([nn.Dropout(0.5)])
@@ -27,7 +27,7 @@ def dropped(p=0.25):
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])
 def test_masks_are_the_plain_loops_during_the_run_and_drawn_fast(step, filled, options):
     plain = dropped()
-    made = step(FastDropout, **options)
+    made = step(BY_NAME["fast_dropout"], **options)
     assert made.enabled
     assert made.skip_reason(DROPS) is None
     made.apply(DROPS)

@@ -5,13 +5,12 @@ import torch
 from torch import nn
 
 from nano_loop import nano
-from nano_loop.steps.kernels import FastLinear
-from steps.kernels.cases import LINEARS, ROWS, WIDTH, assert_near, normal, trained, use_for_all_sizes
+from steps.kernels.cases import BY_NAME, LINEARS, ROWS, WIDTH, assert_near, normal, trained, use_for_all_sizes
 
 
 @pytest.fixture(autouse=True)
 def every_size_is_worth_it(monkeypatch):
-    use_for_all_sizes(monkeypatch, FastLinear)
+    use_for_all_sizes(monkeypatch, BY_NAME["fast_linear"])
 
 
 def built():

@@ -10,13 +10,12 @@ from torch import nn
 from nano_loop import accelerated
 from nano_loop.kernels import fp32
 from nano_loop.kernels.norm import norm_arguments
-from nano_loop.steps.kernels import FastNorm
-from steps.kernels.cases import NORMS, assert_near, images, trained, use_for_all_sizes
+from steps.kernels.cases import BY_NAME, NORMS, assert_near, images, trained, use_for_all_sizes
 
 
 @pytest.fixture(autouse=True)
 def every_size_is_worth_it(monkeypatch):
-    use_for_all_sizes(monkeypatch, FastNorm)
+    use_for_all_sizes(monkeypatch, BY_NAME["fast_norm"])
 
 
 @pytest.mark.parametrize("name", ["batch norm", "group norm", "layer norm"])

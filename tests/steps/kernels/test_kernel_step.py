@@ -8,46 +8,41 @@ from torch import nn
 
 from nano_loop import NanoConfigError, accelerated
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.kernels import (
-    KERNEL_STEPS,
-    FastActivation,
-    FastAttention,
-    FastConvolution,
-    FastCrossEntropy,
-    FastDropout,
-    FastEmbedding,
-    FastLinear,
-    FastNorm,
-    FastRnn,
-)
+from nano_loop.steps.kernels import KERNEL_STEPS
 from nano_loop.steps.tune_operators import TuneOperators
+from steps.kernels.cases import BY_NAME
 
 CALLING = {
-    FastActivation: [nn.Tanh(), nn.GELU("tanh")],
-    FastAttention: [nn.MultiheadAttention(4, 2)],
-    FastConvolution: [nn.Conv1d(2, 2, 1), nn.Conv3d(2, 2, 1), nn.ConvTranspose2d(2, 2, 1), nn.LazyConv2d(2, 1)],
-    FastCrossEntropy: [nn.Linear(2, 1000)],
-    FastDropout: [nn.Dropout(0.1), nn.Linear(2, 2)],
-    FastEmbedding: [nn.Embedding(512, 512), nn.EmbeddingBag(512, 512)],
-    FastLinear: [nn.Linear(512, 256)],
-    FastNorm: [
+    BY_NAME["fast_activation"]: [nn.Tanh(), nn.GELU("tanh")],
+    BY_NAME["fast_attention"]: [nn.MultiheadAttention(4, 2)],
+    BY_NAME["fast_convolution"]: [
+        nn.Conv1d(2, 2, 1),
+        nn.Conv3d(2, 2, 1),
+        nn.ConvTranspose2d(2, 2, 1),
+        nn.LazyConv2d(2, 1),
+    ],
+    BY_NAME["fast_cross_entropy"]: [nn.Linear(2, 1000)],
+    BY_NAME["fast_dropout"]: [nn.Dropout(0.1), nn.Linear(2, 2)],
+    BY_NAME["fast_embedding"]: [nn.Embedding(512, 512), nn.EmbeddingBag(512, 512)],
+    BY_NAME["fast_linear"]: [nn.Linear(512, 256)],
+    BY_NAME["fast_norm"]: [
         *(nn.BatchNorm1d(2), nn.LazyBatchNorm2d(), nn.InstanceNorm2d(2)),
         *(nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2)),
     ],
-    FastRnn: [nn.RNN(2, 2), nn.GRU(2, 2), nn.LSTM(2, 2)],
+    BY_NAME["fast_rnn"]: [nn.RNN(2, 2), nn.GRU(2, 2), nn.LSTM(2, 2)],
 }
 #: Models without the operators, and the reason; without one, the report has no line about them. Any may call dropout.
 OTHERS = {
-    FastActivation: ([nn.ReLU(), nn.GELU(), type("GELUActivation", (nn.Module,), {})()], None),
-    FastAttention: ([nn.Linear(2, 2)], "no_attention"),
-    FastConvolution: ([nn.Linear(2, 2)], "no_convolution"),
-    FastCrossEntropy: ([nn.Linear(4, 999)], "few_classes"),
-    FastEmbedding: ([nn.Linear(512, 512), nn.Embedding(512, 511)], None),
-    FastLinear: ([nn.Linear(512, 255), nn.Embedding(512, 256), nn.Conv2d(256, 256, 3)], None),
-    FastNorm: ([nn.Linear(2, 2)], "no_norm"),
-    FastRnn: ([nn.Linear(2, 2), nn.GRUCell(2, 2)], None),
+    BY_NAME["fast_activation"]: ([nn.ReLU(), nn.GELU(), type("GELUActivation", (nn.Module,), {})()], None),
+    BY_NAME["fast_attention"]: ([nn.Linear(2, 2)], "no_attention"),
+    BY_NAME["fast_convolution"]: ([nn.Linear(2, 2)], "no_convolution"),
+    BY_NAME["fast_cross_entropy"]: ([nn.Linear(4, 999)], "few_classes"),
+    BY_NAME["fast_embedding"]: ([nn.Linear(512, 512), nn.Embedding(512, 511)], None),
+    BY_NAME["fast_linear"]: ([nn.Linear(512, 255), nn.Embedding(512, 256), nn.Conv2d(256, 256, 3)], None),
+    BY_NAME["fast_norm"]: ([nn.Linear(2, 2)], "no_norm"),
+    BY_NAME["fast_rnn"]: ([nn.Linear(2, 2), nn.GRUCell(2, 2)], None),
 }
-IN_BF16 = [kind for kind in KERNEL_STEPS if kind.auto_is_for_reduced_precision]
+OF_PRECISIONS = [kind for kind in KERNEL_STEPS if not kind.row.is_for_all_code]
 MISSING = "no C compiler was found (cc, gcc, clang)"
 
 
@@ -55,7 +50,8 @@ MISSING = "no C compiler was found (cc, gcc, clang)"
 def everything_available(monkeypatch):
     monkeypatch.setattr(torch.library, "get_kernel", None, raising=False)
     for kind in KERNEL_STEPS:
-        monkeypatch.setattr(kind.kernel, "unavailable", None)
+        monkeypatch.setattr(kind.row.kernels.kernel, "unavailable", None)
+        monkeypatch.setattr((kind.row.in_fp32 or kind.row.kernels).kernel, "unavailable", None)
 
 
 def parts_of(kind):
@@ -91,8 +87,9 @@ def test_it_can_be_turned_off(step, kind):
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [
-        *((kind, 64) for kind in (*IN_BF16, TuneOperators)),
-        *((kind, precision) for kind in IN_BF16 if not kind.takes_fp32 for precision in (32, "bf16-products")),
+        *((kind, 64) for kind in (*OF_PRECISIONS, TuneOperators)),
+        *((kind, 32) for kind in OF_PRECISIONS if kind.row.in_fp32 is None),
+        *((kind, "bf16-products") for kind in OF_PRECISIONS if kind.row.in_fp32 is None),
     ],
 )
 def test_in_another_precision_it_is_refused_and_not_reported(step, kind, precision):
@@ -104,7 +101,7 @@ def test_in_another_precision_it_is_refused_and_not_reported(step, kind, precisi
 
 
 @pytest.mark.parametrize("precision", [32, "bf16-products"])
-@pytest.mark.parametrize("kind", [kind for kind in IN_BF16 if kind.takes_fp32])
+@pytest.mark.parametrize("kind", [kind for kind in OF_PRECISIONS if kind.row.in_fp32 is not None])
 def test_fp32_is_taken_unless_the_run_is_exact(step, kind, precision):
     for options in ({}, {kind.name: True}):
         made = step(kind, precision=precision, **options)
@@ -116,7 +113,7 @@ def test_fp32_is_taken_unless_the_run_is_exact(step, kind, precision):
 
 def test_smaller_products_are_for_runs_in_fp32(step):
     small, large = (TrainingObjects([nn.Linear(64, width)]) for width in (127, 128))
-    in_fp32, in_bf16 = (step(FastLinear, precision=precision) for precision in (32, "bf16"))
+    in_fp32, in_bf16 = (step(BY_NAME["fast_linear"], precision=precision) for precision in (32, "bf16"))
     assert [in_fp32.is_relevant(parts) for parts in (small, large)] == [False, True]
     assert not in_bf16.is_relevant(large)
 
@@ -131,7 +128,7 @@ def test_refusal_is_an_error_that_says_why_and_what_to_do():
         raise AssertionError
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KERNEL_STEPS if kind.calls_torchs_kernels])
+@pytest.mark.parametrize("kind", [kind for kind in KERNEL_STEPS if kind.row.kernels.calls_torchs_kernels])
 def test_torch_without_kernels_to_hand_out_is_left_alone(step, kind, monkeypatch):
     monkeypatch.delattr(torch.library, "get_kernel")
     reason = step(kind, precision="bf16").skip_reason(parts_of(kind))
@@ -141,9 +138,9 @@ def test_torch_without_kernels_to_hand_out_is_left_alone(step, kind, monkeypatch
 
 @pytest.mark.parametrize("kind", KERNEL_STEPS)
 def test_without_functions_plain_operators_compute_or_it_is_skipped(step, kind, monkeypatch):
-    monkeypatch.setattr(kind.kernel, "unavailable", MISSING)
+    monkeypatch.setattr(kind.row.kernels.kernel, "unavailable", MISSING)
     reason = step(kind, precision="bf16").skip_reason(parts_of(kind))
-    if kind.says_without_kernel is None:
+    if kind.row.kernels.says_without_kernel is None:
         assert reason == ("no_kernel", MISSING)
     else:
         assert reason is None
@@ -153,6 +150,6 @@ def test_without_functions_plain_operators_compute_or_it_is_skipped(step, kind, 
 def test_the_report_says_how_and_why(step, monkeypatch):
     monkeypatch.undo()  # it is applied to torch's real kernels
     for missing, words in ((None, "in blocks, by"), (MISSING, f"by plain bf16 products.*{MISSING[:10]}")):
-        monkeypatch.setattr(FastConvolution.kernel, "unavailable", missing)
-        result = step(FastConvolution, precision="bf16").apply(parts_of(FastConvolution))
+        monkeypatch.setattr(BY_NAME["fast_convolution"].row.kernels.kernel, "unavailable", missing)
+        result = step(BY_NAME["fast_convolution"], precision="bf16").apply(parts_of(BY_NAME["fast_convolution"]))
         assert re.search(words, result)

@@ -15,13 +15,12 @@ from torch import nn
 from nano_loop import accelerated
 from nano_loop.kernels import fp32
 from nano_loop.kernels.norm import rms_norm
-from nano_loop.steps.kernels import FastNorm
-from steps.kernels.cases import use_for_all_sizes
+from steps.kernels.cases import BY_NAME, use_for_all_sizes
 
 
 @pytest.fixture(autouse=True)
 def every_norm_is_in_c(monkeypatch):
-    use_for_all_sizes(monkeypatch, FastNorm)
+    use_for_all_sizes(monkeypatch, BY_NAME["fast_norm"])
     monkeypatch.setattr(rms_norm, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(fp32, "_guess", lambda: fp32.COMPILED)
 

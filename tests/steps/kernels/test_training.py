@@ -11,12 +11,13 @@ from nano_loop.kernels import fp32
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import users
-from nano_loop.steps import bf16_products
-from nano_loop.steps.kernels import FastNorm, kernel_step
+from nano_loop.steps import products
+from nano_loop.steps.kernels import kernel_step
 from nano_loop.steps.kernels.kernel_step import LOOKS_FROM
 from steps.kernels.cases import (
     ACTIVATIONS,
     BATCH,
+    BY_NAME,
     IN_FP32,
     LINEARS,
     LOSSES,
@@ -64,7 +65,7 @@ def test_loop_trains_as_with_torchs_kernels(called, monkeypatch, name, options):
     called.clear()
     without = {} if in_fp32 else {case.kind.name: False}
     expected, report = trained(case, **without, **options, **case.reference)
-    assert not set(called) & set(case.kind.kernel.functions)
+    assert not set(called) & set(case.kind.row.kernels.kernel.functions)
     assert case.kind.name not in report.applied
     if options.get("precision") == "bf16-true":  # steps after the first begin with other roundings of the parameters
         count = len(found["gradients"]) // case.steps
@@ -78,7 +79,7 @@ def test_loop_trains_as_with_torchs_kernels(called, monkeypatch, name, options):
 def test_fp32_is_computed_where_torch_is_slower(called, monkeypatch, name, layout, functions, precision):
     case = CASES[name]
     use_for_all_sizes(monkeypatch, case.kind)
-    monkeypatch.setattr(bf16_products, "SMALLEST_WEIGHT", 1)
+    monkeypatch.setattr(products, "SMALLEST_WEIGHT", 1)
     options = {"precision": precision, "channels_last": layout == "NHWC"}
     found, report = trained(case, **options)
     assert case.kind.name in report.applied
@@ -171,7 +172,7 @@ def test_exact_loop_is_torchs_to_the_bit(called, monkeypatch, name):
 
 @pytest.mark.usefixtures("compiled_first")
 def test_exact_run_beside_another_has_torchs_kernels(called, monkeypatch):
-    use_for_all_sizes(monkeypatch, FastNorm)
+    use_for_all_sizes(monkeypatch, BY_NAME["fast_norm"])
     model, exact, x = nn.LayerNorm(16), nn.LayerNorm(16), torch.randn(8, 16)
     with accelerated(model, verbose=False), accelerated(exact, exact=True, verbose=False):
         exact(x).sum().backward()

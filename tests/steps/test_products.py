@@ -1,8 +1,10 @@
-"""Large products alone round their inputs to bf16: what a user can see is fp32, and so is all that is small."""
+"""Large products alone round their inputs, to bf16 or fp16: what a user sees is fp32, and so is all that is small."""
 
+import functools
 import statistics
 import time
 from collections import Counter
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -10,29 +12,36 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops.pairs import rounding_every_product
+from loops.rounded import rounded as rounded_by_hand
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nano_loop
 from nano_loop import TorchNano, nano
 from nano_loop.autotune import budget
-from nano_loop.kernels import rounding
-from nano_loop.kernels.linear import product, rounded_product
+from nano_loop.kernels.linear import linear, product
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.patch_table import users
+from nano_loop.policy import products
+from nano_loop.policy.policy import Policy
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps import bf16_products as module
+from nano_loop.steps import products as module
 
 here = pytest.mark.skipif(
     product.KERNEL.unavailable is not None or not gives_kernels(), reason=f"{product.KERNEL.unavailable}, or torch 2.8"
+)
+on_any_cpu = pytest.mark.skipif(not gives_kernels(), reason="torch 2.8")
+either = pytest.mark.parametrize(
+    "precision", [pytest.param("bf16-products", marks=here), pytest.param(16, marks=on_any_cpu)]
 )
 
 
 class Attending(nn.Module):
     def __init__(self, is_causal=False, mask=None):
         super().__init__()
-        self.project, self.is_causal, self.mask = nn.Linear(64, 192), is_causal, mask
+        self.project, self.is_causal = nn.Linear(64, 192), is_causal
+        self.register_buffer("mask", mask)
         self.attention = nn.Linear(64, 64)
 
     def forward(self, x):
@@ -74,7 +83,10 @@ def perceptron():
 
 
 IMAGES = {"channels_last": True}
-#: A model, the shape of its input, options, and the kinds of products that round.
+#: Those that round to fp16's numbers where they are others: convolutions in groups do, and the products of all steps of
+#: a recurrence, but not those in it.
+IN_FP16 = {"convolutional": {"convolution": 8, "product": 3}, "lstm": {"product": 16}}
+#: A model, the shape of its input, options, and the kinds of products that round to bf16.
 MODELS = {
     "perceptron": (perceptron, (96, 64), {}, {"product": 6}),
     "compiled": (perceptron, (96, 64), {"compile": True}, {"product": 6}),
@@ -97,13 +109,13 @@ def every_product(monkeypatch):
 @pytest.fixture
 def rounded(monkeypatch):
     """The products that have rounded their inputs, by their kind."""
-    counts, note = Counter(), rounding.Rounding.__call__
+    counts, note = Counter(), Policy.note
 
     def counting(self, kind, *numbers):
         counts[kind] += 1
         note(self, kind, *numbers)
 
-    monkeypatch.setattr(rounding.Rounding, "__call__", counting)
+    monkeypatch.setattr(Policy, "note", counting)
     return counts
 
 
@@ -140,20 +152,70 @@ def rms(values):
     return statistics.fmean(value**2 for value in values) ** 0.5
 
 
-@here
+@either
 @pytest.mark.parametrize("name", MODELS)
-def test_products_round_their_inputs_and_nothing_else_does(every_product, rounded, name):
+def test_products_round_their_inputs_and_nothing_else_does(every_product, rounded, name, precision):
     model, x = built(name)
     exact = step(model.double(), x.double())
     model, x = built(name)
-    ours, report = accelerated(model, x, **MODELS[name][2])
+    ours, report = accelerated(model, x, **MODELS[name][2], precision=precision)
     assert report["precision"].status == "applied"
-    assert rounded == MODELS[name][3]
+    assert rounded == (IN_FP16.get(name, MODELS[name][3]) if precision == 16 else MODELS[name][3])
     assert all(tensor.dtype is torch.float32 for tensor in ours)
+    torch._dynamo.reset()
+    if precision == 16:  # of 11 bits; a gradient differs by more where a ReLU sees another sign
+        assert 2**-14 < errors(ours, exact)[0] < 2**-10
+        assert max(errors(ours, exact)) < 2**-5
+        return
     model, x = built(name)
     by_hand, _ = accelerated(model, x, **MODELS[name][2] | {"precision": "bf16", "compile": False})
     assert 1e-4 < rms(errors(ours, exact)) <= 1.2 * rms(errors(by_hand, exact))
-    torch._dynamo.reset()
+
+
+@on_any_cpu
+def test_product_in_fp16_is_that_of_rounded_inputs_in_fp32(every_product):
+    model, x = built("perceptron")
+    inputs = x, x * 1e-30, x * 1e30, torch.zeros_like(x), x[:, :1].expand_as(x), x.t().contiguous().t()
+    ours, _ = accelerated(model, x, lambda model, x: [model[0](each) for each in inputs], precision=16)
+    weight = rounded_by_hand(model[0].weight, torch.float16)
+    expected = [torch.addmm(model[0].bias, rounded_by_hand(each, torch.float16), weight.t()) for each in inputs]
+    assert all(torch.equal(one, two) for one, two in zip(ours, expected, strict=True))
+
+
+@on_any_cpu
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_numbers_that_are_not_finite_reach_the_results_in_fp16_as_in_fp32(every_product, value):
+    model, x = built("perceptron")
+    x[3, 5] = value
+    plain = model[0](x)
+    (ours,), _ = accelerated(model, x, lambda model, x: [model[0](x)], precision=16)
+    assert torch.equal(ours.isnan(), plain.isnan())
+    assert torch.equal(ours.isposinf(), plain.isposinf())
+    finite = plain.isfinite()
+    assert (ours - plain)[finite].norm() < 1e-3 * plain[finite].norm()
+
+
+@on_any_cpu
+def test_a_scaler_of_the_user_s_and_the_scale_of_an_older_checkpoint_change_nothing_in_fp16(every_product, rounded):
+    def train(model, x, scaler, entries):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        state = optimizer.state_dict()
+        state["param_groups"][0].update(entries)
+        optimizer.load_state_dict(state)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [each.detach().clone() for each in model.parameters()]
+
+    results = []
+    for is_scaled, entries in ((False, {}), (True, {"loss_scale": 512.0, "loss_scale_good": 7})):
+        scaler = torch.amp.GradScaler("cpu", enabled=is_scaled, init_scale=2.0**10)
+        run = nano(precision=16, verbose=False, fused_optimizer=False)(train)
+        results.append(run(*built("perceptron"), scaler, entries))
+    assert rounded["product"] == 2 * 3 * 5
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 @here
@@ -384,7 +446,7 @@ def test_a_model_in_double_precision_stays_as_it_is(every_product):
 
 @pytest.mark.parametrize("other", [True, False])
 def test_ranks_round_if_all_of_them_can(step, other):
-    made = step(module.Bf16Products, precision="auto")
+    made = step(module.Products, precision="auto")
     made.ranks = Mock(gather=lambda value: [value, other])
     parts = TrainingObjects([built("perceptron")[0].double()])
     made.observe(parts)
@@ -398,40 +460,37 @@ def in_force():
     return users(("mm", "CPU")), users((nn.Module, "__call__"))
 
 
-def counted(loop, rows, **options):
+def counted(rows, precision):
     """Train on batches of some rows; return what is `in_force` after each step."""
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     used = []
 
     def train(model, optimizer):
-        for _ in range(module._LOOKS_UNTIL + 2):
-            loop(model(torch.randn(rows, 256)))
+        for _ in range(module.LEARNS_AT + 2):
+            model(torch.randn(rows, 256)).square().mean().backward()
             optimizer.step()
             used.append(in_force())
 
-    options = {"tune_operators": False, "fast_linear": False, **options}
-    run = nano(precision="auto", verbose=False, **options)(train)
+    run = nano(precision=precision, tune_operators=False, fast_linear=False, verbose=False)(train)
     run(model, torch.optim.SGD(model.parameters(), 1e-3))
     return used
 
 
-@here
+@either
 @pytest.mark.parametrize(("rows", "stays"), [(8, 0), (4096, 1)])
-def test_kernels_and_calls_are_torch_s_again_where_no_product_rounds(rows, stays):
-    used = counted(lambda out: out.square().mean().backward(), rows)
-    assert used == [(1, 1)] * (module._LOOKS_UNTIL - 1) + [(stays, stays)] * 3
+def test_kernels_and_calls_are_torch_s_again_where_no_product_rounds(rows, stays, precision):
+    used = counted(rows, precision)
+    assert used == [(1, 1)] * (module.LEARNS_AT - 1) + [(stays, stays)] * 3
 
 
 @here
 def test_products_smaller_than_all_that_round_are_asked_about_no_more(monkeypatch):
     model, small = nn.Linear(256, 256), torch.get_num_threads() * 112
-    asked, rounds = [], rounded_product.rounds
-    monkeypatch.setattr(
-        rounded_product, "rounds", lambda *args, **kwargs: asked.append(args[1]) or rounds(*args, **kwargs)
-    )
+    asked, rounds = [], linear.rounds
+    monkeypatch.setattr(linear, "rounds", lambda *args: asked.append(args[1]) or rounds(*args))
 
     def train(model, optimizer):
-        for _ in range(module._LOOKS_UNTIL + 1):
+        for _ in range(module.LEARNS_AT + 1):
             asked.clear()
             (model(torch.randn(4096, 256)).mean() + model(torch.randn(small, 256)).mean()).backward()
             optimizer.step()
@@ -439,28 +498,29 @@ def test_products_smaller_than_all_that_round_are_asked_about_no_more(monkeypatc
 
     run = nano(precision="auto", tune_operators=False, verbose=False)(lambda *parts: [*train(*parts)])
     of_steps = run(model, torch.optim.SGD(model.parameters(), 1e-3))
-    assert {*of_steps[module._LOOKS_UNTIL - 1]} == {4096 * 256**2, small * 256**2}
+    assert {*of_steps[module.LEARNS_AT - 1]} == {4096 * 256**2, small * 256**2}
     assert {*of_steps[-1]} == {4096 * 256**2}
 
 
-@here
-def test_kernels_come_back_with_a_model_that_is_set_up_later():
+@either
+def test_kernels_come_back_with_a_model_that_is_set_up_later(precision):
     class Later(TorchNano):
         def train(self):
             used = []
             for rows in (8, 4096):
                 model = nn.Linear(256, 256)
                 model, optimizer = self.setup(model, torch.optim.SGD(model.parameters(), 1e-3))
-                for _ in range(module._LOOKS_UNTIL):
+                for _ in range(module.LEARNS_AT):
                     self.backward(model(torch.randn(rows, 256)).square().mean())
                     optimizer.step()
                 used.append(in_force())
             return used
 
-    assert Later(precision="auto", tune_operators=False, verbose=False).train() == [(0, 0), (1, 1)]
+    options = {"tune_operators": False, "fast_linear": False, "verbose": False}
+    assert Later(precision=precision, **options).train() == [(0, 0), (1, 1)]
 
 
-def trained_by(clock, seconds, models=1):
+def trained_by(clock, precision, seconds, models=1):
     """Train on products that round, in steps of the `seconds` by how many use them; return these and the report."""
 
     class Waiting(TorchNano):
@@ -470,7 +530,7 @@ def trained_by(clock, seconds, models=1):
                 model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
                 parts.append(self.setup(model, torch.optim.SGD(model.parameters(), 1e-3)))
             x, used = torch.randn(1024, 256), []
-            for _ in range(module._LOOKS_UNTIL + 60):
+            for _ in range(module.LEARNS_AT + 60):
                 used.append(in_force()[0])
                 clock.now += seconds(used[-1])
                 for model, optimizer in parts:
@@ -479,7 +539,7 @@ def trained_by(clock, seconds, models=1):
                     optimizer.step()
             return used
 
-    run = Waiting(precision="auto", fast_linear=False, verbose=False)
+    run = Waiting(precision=precision, fast_linear=False, verbose=False)
     return run.train(), run.report
 
 
@@ -489,66 +549,91 @@ def clock(monkeypatch):
     made = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: made.now)
     monkeypatch.setattr(budget, "SHARE", 100.0)
-    monkeypatch.setattr(rounding, "rule_for", lambda name: None if name == rounding.ALGORITHM else rule_for(name))
+    monkeypatch.setattr(products, "rule_for", lambda name: None if name == products.ALGORITHM else rule_for(name))
+    monkeypatch.setattr(module.Products, "_may_measure", lambda self: True)  # to fp16 too, which any CPU rounds
     return made
 
 
-@here
+@either
 @pytest.mark.parametrize("models", [1, 2])
-def test_products_are_fp32_where_steps_are_faster_without_bf16(clock, models):
-    used, report = trained_by(clock, lambda users: 1.05 if users else 1.0, models)
-    assert used[module._LOOKS_UNTIL // models - 1] == 1
+def test_products_are_fp32_where_steps_are_faster_without_rounding(clock, models, precision):
+    used, report = trained_by(clock, precision, lambda users: 1.05 if users else 1.0, models)
+    assert used[module.LEARNS_AT // models - 1] == 1
     assert used[-5:] == [0] * 5
     last = [result for result in report.results if result.name == "precision"][-1]
     assert (last.status, last.code) == ("measured", "slower")
-    assert not module._trials
-    assert not module._settled
 
 
-@here
-def test_deterministic_mode_lets_large_products_round_again_that_were_slower(clock, deterministic):
+@either
+def test_products_round_where_steps_are_as_slow_in_fp32(clock, precision):
+    used, report = trained_by(clock, precision, lambda users: 1.0 if users else 0.98)
+    assert used.count(0) == module.ROUNDS
+    assert used[-5:] == [1] * 5
+    assert [result.status for result in report.results if result.name == "precision"] == ["applied"]
+
+
+@pytest.fixture
+def pairs(precision):
+    """Open two runs one after the other, each with a model; return functions that take steps of these."""
+
+    def opened(runs):
+        def take_step(model, optimizer):
+            model(torch.randn(1024, 256)).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(2):
+            model = nn.Linear(256, 256)
+            optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+            runs.enter_context(
+                nano_loop.accelerated(model, optimizer, precision=precision, fast_linear=False, verbose=False)
+            )
+            yield functools.partial(take_step, model, optimizer)
+
+    with ExitStack() as runs:
+        yield opened(runs)
+
+
+@either
+def test_runs_of_a_thread_are_tried_together(clock, pairs):
+    steps, used = [*pairs], []
+    for _ in range(module.LEARNS_AT + 60):
+        used.append(in_force()[0])
+        clock.now += 1.05 if used[-1] else 1.0
+        for step in steps:
+            step()
+    assert {*used[: module.LEARNS_AT]} == {2}
+    assert {*used} == {2, 0}
+    assert used[-5:] == [0] * 5
+
+
+@either
+def test_trial_whose_optimizer_steps_no_more_is_given_up(clock, pairs):
+    first_step = next(pairs)
+    for _ in range(module.LEARNS_AT + 60):
+        clock.now += 1.0
+        first_step()
+        if not in_force()[0]:
+            break
+    assert in_force()[0] == 0
+    second_step = next(pairs)
+    assert in_force()[0] == 1
+    for _ in range(module.PATIENCE + 1):
+        clock.now += 1.0
+        second_step()
+    assert in_force()[0] == 2
+
+
+@either
+def test_deterministic_mode_lets_large_products_round_again_that_were_slower(clock, deterministic, precision):
     model, used = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), []
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings = {"precision": "auto", "fast_linear": False, "verbose": False}
-    with nano_loop.accelerated(model, optimizer, **settings):
-        for step in range(2 * module._LOOKS_UNTIL + 120):
-            if step == module._LOOKS_UNTIL + 60:
+    with nano_loop.accelerated(model, optimizer, precision=precision, fast_linear=False, verbose=False):
+        for step in range(2 * module.LEARNS_AT + 120):
+            if step == module.LEARNS_AT + 60:
                 deterministic()
             used.append(in_force())
             clock.now += 1.05 if used[-1][0] else 1.0
             model(torch.randn(1024, 256)).square().mean().backward()
             optimizer.step()
-    assert used[module._LOOKS_UNTIL + 59] == (0, 0)
-    assert used[module._LOOKS_UNTIL + 60 :] == [(1, 1)] * (module._LOOKS_UNTIL + 60)
-
-
-@here
-def test_products_stay_in_bf16_where_steps_are_as_slow_in_fp32(clock):
-    used, report = trained_by(clock, lambda users: 1.0 if users else 0.98)
-    assert used.count(0) == module._ROUNDS
-    assert used[-5:] == [1] * 5
-    assert [result.status for result in report.results if result.name == "precision"] == ["applied"]
-
-
-@here
-def test_trial_whose_optimizer_steps_no_more_is_given_up(clock):
-    model = nn.Linear(256, 256)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings = {"precision": "auto", "fast_linear": False, "verbose": False}
-    with nano_loop.accelerated(model, optimizer, **settings):
-        for _ in range(module._LOOKS_UNTIL + 60):
-            if module._trials and module._trials[0]._rounding.is_paused:
-                break
-            clock.now += 1.0
-            model(torch.randn(1024, 256)).square().mean().backward()
-            optimizer.step()
-        other = nn.Linear(256, 256)
-        second = torch.optim.SGD(other.parameters(), 1e-3)
-        rounding_of_first = module._trials[0]._rounding
-        with nano_loop.accelerated(other, second, **settings):
-            for _ in range(module._PATIENCE + 1):
-                clock.now += 1.0
-                other(torch.randn(1024, 256)).square().mean().backward()
-                second.step()
-        assert not rounding_of_first.is_paused
-        assert not module._trials
+    assert used[module.LEARNS_AT + 59] == (0, 0)
+    assert used[module.LEARNS_AT + 60 :] == [(1, 1)] * (module.LEARNS_AT + 60)

@@ -1,0 +1,127 @@
+"""The policy of a run: which products of fp32 tensors round their inputs, to bf16 or to fp16's numbers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nano_loop.patching.objects.optimizers import closure_of, hook_before_steps, requires_closure, with_closure
+from nano_loop.patching.ownership import without_rule
+from nano_loop.patching.patch_table import shared_change
+
+#: The name of the rule of calls into models whose products round their inputs: a `Policy`.
+RULE = "policy of products"
+PRODUCT, CONVOLUTION, ATTENTION, LSTM = "product", "convolution", "attention", "lstm"
+#: Number of multiplications of a thread by the kind of product from which on it rounds. Below it, what surrounds the
+#: product usually exceeds the gain. It is a first guess where algorithms are measured.
+MIN_MULTIPLICATIONS = {PRODUCT: 1 << 23, CONVOLUTION: 1 << 25, ATTENTION: 1 << 23, LSTM: 1 << 21}
+#: Products of less than this share of these multiplications are fp32 without a measurement, which takes time too.
+_NEVER = 3 / 4
+#: How many multiplications a thread does in a second in fp32, about: what fp32 would cost, before it is measured.
+_RATE = 5e10
+
+
+class Policy:
+    """Which products of a run's models round their inputs. Sums and results are fp32.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        To whose numbers the inputs are rounded: bfloat16 or float16.
+    record : callable
+        Is told of each product that rounds: the dtype, its kind, and how many numbers it packs without a cast.
+
+    Attributes
+    ----------
+    dtype : torch.dtype
+        The same.
+    has_rounded : bool
+        Whether any product has.
+    is_paused : bool
+        Whether all products are in fp32 now.
+    """
+
+    def __init__(self, dtype: torch.dtype, record: Callable[[torch.dtype, str, int], None]) -> None:
+        self.dtype = dtype
+        self.has_rounded = self.is_paused = False
+        self._record = record
+        self._least: dict[str, float] = {}
+        self.watch()
+
+    def may_round(self, kind: str, multiplications: int) -> bool:
+        """Return whether a product is large enough to be measured, or to round."""
+        if self.is_paused:
+            return False
+        least = self._least.get(kind)
+        return is_large(kind, multiplications / _NEVER) if least is None else multiplications >= least
+
+    def may_any_round(self, kind: str) -> bool:
+        """Return whether a product of a kind may, while the policy is not paused."""
+        return self._least.get(kind, 0) < math.inf
+
+    def note(self, kind: str, multiplications: int, packed: int) -> None:
+        """Note a product that rounds."""
+        self.has_rounded = True
+        self._fewest[kind] = min(self._fewest.get(kind, math.inf), multiplications)
+        self._multiplications += multiplications
+        self._record(self.dtype, kind, packed)
+
+    def watch(self) -> None:
+        """See which products round, from now on until `learn`."""
+        self._fewest: dict[str, float] = {}
+        self._multiplications, self._began = 0, time.perf_counter()
+
+    def learn(self) -> float:
+        """Let products that have fewer multiplications than all that have rounded be fp32, without asking again.
+
+        Returns
+        -------
+        float
+            How long those that have rounded would take in fp32, about, in units of the time since `watch`.
+        """
+        self._least = {kind: self._fewest.get(kind, math.inf) for kind in MIN_MULTIPLICATIONS}
+        seconds = self._multiplications / (_RATE * torch.get_num_threads())
+        return seconds / (time.perf_counter() - self._began)
+
+    def end(self) -> None:
+        """Let all products be fp32, without asking again."""
+        self._least = dict.fromkeys(MIN_MULTIPLICATIONS, math.inf)
+
+    def forget(self) -> None:
+        """Ask about all products again that are not too small."""
+        self._least = {}
+
+
+def is_large(kind: str, multiplications: float) -> bool:
+    """Return whether a product that may round does so without a measurement."""
+    return multiplications >= MIN_MULTIPLICATIONS[kind] * torch.get_num_threads()
+
+
+def line_searches_in_fp32() -> AbstractContextManager[None]:
+    """Return a context in which products are in fp32 in the steps of optimizers that require a closure.
+
+    Such steps compare losses, which differ by less than rounding does. A step has to begin in the context.
+    """
+    return shared_change("line searches in fp32", _hooked)
+
+
+@contextmanager
+def _hooked() -> Iterator[None]:
+    hook = hook_before_steps(_with_closure_in_fp32)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _with_closure_in_fp32(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    closure = closure_of(args, kwargs) if len(args) > 1 or kwargs else None
+    if closure is None or not requires_closure(optimizer):
+        return None
+    return with_closure(args, kwargs, without_rule(RULE)(closure))

@@ -1,0 +1,103 @@
+"""Which models call the operators whose kernels a step swaps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from nano_loop.kernels.embedding import lookup
+from nano_loop.patching.members import parameters_of
+from nano_loop.runtime.objects.called_functions import functions_called
+from nano_loop.runtime.objects.training_objects import class_name, has_modules, names_in_forward
+
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    *(nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d),
+    *(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
+)
+#: Minimum number of outputs of a layer. With fewer classes, the loss is a small part of a step.
+MANY_CLASSES = 1000
+#: Minimum number of elements of a matrix. A model of smaller ones only loses the time that a replaced operator takes.
+LARGE, LARGE_IN_FP32 = 1 << 17, 1 << 13
+_MATRIX = 2
+
+
+def calling(*functions: str, modules: tuple[type[nn.Module], ...] = ()) -> Callable[[nn.Module], bool]:
+    """Return whether a model has one of these modules, or calls one of these functions of torch."""
+    return lambda model: has_modules(model, modules) or not functions_called(model).isdisjoint(functions)
+
+
+has_norms = calling("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm", modules=_NORMS)
+has_convolutions = calling(
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
+    modules=_CONVOLUTIONS,
+)
+has_recurrent_layers = calling(modules=(nn.RNN, nn.GRU, nn.LSTM))
+_calls_attention = calling("scaled_dot_product_attention", "multi_head_attention_forward")
+_looks_up = calling("embedding", "embedding_bag", modules=(nn.Embedding, nn.EmbeddingBag))
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Whether a module of the model is named after attention, or calls torch's attention function."""
+    names = (name.lower() for name in _names_in(model))
+    return any("attention" in name or "attn" in name for name in names) or _calls_attention(model)
+
+
+def _names_in(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        yield name
+        yield class_name(module)
+        yield from names_in_forward(module)
+
+
+def has_tanh(model: nn.Module) -> bool:
+    """Whether a module may compute tanh, or a GELU by tanh."""
+    return any("tanh" in name.lower() or "gelu" in name.lower() for name in _names_of_activations(model))
+
+
+def _names_of_activations(model: nn.Module) -> Iterator[str]:
+    for module in model.modules():
+        if isinstance(module, nn.GELU):
+            yield module.approximate
+        elif type(module).__qualname__ != "GELUActivation":  # that of transformers, by the error function
+            yield type(module).__qualname__
+            yield from names_in_forward(module)
+
+
+def has_many_classes(model: nn.Module) -> bool:
+    """Whether a layer has as many outputs as a vocabulary."""
+    return any(weight.dim() >= _MATRIX and weight.size(0) >= MANY_CLASSES for weight in parameters_of(model))
+
+
+def has_large_tables(model: nn.Module) -> bool:
+    """Whether a model looks rows up, and has a table that is large enough."""
+    tables = (weight for weight in parameters_of(model) if weight.dim() == _MATRIX)
+    return any(weight.numel() >= lookup.MIN_ELEMENTS for weight in tables) and _looks_up(model)
+
+
+def has_large_matrix(model: nn.Module) -> bool:
+    """Whether a model has a matrix that may be multiplied, and that is large enough in bf16."""
+    return _has_matrix(model, LARGE)
+
+
+def has_large_matrix_in_fp32(model: nn.Module) -> bool:
+    """Whether it has one that is large enough in fp32."""
+    return _has_matrix(model, LARGE_IN_FP32)
+
+
+def _has_matrix(model: nn.Module, elements: int) -> bool:
+    return any(weight.dim() == _MATRIX for weight in large_weights(model, elements))
+
+
+def large_weights(model: nn.Module, elements: int) -> Iterator[nn.Parameter]:
+    """Yield the parameters of at least so many elements that may be multiplied: not those of embeddings."""
+    for module in model.modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            yield from (weight for weight in parameters_of(module, recurse=False) if weight.numel() >= elements)

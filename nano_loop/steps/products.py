@@ -1,0 +1,322 @@
+"""Rounds the inputs of large products to bf16 or fp16. All that a user can see, and all other operators, are fp32."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
+
+from nano_loop.autotune.budget import Budget
+from nano_loop.config.options import Options
+from nano_loop.cpu import Machine
+from nano_loop.kernels.attention import blocked_attention, flash_attention
+from nano_loop.kernels.build import CompiledKernel, for_report
+from nano_loop.kernels.convolution import convolution, rounded_convolution
+from nano_loop.kernels.linear import linear, product
+from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.rnn import recurrence
+from nano_loop.patching.deterministic_mode import may_depend_on_times
+from nano_loop.patching.members import parameters_of
+from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.patch_table import shared_change
+from nano_loop.policy.policy import ATTENTION, CONVOLUTION, LSTM, PRODUCT, RULE, Policy, line_searches_in_fp32
+from nano_loop.precision.diagnostics.cast_log import record_product
+from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
+from nano_loop.steps.kernels.models import has_attention, has_convolutions, large_weights
+from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step_trial import StepTrial
+
+#: Minimum number of elements of a weight. The products of smaller ones would only lose the time of the replacement.
+SMALLEST_WEIGHT = 1 << 15
+_MATRIX = 2
+#: Between which steps of optimizers it is seen which products round: after most measurements of the tuner. Large ones
+#: that were not measured by then round.
+_WATCHES_FROM, LEARNS_AT = 24, 32
+#: See `StepTrial`; and the part of the time for measurements that fp32 may cost.
+_PAYS, _WINS, ROUNDS, _PART = 1.03, 0.6, 16, 0.25
+#: A run takes part in the trial no more after so many steps of others since the last one of its optimizer.
+PATIENCE = 64
+
+
+class _Kind(NamedTuple):
+    """Products that are computed alike.
+
+    Attributes
+    ----------
+    name : str
+        A key of `nano_loop.policy.policy.MIN_MULTIPLICATIONS`.
+    replacements : tuple of Replacement
+        What replaces torch's kernels; those of no other kind. None for LSTMs, which `fast_rnn` replaces.
+    is_for : callable
+        Whether a model may have such products that are large.
+    kernel : CompiledKernel or None
+        What has to be there to round to bf16; None: nothing.
+    """
+
+    name: str
+    replacements: tuple[Replacement, ...]
+    is_for: Callable[[nn.Module], bool]
+    kernel: CompiledKernel | None = None
+
+
+def _has_large_weights(model: nn.Module) -> bool:
+    return any(weight.dim() >= _MATRIX for weight in large_weights(model, SMALLEST_WEIGHT))
+
+
+def _has_lstms(model: nn.Module) -> bool:
+    return has_modules(model, (nn.LSTM,))
+
+
+_KINDS = (
+    _Kind(PRODUCT, linear.REPLACEMENTS, _has_large_weights, product.KERNEL),
+    _Kind(CONVOLUTION, (*convolution.REPLACEMENTS, *rounded_convolution.REPLACEMENTS), has_convolutions),
+    _Kind(ATTENTION, flash_attention.REPLACEMENTS, has_attention, blocked_attention.KERNEL),
+    _Kind(LSTM, (), _has_lstms, recurrence.KERNEL),
+)
+
+
+def has_large_products(model: nn.Module) -> bool:
+    """Whether a model may have products that are large enough to round."""
+    return any(kind.is_for(model) for kind in _KINDS)
+
+
+def reason_against(options: Options, machine: Machine) -> SkipReason | None:
+    """Return why this process computes products in fp32, or None."""
+    in_bf16 = options.kind.products is torch.bfloat16
+    if options.use_ipex:
+        return SkipReason("ipex", "fp32, since IPEX has its own kernels")
+    if in_bf16 and not machine.has_fast_bf16:
+        return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
+    if not gives_kernels():
+        expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+        return SkipReason("old_torch", f"fp32, since {expected}")
+    if in_bf16 and product.KERNEL.unavailable is not None:
+        return SkipReason("no_kernel", f"fp32, since {for_report(product.KERNEL.unavailable)}")
+    return None
+
+
+class Products(Step):
+    """Gives set-up models a `Policy` by which products of fp32 tensors round their inputs, and replaces the kernels.
+
+    Matrix products, convolutions, attention and LSTMs round their inputs to bf16, or all but LSTMs to fp16's numbers,
+    and sum and return fp32. Products that are too small for that are torch's. A replaced kernel takes some microseconds
+    to find that out, so after some steps products that are smaller than all that round are not looked at any more, and
+    a kind of which none rounds has torch's kernels again. Then steps in fp32 and in bf16 take turns, and where those in
+    fp32 are faster, all has torch's kernels. In a step that requires a closure, such as LBFGS', products are in fp32.
+    """
+
+    name = "precision"
+    required = False
+
+    @override
+    def begin(self) -> None:
+        self._policy = Policy(self.options.kind.products or torch.float32, record_product)
+        self._kinds: set[_Kind] = set()
+        self._in_force: dict[Replacement, ExitStack] = {}
+        self._optimizers: Any = WeakIdKeyDictionary()
+        self._steps = 0
+        self._models: Any = WeakIdKeyDictionary()
+        self._names: dict[str, None] = {}  # of their classes
+        self._all_round: bool | None = None
+        self._trial: _Trial | None = None
+        self._medians: dict[bool, float] = {}  # see `stop_rounding`
+
+    @property
+    @override
+    def enabled(self) -> bool:
+        return self.options.kind.products is not None
+
+    @override
+    def observe(self, parts: TrainingObjects) -> None:
+        """Find out, once, whether products round on all ranks: hosts may differ in their CPUs. Collective."""
+        if self._all_round is None:
+            rounds = self.enabled and reason_against(self.options, self.machine) is None
+            self._all_round = all(self.ranks.gather(rounds))
+
+    @override
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
+        reason = reason_against(self.options, self.machine)
+        if reason is not None:
+            return reason
+        if self._all_round is False:
+            return SkipReason("other_ranks", "fp32, as on a rank that cannot round")
+        if parts.models and not any(map(_has_fp32, parts.models)):
+            return SkipReason("not_fp32", "the model has no parameters in fp32")
+        if not any(map(has_large_products, parts.models)):
+            return SkipReason("too_small", "fp32, since no layer is large enough for rounding")
+        return None
+
+    @override
+    def apply(self, parts: TrainingObjects) -> str:
+        self.undoing.enter_context(line_searches_in_fp32())
+        for model in parts.models:
+            self._models[model], self._names[class_name(model)] = True, None
+        for optimizer in parts.optimizers:
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = True
+                self.undoing.callback(optimizer.register_step_post_hook(self._note_step).remove)
+        if self._trial is None and parts.optimizers and self._may_measure():
+            self._trial = self.undoing.enter_context(_trial_of_thread())
+            self.undoing.callback(self._trial.leave, self)
+        self.forget_times()
+        return self.options.kind.summary
+
+    @override
+    def forget_times(self) -> None:
+        """Let all products round that are large, until it is seen again which do and whether that pays."""
+        if self._trial is not None:
+            self._trial.leave(self)
+        rule: Any = self._policy  # asked, and not called
+        for model in [*self._models]:
+            self._kinds |= {kind for kind in _KINDS if kind.is_for(model) and self._is_ready(kind)}
+            interceptor = self.interceptors.for_model(model, self.name)
+            interceptor.rules = {**interceptor.rules, RULE: rule}
+        self._steps, self._medians = 0, {}
+        self._policy.forget()
+        self.let_round(True)
+
+    def _is_ready(self, kind: _Kind) -> bool:
+        in_bf16 = self._policy.dtype is torch.bfloat16
+        return not in_bf16 or kind.kernel is None or kind.kernel.unavailable is None
+
+    def _may_measure(self) -> bool:
+        """Whether measured times may decide: not in ranks, which would not compute alike, and not for fp16."""
+        is_wanted = bool(self.options.tune_operators) and not self.options.compile
+        return is_wanted and self.ranks.size == 1 and self._policy.dtype is torch.bfloat16
+
+    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._steps += 1
+        if self._steps == _WATCHES_FROM:
+            self._policy.watch()
+        elif self._steps == LEARNS_AT:
+            cost = self._policy.learn()
+            self._replace_kernels()
+            if self._trial is not None and self._may_round():
+                self._trial.join(self, cost)
+        if self._trial is not None:
+            self._trial.note(self, optimizer)
+
+    def let_round(self, rounds: bool) -> None:
+        """Let products round that may, or let all be fp32 for now. See `_Trial`."""
+        self._policy.is_paused = not rounds
+        self._replace_kernels()
+
+    def stop_rounding(self, medians: dict[bool, float]) -> None:
+        """Let all products be fp32. See `_Trial`."""
+        self._medians = medians
+        self._policy.end()
+        self._replace_kernels()
+
+    def _may_round(self) -> bool:
+        return any(self._policy.may_any_round(kind.name) for kind in self._kinds)
+
+    def _replace_kernels(self) -> None:
+        """Have those kernels replaced whose products may round now, and no others."""
+        kinds = [kind for kind in self._kinds if self._policy.may_any_round(kind.name) and not self._policy.is_paused]
+        wanted = {replacement for kind in kinds for replacement in kind.replacements}
+        for replacement in self._in_force.keys() - wanted:
+            self._in_force.pop(replacement).close()
+        for replacement in wanted - self._in_force.keys():
+            self._in_force[replacement] = self.undoing.enter_context(ExitStack())
+            self._in_force[replacement].enter_context(replacement.in_force())
+        if self._models and not self._may_round():
+            self.interceptors.release(self.name)
+
+    @override
+    def final_result(self) -> StepResult | None:
+        """Return why no product rounded at the end, or None."""
+        names = ", ".join(self._names)
+        if self._medians:
+            fp32, rounded = (f"{self._medians[setting] * 1e3:.3g} ms" for setting in (False, True))
+            detail = f"fp32 for {names}: {fp32} a step, and {rounded} with bf16 inside of products"
+            return StepResult(self.name, "measured", detail, code="slower")
+        if self._policy.has_rounded or not self._names:
+            return None
+        return StepResult(self.name, "measured", f"fp32 for {names}: no product is large enough", code="too_small")
+
+
+def _has_fp32(model: nn.Module) -> bool:
+    return any(parameter.dtype is torch.float32 for parameter in parameters_of(model))
+
+
+class _Trial:
+    """The runs of a thread of which steps in fp32 and with products that round are tried in turn.
+
+    They are tried together, for a replaced kernel costs its microseconds until none of them rounds.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._costs: dict[Products, float] = {}
+        self._trial: StepTrial[bool] | None = None
+        self._timed: Products | None = None
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None  # each of its steps ends a turn of the loop
+        self._waited = 0
+
+    def join(self, member: Products, cost: float) -> None:
+        """Let a member take part whose products would take so long in fp32, in units of a step."""
+        self._costs[member] = cost
+
+    def leave(self, member: Products) -> None:
+        """Let a member take no part. The trial ends if its steps are timed."""
+        self._costs.pop(member, None)
+        if member is self._timed:
+            self._trial = self._timed = None
+            self._let_round(True)
+        member.let_round(True)
+
+    def note(self, member: Products, optimizer: Optimizer) -> None:
+        """Note the end of a step of a member's optimizer."""
+        if self._trial is None or self._timed is None:
+            if member in self._costs and may_depend_on_times():
+                self._begin(member, optimizer)
+        elif optimizer is self._optimizer():
+            self._waited = 0
+            self._trial.note()
+            if self._trial.measured:
+                self._settle(self._trial)
+        else:
+            self._waited += 1
+            if self._waited > PATIENCE:
+                self.leave(self._timed)
+
+    def _begin(self, member: Products, optimizer: Optimizer) -> None:
+        self._timed, self._optimizer, self._waited = member, weakref.ref(optimizer), 0
+        slowest = 1 + sum(self._costs.values())
+        self._trial = StepTrial(
+            (True, False), self._let_round, self._budget, slowest=slowest, pays=_PAYS, wins=_WINS, most=ROUNDS
+        )
+
+    def _let_round(self, rounds: bool) -> None:
+        for member in [*self._costs]:
+            member.let_round(rounds)
+
+    def _settle(self, trial: StepTrial[bool]) -> None:
+        members = [*self._costs]
+        self._costs.clear()
+        self._trial = self._timed = None
+        for member in members if not trial.setting else ():
+            member.stop_rounding(trial.medians)
+
+
+def _trial_of_thread() -> AbstractContextManager[_Trial]:
+    """Return a context with the trial of this thread, which lasts as long as any run takes part."""
+    return shared_change(("trial of products", threading.get_ident()), _opened)
+
+
+@contextmanager
+def _opened() -> Iterator[_Trial]:
+    budget = Budget(measures=True, part=_PART, in_advance=False)
+    try:
+        yield _Trial(budget)
+    finally:
+        budget.close()
