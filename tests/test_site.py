@@ -55,7 +55,12 @@ def words(page):
 
 def test_documentation_is_short():
     pages = [page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).parts[0] not in GENERATED]
-    assert sum(map(words, pages)) < 40_000
+    assert sum(map(words, pages)) < 25_000
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "rooms").glob("*.md")), ids=lambda page: page.stem)
+def test_page_of_a_room_is_short(page):
+    assert words(page) <= 600
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.stem)
