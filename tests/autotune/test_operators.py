@@ -24,7 +24,7 @@ from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.rnn import recurrent_layer, rnn
 from nano_loop.patching.operators.operators import gives_kernels
 
-ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM, FP32_ATTENTION, FP32_PRODUCT = module.OPERATORS
+ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, LOSS, NORM, FP32_ATTENTION, FP32_PRODUCT = module.OPERATORS
 NHWC = torch.channels_last
 
 
