@@ -65,8 +65,9 @@ class Overlay:
         shared : iterable of str
             Folders whose files all ranks write, such as caches.
         """
-        self.root, self.temporary, self.since = f"{place}/files", temporary, since
-        original_os.mkdir(self.root, 0o700)
+        root = f"{place}/files"
+        original_os.mkdir(root, 0o700)
+        self.root, self.temporary, self.since = root, temporary, since
         self.shared = (*SYSTEM, *(f"{folder}/" for folder in (place, *shared)))
 
     def end(self) -> None:
@@ -76,7 +77,7 @@ class Overlay:
     @property
     def is_empty(self) -> bool:
         """Whether no file is private, so that nothing need be looked up."""
-        self._is_used = self._is_used or bool(self.root and original_os.listdir(self.root))
+        self._is_used = self._is_used or bool(self.root and _names(self.root))
         return not self._is_used
 
     def is_shared(self, key: str) -> bool:
