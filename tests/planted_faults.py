@@ -204,7 +204,7 @@ FAULTS = (
         "distributed/files/functions.py",
         "            return _descriptor(overlay.new(key), flags | os.O_CREAT, S_IMODE(status.st_mode))",
         "            return _descriptor(key, flags | os.O_CREAT, S_IMODE(status.st_mode))",
-        "tests/distributed/files",
+        "tests/distributed/files/test_writers.py",
     ),
     Fault(
         "distributed/launch/failure.py",
