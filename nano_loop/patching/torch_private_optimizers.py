@@ -114,7 +114,7 @@ def sparse_adam(
     gradients: list[torch.Tensor],
     means: list[torch.Tensor],
     squares: list[torch.Tensor],
-    steps: list[float],
+    steps: list[Any],
     **numbers: Any,
 ) -> None:
     """Take the steps of `torch.optim.SparseAdam`, with these numbers, of parameters with sparse gradients."""

@@ -209,6 +209,7 @@ def test_rows_that_are_masked_out_whole_are_zero_as_torchs_are():
         torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.02)
 
 
+@IN_BLOCKS
 @pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.bfloat16).min, 3e4, -3e4, 1e9])
 @pytest.mark.parametrize("kwargs", [{}, {"dropout_p": 0.4}])
 def test_rows_with_a_large_common_offset_have_the_gradients_of_the_definition(number, kwargs):

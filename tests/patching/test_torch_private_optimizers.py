@@ -104,3 +104,15 @@ def test_step_that_a_scheduler_watches_is_told_from_others():
     assert not private.is_watched_by_scheduler(optimizer.step)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert private.is_watched_by_scheduler(vars(optimizer)["step"])
+
+
+def test_sparse_adam_steps_as_its_class_does():
+    weight, ours = nn.Parameter(torch.ones(3, 2)), torch.ones(3, 2)
+    optimizer = torch.optim.SparseAdam([weight], lr=0.1)
+    mean, square = torch.zeros(3, 2), torch.zeros(3, 2)
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "maximize": False}
+    weight.grad = torch.sparse_coo_tensor([[0, 2, 2]], torch.tensor([[1.0, -2.0]] * 3), (3, 2), check_invariants=True)
+    for count in (1, 2):
+        optimizer.step()
+        private.sparse_adam([ours], [weight.grad], [mean], [square], [count], **numbers)
+    assert torch.equal(ours, weight.detach())

@@ -2,7 +2,7 @@
 
 import argparse
 import copy
-from dataclasses import make_dataclass
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -58,7 +58,16 @@ def test_inside_is_bf16_and_outputs_are_fp32(net):
     assert outputs["logits"].dtype is outputs["hidden"][0].dtype is torch.float32
 
 
-@pytest.mark.parametrize("kind", [SimpleNamespace, argparse.Namespace, make_dataclass("Output", ["logits", "others"])])
+@dataclass
+class Output:
+    """What a model returns, of its program's own class."""
+
+    logits: torch.Tensor | None = None
+    others: object = None
+    more: list | None = None
+
+
+@pytest.mark.parametrize("kind", [SimpleNamespace, argparse.Namespace, Output])
 def test_outputs_in_namespaces_and_dataclasses_are_fp32(step, kind):
     model = Net()
     model.forward = lambda x: kind(logits=model.inner(x), others=kind(more=[model.outer(model.inner(x))]))
