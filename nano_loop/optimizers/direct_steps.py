@@ -24,7 +24,6 @@ from nano_loop.optimizers import row_steps
 from nano_loop.optimizers.fused_steps import lie_alike, lie_in_order, takes_kernel
 from nano_loop.optimizers.row_steps import RowStep
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.objects.gradients import drop_gradients, gradient_of, state_of
 from nano_loop.patching.patch_table import listed, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import (
     foreach_increment,
@@ -112,7 +111,8 @@ def _zero_grad(original: _Method) -> _Method:
         if args or (kwargs and kwargs != {"set_to_none": True}) or _is_left_to_torch(self):
             return original(self, *args, **kwargs)
         for group in self.param_groups:
-            drop_gradients(group["params"])
+            for parameter in group["params"]:
+                parameter.grad = None
         return None
 
     return zero_grad
@@ -147,12 +147,10 @@ def _gathered(optimizer: Optimizer, group: _Group) -> Callable[[], None] | None:
         return None
     rule = _RULES[type(optimizer)]
     settings = rule.settings(group)
-    with_gradient = [
-        (parameter, gradient) for parameter in group["params"] if (gradient := gradient_of(parameter)) is not None
-    ]
+    with_gradient = [(parameter, gradient) for parameter in group["params"] if (gradient := parameter.grad) is not None]
     parameters = [parameter for parameter, _ in with_gradient]
-    names, of_parameters = rule.states(settings), state_of(optimizer)
-    states = [of_parameters.get(parameter, {}) for parameter in parameters] if names or rule.has_counter else []
+    names = rule.states(settings)
+    states = [optimizer.state.get(parameter, {}) for parameter in parameters] if names or rule.has_counter else []
     try:
         columns = [[state[name] for state in states] for name in names]
         counters = [[state["step"] for state in states]] if rule.has_counter else []
@@ -181,8 +179,6 @@ def _gathered(optimizer: Optimizer, group: _Group) -> Callable[[], None] | None:
         for step in by_rows:
             step()
         increment_version(written)
-        for step in by_rows:
-            step.rows.know(*step.tensors[2:])
 
     return kernel
 

@@ -3,8 +3,8 @@
 A step of SGD or Adagrad changes no row without a gradient; one of Adam, or of SGD with momentum, none whose moments are
 zero, too. So it is without weight decay, and with AdamW's such rows only decay. Which rows have a gradient is known
 from `nano_loop.kernels.embedding.row_gradient`. Moments are looked through once, and again after somebody else has
-changed them. The last rows of a table whose size is no multiple of 16 are stepped by torch, which does not compute all
-of their numbers by vectors.
+written to them. The last rows of a table whose size is no multiple of 16 are stepped by torch, which does not compute
+all of their numbers by vectors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RowStep(NamedTuple):
     rows : RowGradient
         The rows.
     tensors : tuple of torch.Tensor
-        The table, its gradient, and its states.
+        The table, and its gradient and states for functions in C.
     counter : torch.Tensor or None
         The number of this step, once it is called.
     settings : mapping
@@ -104,9 +104,10 @@ def row_step(rule: Rule, tensors: Sequence[Tensor], settings: Mapping[str, Any])
         return None
     tensors, counter = (tensors[:-1], tensors[-1]) if rule.has_counter else (tensors, None)
     is_plain = all(_is_plain(tensor) and tensor.shape == rows.shape for tensor in tensors)
-    if rows.confirm(tensors[1]) and is_plain and _keeps_others(settings) and _computes_as_torch(rule):
-        return RowStep(rule, rows, (*tensors,), counter, settings)
-    rows.forget_states()  # torch's kernel changes them, and may leave their version counters as they are
+    gradient = rows.raw(tensors[1]) if is_plain else None
+    if gradient is not None and _keeps_others(settings) and _computes_as_torch(rule):
+        return RowStep(rule, rows, (tensors[0], gradient, *rows.marked(tensors[2:])), counter, settings)
+    rows.forget_states()
     return None
 
 
@@ -121,7 +122,6 @@ def _adam_by_rows(step: RowStep, count: int) -> None:
     decay = 1 - lr * settings["weight_decay"] if settings["is_decoupled"] else 1.0
     numbers = (decay, 1 - beta1, 1 - beta2, beta2, math.sqrt(1 - beta2**number), settings["eps"])
     size = -(lr / (1 - beta1**number))
-    step.rows.mark(*step.tensors[2:])
     sizes = (count, step.rows.shape[1])
     KERNEL("adam_rows", *step.tensors, step.rows.marks, *sizes, _sign(settings), *map(float, numbers), size)
 
@@ -129,7 +129,6 @@ def _adam_by_rows(step: RowStep, count: int) -> None:
 def _sgd_by_rows(step: RowStep, count: int) -> None:
     settings, width = step.settings, step.rows.shape[1]
     if settings["momentum"]:
-        step.rows.mark(step.tensors[2])
         numbers = (_sign(settings), settings["momentum"], 1 - settings["dampening"], -settings["lr"])
         is_nesterov = int(settings["nesterov"])
         KERNEL("momentum_rows", *step.tensors, step.rows.marks, count, width, is_nesterov, *map(float, numbers))
@@ -227,9 +226,10 @@ def _is_equal(rule: Rule, settings: Mapping[str, Any]) -> bool:
         gradients = random(len(indices), _EXAMPLE[1]) * 10.0**exponent
         rows.add(Lookups(gradients, indices, None, -1))
         gradient = rows.compute()
-        assert gradient is not None
+        raw = None if gradient is None else rows.raw(gradient)
+        assert raw is not None
         dense = torch.ops.aten.embedding_dense_backward(gradients, indices, _EXAMPLE[0], -1, False)
         counter += 1
-        RowStep(rule, rows, (tensors[0], gradient, *tensors[1:]), call, settings)()
+        RowStep(rule, rows, (tensors[0], raw, *rows.marked(tensors[1:])), call, settings)()
         rule.by_torch([twins[0]], [dense], *([twin] for twin in twins[1:]), *counters, **settings)
     return all(map(torch.equal, tensors, twins))

@@ -71,6 +71,25 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+def shared_until_written(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shares memory with another one until somebody writes to one of them, which is copied first.
+
+    What reads the address counts as a write, as do numpy and DLPack. Raises a `RuntimeError` for memory that is not
+    torch's own, as that of a mapped file.
+    """
+    return torch._lazy_clone(tensor)
+
+
+def is_unwritten(tensor: torch.Tensor) -> bool:
+    """Whether nobody has written to a strided tensor since it began to share memory by `shared_until_written`."""
+    return bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage. `Tensor.data_ptr` would copy what is shared until it is written."""
+    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+
+
 def has_lone_storage(tensor: torch.Tensor) -> bool:
     """Whether no other tensor has the memory of this one. torch has no public count."""
     return _users_of_storage(tensor) == _users_of_lone_storage()

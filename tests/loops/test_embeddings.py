@@ -1,8 +1,11 @@
 """Loops over large embeddings have the bits of the same loop with the same fused optimizer and torch's gradients."""
 
 import copy
+import ctypes
+import tempfile
 from contextlib import contextmanager
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +15,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from nano_loop import accelerated
 from nano_loop.kernels.embedding import lookup, row_gradient
 from nano_loop.optimizers import row_steps
-from nano_loop.patching.objects.gradients import gradient_of
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import left_by_runs
+from nano_loop.patching.torch_private import address_of
 
 pytestmark = [
     pytest.mark.skipif(row_gradient.KERNEL.unavailable is not None, reason=str(row_gradient.KERNEL.unavailable)),
@@ -162,6 +165,16 @@ def writing_past_versions(model, optimizer, words, number):
     optimizer.step()
 
 
+def looking_at_gradients(model, optimizer, words, number):
+    optimizer.zero_grad()
+    model(words).square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    norms = [gradient.norm() for gradient in gradients], torch.nn.utils.get_total_norm(gradients)
+    assert repr(norms)
+    assert all(torch.isfinite(gradient).all() for gradient in copy.deepcopy(gradients))
+    optimizer.step()
+
+
 def writing_after_the_step(model, optimizer, words, number):
     plainly(model, optimizer, words, number)
     if number % 3 == 1:
@@ -264,6 +277,17 @@ def loading(model, optimizer, words, number):
         optimizer.load_state_dict(loading.saved[1])
 
 
+def writing_into_a_mapped_checkpoint(model, optimizer, words, number, folder=[]):  # noqa: B006
+    plainly(model, optimizer, words, number)
+    if number == 2:
+        folder[:] = [tempfile.TemporaryDirectory()]
+        torch.save(optimizer.state_dict(), f"{folder[0].name}/state.pt")
+        optimizer.load_state_dict(torch.load(f"{folder[0].name}/state.pt", mmap=True))
+    if number == 4:
+        changing_the_state_past_versions(model, optimizer, words, 3)
+        folder.pop().cleanup()
+
+
 def adding_a_group(model, optimizer, words, number):
     if number == 0:
         first, *_ = optimizer.param_groups[0]["params"]
@@ -294,7 +318,7 @@ LOOPS = (
     *(plainly, by_the_models_zero_grad, with_zeros, accumulating, clipping, writing_past_versions),
     *(writing_after_the_step, keeping, skipping_steps, twice_backward, by_closure, with_hooks, penalizing),
     *(by_hand_between, changing_the_state, changing_the_state_past_versions, restoring_the_state_by_hand, loading),
-    *(adding_a_group, in_two_losses, evaluating_between),
+    *(looking_at_gradients, writing_into_a_mapped_checkpoint, adding_a_group, in_two_losses, evaluating_between),
 )
 
 
@@ -358,6 +382,61 @@ def test_loops_that_touch_gradients_and_state_are_the_same(loop, optimizer):
     assert taken or loop in (accumulating, by_closure, twice_backward)
 
 
+#: Writes that raise no version.
+WRITES = {
+    "decay": lambda p, value: value.data.add_(p.data, alpha=0.1),
+    "noise": lambda p, value: value.data.add_(torch.rand(value.shape)),
+    "one row": lambda p, value: value.data.__setitem__(7, 1.0),
+    "a view": lambda p, value: value.data.view(-1)[100:105].fill_(1.0),
+    "numpy": lambda p, value: value.numpy().__setitem__(7, 1.0),
+    "an array": lambda p, value: numpy.asarray(value).__setitem__(7, 1.0),
+    "DLPack": lambda p, value: torch.from_dlpack(value).__setitem__(7, 1.0),
+    "the address": lambda p, value: ctypes.c_float.from_address(value.data_ptr() + 7 * 64).__setattr__("value", 1.0),
+    "the storage": lambda p, value: value.untyped_storage().copy_(torch.rand(value.shape).untyped_storage()),
+    "data of another tensor": lambda p, value: setattr(value, "data", torch.rand(value.shape)),
+    "an operator with out": lambda p, value: torch.add(p.data, 1.0, out=value.data),
+    "operators of lists": lambda p, value: torch._foreach_add_([value.data], 1.0),
+    "a list of numbers": lambda p, value: value.data.copy_(torch.tensor([[*map(float, range(16))]])),
+    "an average of one process": lambda p, value: averaged(value.data),
+}
+
+
+def averaged(value):
+    """Write the mean over a group that another rank has summed up in, as torch's tutorial averages."""
+    torch.distributed.all_reduce(value)
+    value += 1.0
+
+
+@contextmanager
+def group_of_one():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_that_raise_no_version_are_noticed(write):
+    def loop(model, optimizer, words, number):
+        written = [model.users.weight, model.items.weight]
+        optimizer.zero_grad()
+        model(words).square().mean().backward()
+        if number == 2:
+            for parameter in written:
+                WRITES[write](parameter, parameter.grad)
+        optimizer.step()
+        if number == 3:
+            for parameter in written:
+                WRITES[write](parameter, parameter.grad)
+        if number == 5:
+            for parameter in written:
+                WRITES[write](parameter, optimizer.state[parameter]["exp_avg"])
+
+    with group_of_one():
+        assert assert_equal(Pairs, OPTIMIZERS["AdamW"], loop)
+
+
 def test_gradients_may_become_sparse():
     def loop(model, optimizer, words, number):
         model.users.sparse = number > 2
@@ -380,7 +459,7 @@ def test_a_table_stays_in_memory_and_only_its_rows_are_cleared():
     with accelerated(model, optimizer, verbose=False) as run:
         for number in range(STEPS):
             plainly(model, optimizer, torch.randint(ROWS, (12, 3)), number)
-            places.append(gradient_of(model.users.weight).data_ptr())
+            places.append(address_of(model.users.weight.grad))
         assert "fast_embedding" in {result.name for result in run.report.results}
     assert len(set(places[2:])) == 1
 

@@ -36,6 +36,23 @@ def test_memory_of_another_tensor_is_known():
     del kept
 
 
+def test_tensor_shares_memory_with_another_one_until_one_of_them_is_written():
+    tensor = torch.ones(6)
+    shared = private.shared_until_written(tensor)
+    assert private.address_of(shared) == private.address_of(tensor)
+    assert shared.sum() == 6
+    assert private.is_unwritten(shared)
+    shared.data[2] = 5.0
+    assert not private.is_unwritten(shared)
+    assert private.address_of(shared) != private.address_of(tensor)
+    assert (shared.sum().item(), tensor.sum().item()) == (10, 6)
+    last = private.address_of(tensor)
+    tensor.add_(1)  # nobody else has the memory any more, so it is not copied
+    assert private.address_of(tensor) == tensor.data_ptr() == last
+    with pytest.raises(RuntimeError, match="storage"):
+        private.shared_until_written(torch.ones(1).share_memory_())
+
+
 def test_trainer_puts_its_signal_handlers_back():
     trainer = Mock()
     private.put_back_signal_handlers(trainer)

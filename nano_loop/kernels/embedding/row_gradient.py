@@ -1,18 +1,22 @@
 """The gradient of a table of which a step looks up few rows. It is dense for everybody, and known to be zero elsewhere.
 
 torch fills a tensor of the table's size with zeros for each lookup, adds row by row, and adds up such tensors where a
-table is used twice. Here the rows of all lookups are summed up in C (``rows.c``), in torch's order, into a tensor that
-stays: before the next backward only the rows of the last one are zeros again. That is so where nobody else can have
-written into it. Else the next gradient is a new tensor.
+table is used twice. Here the rows of all lookups are summed up in C (``rows.c``), in torch's order, into memory that
+stays: before the next backward only the rows of the last one are zeros again.
+
+The program gets a tensor that shares this memory until somebody writes to it, in whatever way: torch copies it first.
+So the memory stays what functions in C have made of it, and a gradient that still shares it is known. An optimizer's
+states are watched in the same way.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +25,9 @@ from torch import Tensor, nn
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.double_backward import is_followed
 from nano_loop.kernels.memory import BYTES, FP32, INT64, Pointer, empty
-from nano_loop.patching.objects.gradients import on_read, on_state_read, reads_noticed
 from nano_loop.patching.patch_table import process_wide, shared_change
-from nano_loop.patching.torch_private import has_lone_storage, version
-from nano_loop.patching.torch_private_autograd import graph_task, has_tensor_hooks, in_backward
+from nano_loop.patching.torch_private import address_of, has_lone_storage, is_unwritten, shared_until_written
+from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 
 _INT32 = Pointer((torch.int32,))
 KERNEL = CompiledKernel(
@@ -62,6 +65,46 @@ class Lookups(NamedTuple):
     padding: int
 
 
+class _Table(NamedTuple):
+    """Memory of a gradient.
+
+    Attributes
+    ----------
+    memory : torch.Tensor
+        What holds it. Nobody writes to this tensor.
+    raw : torch.Tensor
+        One with the same memory, for functions in C.
+    """
+
+    memory: Tensor
+    raw: Tensor
+
+
+class _State:
+    """A state of an optimizer whose memory functions in C read and write, while every other write is noticed.
+
+    Parameters
+    ----------
+    state : torch.Tensor
+        A contiguous one, which others may hold.
+
+    Attributes
+    ----------
+    raw : torch.Tensor
+        One with the same memory, for functions in C.
+    """
+
+    def __init__(self, state: Tensor) -> None:
+        self.raw = _raw(state)
+        self._kept: Tensor | None = None  # the memory, if somebody writes to the state
+        with suppress(RuntimeError):  # of memory that is not torch's own, writes are not noticed
+            self._kept = shared_until_written(state)
+
+    def is_in(self, state: Tensor) -> bool:
+        """Whether a state is this one, and nobody else has written to it."""
+        return _shares(state, self.raw)
+
+
 class RowGradient:
     """The gradient of one table, and what is known of it.
 
@@ -83,14 +126,12 @@ class RowGradient:
         self._listed = empty(rows, dtype=torch.int64)
         self._length = 0
         self._last = torch.full((rows,), -1, dtype=torch.int32, device="cpu")
-        self._sums: Tensor | None = None
-        self._version = 0
-        self._is_known = False  # whether nobody has seen the gradient since the backward that has computed it
-        self._is_confirmed = False  # whether a step has then been taken with it as the gradient of the table
-        self._states: list[tuple[int, int]] | None = None  # whose rows are marked
+        self._sums: _Table | None = None  # zeros, but for the rows in the gradient
+        self._given: Tensor | None = None  # what shares their memory until somebody writes to the gradient
+        self._states: list[_State] = []  # whose rows are marked
         self._pending: dict[tuple[int, int], list[Lookups]] = {}
         key = id(weight)
-        self._weight = weakref.ref(weight, lambda _: _drop(key))
+        self._weight = weakref.ref(weight, lambda _: row_gradients.pop(key, None))
         self._lock = threading.Lock()
         self._root: Callable[[], Tensor | None] = lambda: None
 
@@ -122,75 +163,50 @@ class RowGradient:
         with self._lock:
             sums = self._zeros()
             for part in lookups:
-                self._sum_up(part, sums)
-            weight = self._weight()
-            self._is_known = weight is not None and not has_tensor_hooks(weight)
-            self._is_confirmed = False
-            self._version = version(sums)
-            return sums.detach()  # autograd keeps that without a copy, since nobody else has it
+                self._sum_up(part, sums.raw)
+            self._given = shared_until_written(sums.memory)
+            return self._given.detach()  # autograd keeps that without a copy, since nobody else has it
 
-    def forget(self) -> None:
-        """Note that somebody reads the gradient, and may change it or the states of the table."""
-        self._is_known = False
-        self._states = self._sums = None
+    def raw(self, gradient: Tensor) -> Tensor | None:
+        """Return the gradient for functions in C if it is the one that was computed last, and nobody has written to it.
 
-    def confirm(self, gradient: Tensor) -> bool:
-        """Return whether the gradient in a step is the one that was computed last: zero in rows without a mark.
-
-        The step may not change it: the tensor stays for the next one.
+        Parameters
+        ----------
+        gradient : torch.Tensor
+            A contiguous one, of the table's shape.
         """
-        sums = self._sums
-        self._is_confirmed = (
-            self._is_known
-            and sums is not None
-            and gradient.layout is torch.strided
-            and gradient.data_ptr() == sums.data_ptr()
-            and gradient.shape == self.shape
-            and gradient.is_contiguous()
-            and version(gradient) == version(sums) == self._version
-        )
-        return self._is_confirmed
+        return self._sums.raw if self._sums is not None and _shares(gradient, self._sums.raw) else None
 
-    def mark(self, *states: Tensor) -> None:
-        """Mark the rows with a nonzero state, unless these are the states that the last step has left."""
-        if self._states != _signs(states):
-            other = states[1] if len(states) > 1 else None
-            KERNEL("mark_states", states[0], other, self.marks, *self.shape)
+    def marked(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Mark the rows with a nonzero state, and return the states for functions in C, whose writes keep the marks."""
+        if len(states) != len(self._states) or not all(map(_State.is_in, self._states, states)):
+            self._states = []  # first, so that nothing is copied
+            self._states = [*map(_State, states)]
+            raw = [state.raw for state in self._states]
+            KERNEL("mark_states", raw[0], raw[1] if len(raw) > 1 else None, self.marks, *self.shape)
+        return [state.raw for state in self._states]
 
     def forget_states(self) -> None:
-        """Note that a step of all rows is taken."""
-        self._states = None
-
-    def forget_states_in(self, states: Mapping[Tensor, Any]) -> None:
-        """Note that somebody reads the states of an optimizer, and may change those of the table."""
-        weight = self._weight()
-        if weight is not None and weight in states:
-            self._states = None
-
-    def know(self, *states: Tensor) -> None:
-        """Note that the marks are those of states that a step has left."""
-        self._states = _signs(states)
+        """Note that a step of all rows is taken, which then copies nothing."""
+        self._states = []
 
     @property
     def listed(self) -> tuple[Tensor, int]:
         """The rows in the gradient, and their number."""
         return self._listed, self._length
 
-    def _zeros(self) -> Tensor:
-        """Return a table of zeros: that of the last backward, if it is nobody else's."""
-        sums, width = self._sums, self.shape[1]
-        is_ours = (
-            sums is not None
-            and self._is_known
-            and self._is_confirmed
-            and version(sums) == self._version
-            and has_lone_storage(sums)
-        )
-        KERNEL("clear_rows", sums if is_ours else None, self.marks, self._listed, self._length, width)
+    def _zeros(self) -> _Table:
+        """Return a table of zeros: that of the last backward, if nobody else sees its memory."""
+        given, sums = self._given, self._sums
+        if given is not None and is_unwritten(given) and not has_lone_storage(given):
+            sums = None
+        raw = None if sums is None else sums.raw
+        KERNEL("clear_rows", raw, self.marks, self._listed, self._length, self.shape[1])
         self._length = 0
-        if sums is None or not is_ours:
-            sums = self._sums = None  # first, so that its memory may be used again
-            sums = self._sums = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
+        if sums is None:
+            self._given = self._sums = None  # first, so that its memory may be used again
+            memory = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
+            sums = self._sums = _Table(memory, _raw(memory))
         return sums
 
     def _sum_up(self, part: Lookups, sums: Tensor) -> None:
@@ -228,25 +244,15 @@ def tracked(weight: nn.Parameter) -> RowGradient:
     rows = row_gradients.get(id(weight))
     if rows is None or rows.shape != weight.shape:
         rows = row_gradients[id(weight)] = RowGradient(weight)
-        on_read[id(weight)] = rows.forget
-        on_state_read[id(weight)] = rows.forget_states_in
     return rows
-
-
-def _drop(key: int) -> None:
-    row_gradients.pop(key, None)
-    on_read.pop(key, None)
-    on_state_read.pop(key, None)
 
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    with reads_noticed():
-        try:
-            yield
-        finally:
-            for key in [*row_gradients]:
-                _drop(key)
+    try:
+        yield
+    finally:
+        row_gradients.clear()
 
 
 def row_gradients_kept() -> AbstractContextManager[None]:
@@ -273,6 +279,13 @@ def _is_plain(gradient: Tensor) -> bool:
     return is_strided and gradient.dtype is torch.float32 and not gradient.is_neg()
 
 
-def _signs(states: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return addresses and versions of states, which differ after a change or for other states."""
-    return [(state.data_ptr(), version(state)) for state in states]
+def _raw(tensor: Tensor) -> Tensor:
+    """Return a tensor with the memory of a contiguous one, which it does not hold. Writes to it are not noticed."""
+    memory = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
+def _shares(tensor: Tensor, raw: Tensor) -> bool:
+    """Whether nobody has written to a tensor that shares the memory of a raw one, from its beginning on."""
+    offset = tensor.storage_offset() * tensor.element_size()
+    return is_unwritten(tensor) and address_of(tensor) + offset == raw.data_ptr()

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from nano_loop.patching.objects.gradients import gradient_of
 from nano_loop.patching.patch_table import process_wide
 
 # --- closures ---
@@ -55,7 +54,7 @@ def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
     `torch.distributed.checkpoint` makes the state of a new optimizer by a step with gradients and rates of 0.
     """
     groups = [group for group in optimizer.param_groups if group.get("lr") is None or group["lr"]]
-    return [parameter for group in groups for parameter in group["params"] if gradient_of(parameter) is not None]
+    return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
 
 
 # --- hooks of all optimizers ---
