@@ -327,6 +327,7 @@ class Checkpointed(nn.Module):
 def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch):
     monkeypatch.setattr(attention, "MIN_SCORES", 1)
     monkeypatch.setattr(attention.blocked_attention, "supports", lambda *_: True)
+    monkeypatch.setattr(attention.blocked_attention.KERNEL, "unavailable", None)
     monkeypatch.setitem(attention.ALGORITHMS, attention.BLOCKS, attention.ALGORITHMS[attention.TORCH])
     monkeypatch.setattr(Tuner, "_measure", lambda self, *_: self.choices.all()[None])
     monkeypatch.setattr(Tuner, "choose", lambda self, *_: attention.TORCH if self._budget.left(0.0) > 0 else None)
