@@ -316,7 +316,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/embedding/row_gradient.py",
-        " and not has_lone_storage(given):",
+        " and not has_lone_storage(returned):",
         " and False:",
         "tests/loops/test_embeddings.py",
     ),

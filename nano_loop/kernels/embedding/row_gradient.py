@@ -66,32 +66,16 @@ class Lookups(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Memory of a gradient.
-
-    Attributes
-    ----------
-    memory : torch.Tensor
-        What holds it. Nobody writes to this tensor.
-    raw : torch.Tensor
-        One with the same memory, for functions in C.
-    """
+    """Memory of a gradient: what holds it, to which nobody writes, and a tensor for functions in C."""
 
     memory: Tensor
     raw: Tensor
 
 
 class _State:
-    """A state of an optimizer whose memory functions in C read and write, while every other write is noticed.
+    """A contiguous state of an optimizer that functions in C read and write, while every other write is noticed.
 
-    Parameters
-    ----------
-    state : torch.Tensor
-        A contiguous one, which others may hold.
-
-    Attributes
-    ----------
-    raw : torch.Tensor
-        One with the same memory, for functions in C.
+    `raw` is a tensor with the same memory, for these functions.
     """
 
     def __init__(self, state: Tensor) -> None:
@@ -127,7 +111,7 @@ class RowGradient:
         self._length = 0
         self._last = torch.full((rows,), -1, dtype=torch.int32, device="cpu")
         self._sums: _Table | None = None  # zeros, but for the rows in the gradient
-        self._given: Tensor | None = None  # what shares their memory until somebody writes to the gradient
+        self._returned: Tensor | None = None  # what shares their memory until somebody writes to the gradient
         self._states: list[_State] = []  # whose rows are marked
         self._pending: dict[tuple[int, int], list[Lookups]] = {}
         key = id(weight)
@@ -164,8 +148,8 @@ class RowGradient:
             sums = self._zeros()
             for part in lookups:
                 self._sum_up(part, sums.raw)
-            self._given = shared_until_written(sums.memory)
-            return self._given.detach()  # autograd keeps that without a copy, since nobody else has it
+            self._returned = shared_until_written(sums.memory)
+            return self._returned.detach()  # autograd keeps that without a copy, since nobody else has it
 
     def raw(self, gradient: Tensor) -> Tensor | None:
         """Return the gradient for functions in C if it is the one that was computed last, and nobody has written to it.
@@ -197,14 +181,14 @@ class RowGradient:
 
     def _zeros(self) -> _Table:
         """Return a table of zeros: that of the last backward, if nobody else sees its memory."""
-        given, sums = self._given, self._sums
-        if given is not None and is_unwritten(given) and not has_lone_storage(given):
+        returned, sums = self._returned, self._sums
+        if returned is not None and is_unwritten(returned) and not has_lone_storage(returned):
             sums = None
         raw = None if sums is None else sums.raw
         KERNEL("clear_rows", raw, self.marks, self._listed, self._length, self.shape[1])
         self._length = 0
         if sums is None:
-            self._given = self._sums = None  # first, so that its memory may be used again
+            self._returned = self._sums = None  # first, so that its memory may be used again
             memory = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
             sums = self._sums = _Table(memory, _raw(memory))
         return sums
