@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nano_loop import NanoConfigError, verify
-from nano_loop.kernels.attention import attention
+from nano_loop.kernels.attention import attention, blocked_attention
 from nano_loop.kernels.convolution import convolution, gradient_plans
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.precision.verification.comparison import compare
@@ -257,6 +257,7 @@ def planted_attention(monkeypatch):
     monkeypatch.setattr(attention, "attention", lambda *args, **kwargs: original(*args, **kwargs) * 1.1)
 
 
+@pytest.mark.skipif(blocked_attention.KERNEL.unavailable is not None, reason=str(blocked_attention.KERNEL.unavailable))
 @pytest.mark.usefixtures("planted_attention")
 def test_layer_whose_output_is_off_is_named():
     model, batch = made(attending, {"width": 64}, 0)

@@ -3,7 +3,7 @@
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nano_loop.kernels.attention import attention
+from nano_loop.kernels.attention import attention, blocked_attention
 
 from .nested import differences
 from .pairs import BF16, EXACT, FP64, SHIPPED, pair, run_accelerated, run_plain
@@ -26,6 +26,7 @@ class Attending(nn.Module):
 test_attention_with_dropout = pair(job(model=Attending), configs=[EXACT, BF16, FP64])(fit)
 
 
+@pytest.mark.skipif(blocked_attention.KERNEL.unavailable is not None, reason=str(blocked_attention.KERNEL.unavailable))
 def test_kernel_for_attention_draws_as_often_as_torch(monkeypatch):
     """So that the next shuffle of the loader is the plain loop's; its numbers are held by tests/kernels."""
     build = job(model=Attending)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import nano_loop
 from nano_loop import NanoWarning, TorchNano, nano
-from nano_loop.kernels.attention import attention
+from nano_loop.kernels.attention import attention, blocked_attention
 
 
 class Convolutional(nn.Sequential):
@@ -79,6 +79,7 @@ def test_a_sound_run_is_not_accused_and_computes_the_same(precision, kind):
     assert set(names) == {name for name, _ in model.named_parameters()}
 
 
+@pytest.mark.skipif(blocked_attention.KERNEL.unavailable is not None, reason=str(blocked_attention.KERNEL.unavailable))
 def test_a_fault_is_named_once_by_a_warning(monkeypatch):
     monkeypatch.setattr(attention, "MIN_SCORES", 1)
     original = attention.attention
