@@ -1,5 +1,6 @@
 """A model with attention that drops weights, whose masks come from torch's generator."""
 
+import pytest
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
