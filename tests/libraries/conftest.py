@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items):
     """Let libraries warn, but not nano_loop."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
-            for rule in ("ignore", "error::nano_loop.NanoWarning"):
+            for rule in ("ignore", "error::nano_loop.NanoWarning", "ignore:.*this CPU has no bf16 instructions"):
                 item.add_marker(pytest.mark.filterwarnings(rule))
 
 

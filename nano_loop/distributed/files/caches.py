@@ -30,8 +30,14 @@ def cache_folders() -> list[str]:
 
 
 @contextlib.contextmanager
-def cache_folders_made() -> Iterator[None]:
-    """Make the missing cache folders, as Landlock knows only what exists; on leaving, remove those that are empty."""
+def cache_folders_made() -> Iterator[list[str]]:
+    """Make the missing cache folders, as Landlock knows only what exists; on leaving, remove those that are empty.
+
+    Yields
+    ------
+    list of str
+        The paths of what was made, each behind the folder that it lies in.
+    """
     made: list[str] = []
 
     def make(folder: str) -> None:
@@ -44,7 +50,7 @@ def cache_folders_made() -> Iterator[None]:
         with contextlib.suppress(OSError):  # it cannot be made
             make(folder)
     try:
-        yield
+        yield made
     finally:
         for folder in reversed(made):
             with contextlib.suppress(OSError):  # somebody uses it

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +44,11 @@ _LONGEST_WAIT = timedelta(days=24)  # the milliseconds that the system's `poll` 
 # first shell ends at once. Once a folder has another name, nothing can be put into it by its path.
 _WAIT_AND_DELETE = """
 exec 3<&0
-(cat <&3; for folder; do mv -- "$folder" "$folder.gone"; rm -rf -- "$folder.gone"; done) >/dev/null 2>&1 &
+(
+    cat <&3
+    while [ "$1" != -- ]; do mv -- "$1" "$1.gone"; rm -rf -- "$1.gone"; shift; done
+    for folder; do rmdir -- "$folder"; done
+) >/dev/null 2>&1 &
 """
 
 
@@ -85,8 +89,9 @@ class RankWorker:
         self._open = ExitStack()
         self._folder = self._open.enter_context(private_folder())
         self._open.enter_context(workers_files(self._folder))
-        self._open.enter_context(cache_folders_made())
-        self._open.enter_context(deleted_with_this_process(self._folder, place_of(self._folder)))
+        caches = self._open.enter_context(cache_folders_made())
+        own = (self._folder, place_of(self._folder))
+        self._open.enter_context(deleted_with_this_process(*own, if_empty=caches[::-1]))
         self._copy = self._folder / "sent"
         self._copy.mkdir(mode=0o700)  # closed to others whatever the umask, as what is in it is trusted
 
@@ -177,9 +182,9 @@ def _take_over(setting: dict[str, Any]) -> None:
 
 
 @contextmanager
-def deleted_with_this_process(*folders: str | Path) -> Iterator[None]:
-    """Have folders deleted on leaving, or when this process ends, however it ends."""
-    command = ["/bin/sh", "-c", _WAIT_AND_DELETE, "sh", *map(str, folders)]
+def deleted_with_this_process(*folders: str | Path, if_empty: Sequence[str] = ()) -> Iterator[None]:
+    """Have folders deleted on leaving, or when this process ends, however it ends; then also those that are empty."""
+    command = ["/bin/sh", "-c", _WAIT_AND_DELETE, "sh", *map(str, folders), "--", *if_empty]
     shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     shell.wait()
     assert shell.stdin is not None  # it was asked for
