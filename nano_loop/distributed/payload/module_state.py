@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from enum import Enum
 from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -237,11 +238,10 @@ class _Probe:
     def size_of(self, value: Any, *, may_run_code: bool) -> int:
         """Return how many bytes a value takes besides what was pickled before; raise what pickling it raises."""
         self._size, self.pickler.may_run_code = 0, may_run_code
-        try:
+        with ExitStack() as failed:
+            failed.callback(self.pickler.clear_memo)  # of parts of what could not be pickled
             self.pickler.dump(value)
-        except Exception:
-            self.pickler.clear_memo()  # of parts of what could not be pickled
-            raise
+            failed.pop_all()
         return self._size
 
     def write(self, data: Any) -> None:
