@@ -46,11 +46,11 @@ def set_process_states(states: list[Any], which: list[bool]) -> None:
         kind.set(state)
 
 
-def part_ways(ranks: Ranks) -> None:
+def diverge_rng(ranks: Ranks) -> None:
     """Make this rank draw different random numbers than rank 0 from now on; only the first call in a run counts.
 
     Ranks begin a run with the states of rank 0, so that a split or a weight that the loop draws is the same on all of
-    them, and part when the loop takes its first batch: dropout and noise are to differ. What a library goes on with
+    them, and diverge when the loop takes its first batch: dropout and noise are to differ. What a library goes on with
     follows from its own state alone, so a seed of one makes what it draws repeatable, whatever the others have. A loop
     that has seeded torch itself keeps what it has chosen.
     """

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nano_loop.data.random_states import part_ways, process_states, set_process_states
+from nano_loop.data.random_states import diverge_rng, process_states, set_process_states
 from nano_loop.distributed.comm.ranks import Ranks, RunContext
 
 SEEDED = {
@@ -30,7 +30,7 @@ def drawn(library, rank, seed):
         seeds(int.from_bytes(os.urandom(8), "little") >> 1)
     seeds, draw = SEEDED[library]
     seeds(seed)
-    part_ways(Ranks(rank, 3, context=RunContext(common_seed=torch.initial_seed())))
+    diverge_rng(Ranks(rank, 3, context=RunContext(common_seed=torch.initial_seed())))
     return draw()
 
 
@@ -42,6 +42,6 @@ def test_a_library_draws_by_its_own_seed_and_the_rank(library):
 
 
 def test_libraries_draw_other_numbers_than_each_other():
-    part_ways(Ranks(1, 2, context=RunContext(common_seed=torch.initial_seed())))
+    diverge_rng(Ranks(1, 2, context=RunContext(common_seed=torch.initial_seed())))
     _, python, numpy = process_states()
     assert [*python[1][:4]] != numpy[1][:4].tolist()

@@ -49,7 +49,7 @@ class Agreement:
 
         Parameters
         ----------
-        purpose : {"average", "welcome"}
+        purpose : {"average", "sync"}
             What comes next.
         waiting : set of int
             The ids of the parameters whose gradients wait on this rank.
@@ -63,7 +63,7 @@ class Agreement:
             purpose,
             averagings=self.averagings,
             steps=self.steps,
-            newcomers=len(self._parameters.newcomers),
+            added_parameters=len(self._parameters.added_parameters),
             rates=tuple(_as_number(group.get("lr")) for group in groups),
             arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
             gradients=gradient_checksum(in_order) if compares_work else (0.0, 0.0),
@@ -77,12 +77,12 @@ class Agreement:
             note_duplicate_work(self._ranks, work, self.averagings)
         return fingerprints
 
-    def welcome(self) -> None:
+    def sync_added_parameters(self) -> None:
         """Give parameters that the loop has added rank 0's values. Collective if there are any."""
         self._parameters.refresh()
-        if self._parameters.newcomers:
-            self.exchange("welcome", set())
-            make_equal(self._ranks, self._parameters.newcomers)
+        if self._parameters.added_parameters:
+            self.exchange("sync", set())
+            make_equal(self._ranks, self._parameters.added_parameters)
             self._parameters.are_equal()
 
     def end_averaging(self) -> None:

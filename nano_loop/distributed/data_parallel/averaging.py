@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.config.protocol import AVERAGING_EVENT
-from nano_loop.data.random_states import part_ways
+from nano_loop.data.random_states import diverge_rng
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.agreement import Agreement
@@ -119,8 +119,8 @@ class Averaging:
             # A rank may evaluate alone, so an evaluation must not be collective.
             if torch.is_grad_enabled():
                 self._has_trained = True
-                part_ways(self._ranks)
-                self._agreement.welcome()
+                diverge_rng(self._ranks)
+                self._agreement.sync_added_parameters()
             result = call(*args, **kwargs)
             self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
             return result
@@ -141,7 +141,7 @@ class Averaging:
             fingerprints = self._agreement.exchange("average", self._waiting - held, self._means.overlap_state)
             self._means.average(self._parameters.in_order, fingerprints)
             self._waiting &= held
-            self._agreement.welcome()  # too late for this backward, where it was the first that knew of them
+            self._agreement.sync_added_parameters()  # too late for a backward that was the first to know of them
             self._agreement.end_averaging()
 
     def compare_rest(self) -> None:
@@ -166,7 +166,7 @@ class Averaging:
         self._noted = True
         if self._task != graph_task():
             self._task = graph_task()
-            self._means.start(allowed=not self._paused and not self._parameters.newcomers)
+            self._means.start(allowed=not self._paused and not self._parameters.added_parameters)
             at_end_of_backward(self._end_backward)
         self._means.send(parameter)
 

@@ -13,11 +13,11 @@ from nano_loop.errors import NanoWorkerError, error_message
 NOTHING, DENSE, SPARSE = range(3)
 
 #: To average gradients, or to make equal what the loop has added to a model.
-Purpose = Literal["average", "welcome"]
+Purpose = Literal["average", "sync"]
 
-#: The purpose, averagings, steps, newcomers, overlap, learning rates, and the checksum of gradients.
+#: The purpose, averagings, steps, added parameters, overlap, learning rates, and the checksum of gradients.
 _COUNTS = struct.Struct("<7s5q2d")
-_PLACES = {"average": "ended a backward", "welcome": "called a model with added parameters"}
+_PLACES = {"average": "ended a backward", "sync": "called a model with added parameters"}
 _MAY_DIFFER: dict[str, Any] = {"arrived": b"", "gradients": (0.0, 0.0), "overlap": 0}
 _ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
 
@@ -28,13 +28,13 @@ class Fingerprint:
 
     Parameters
     ----------
-    purpose : {"average", "welcome"}
+    purpose : {"average", "sync"}
         The operation.
     averagings : int
         How many there have been.
     steps : int
         How many steps the optimizers have taken together.
-    newcomers : int
+    added_parameters : int
         How many parameters and buffers were added that are not equal on all ranks yet.
     rates : tuple of float
         The learning rates of all groups of all optimizers; NaN for a group without one.
@@ -49,7 +49,7 @@ class Fingerprint:
     purpose: Purpose
     averagings: int
     steps: int
-    newcomers: int
+    added_parameters: int
     rates: tuple[float, ...]
     arrived: bytes
     gradients: tuple[float, float] = (0.0, 0.0)
@@ -58,7 +58,7 @@ class Fingerprint:
     def pack(self) -> bytes:
         """Return it as bytes."""
         purpose = self.purpose.encode()
-        states = self.averagings, self.steps, self.newcomers, self.overlap
+        states = self.averagings, self.steps, self.added_parameters, self.overlap
         counts = _COUNTS.pack(purpose, *states, len(self.rates), *self.gradients)
         rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
         return b"".join([counts, rates, self.arrived])
@@ -66,10 +66,11 @@ class Fingerprint:
     @classmethod
     def unpack(cls, content: bytes) -> Fingerprint:
         """Make one from what `pack` returned."""
-        purpose, averagings, steps, newcomers, overlap, count, total, norm = _COUNTS.unpack_from(content)
+        purpose, averagings, steps, added, overlap, count, total, norm = _COUNTS.unpack_from(content)
         rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
         arrived = content[_COUNTS.size + 8 * count :]
-        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, (total, norm), overlap)
+        name: Any = purpose.rstrip(b"\0").decode()
+        return cls(name, averagings, steps, added, rates, arrived, (total, norm), overlap)
 
 
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
@@ -86,7 +87,7 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
     _refuse(
         f"numbers of added parameters and buffers differ {at}",
         fingerprints,
-        lambda fingerprint: f"{fingerprint.newcomers}",
+        lambda fingerprint: f"{fingerprint.added_parameters}",
     )
     _refuse(f"ranks are not at the same place {at}", fingerprints, lambda fingerprint: _PLACES[fingerprint.purpose])
     _refuse(f"numbers of backwards differ {at}", fingerprints, lambda fingerprint: f"{fingerprint.averagings}")

@@ -77,8 +77,8 @@ class Means:
         """
         arrived = [fingerprint.arrived for fingerprint in fingerprints]
         dense, sparse = by_kind(in_order, arrived)
-        if self._overlap is None or not self._overlap.finish([fingerprint.overlap for fingerprint in fingerprints]):
-            self._average(dense, sparse)
+        done = () if self._overlap is None else self._overlap.finish([each.overlap for each in fingerprints])
+        self._average([parameter for parameter in dense if id(parameter) not in done], sparse)
         if self._overlap is not None:
             self._overlap.expect(dense[::-1] if are_all_dense(arrived) else [])
         self.averaged.note([*dense, *sparse])

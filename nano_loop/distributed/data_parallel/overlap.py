@@ -9,7 +9,7 @@ rest of the run is not overlapped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -85,8 +85,8 @@ class Overlap:
             return NONE
         return SPOILED if self._is_spoiled or not all(map(self._is_as_sent, self._parameters)) else WHOLE
 
-    def finish(self, states: Sequence[int]) -> bool:
-        """End the averaging if any rank has begun one; return whether the gradients are means now. Collective.
+    def finish(self, states: Sequence[int]) -> Collection[int]:
+        """End the averaging if any rank has begun one; return the ids of what has its mean now. Collective.
 
         Parameters
         ----------
@@ -94,7 +94,7 @@ class Overlap:
             Those of all ranks.
         """
         if not any(states):
-            return False
+            return ()
         if not self._has_begun:
             self._begin()
         self._transport.finish()
@@ -106,7 +106,7 @@ class Overlap:
             self._parameters = {}  # `expect` looks at shapes and dtypes again
         self._has_begun, self._sent, self._is_spoiled = False, {}, False
         self._useful, self._useless = self._useful + is_mean, self._useless + (not is_mean)
-        return is_mean
+        return self._parameters.keys()
 
     def _begin(self) -> None:
         self._transport.begin(self._signature)

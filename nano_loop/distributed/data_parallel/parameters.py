@@ -41,7 +41,7 @@ class Parameters:
         What was added.
     in_order : list of torch.Tensor
         The parameters that may get gradients.
-    newcomers : list of (str, torch.Tensor)
+    added_parameters : list of (str, torch.Tensor)
         What the loop has added and ranks may differ in: parameters, and the buffers of modules.
     """
 
@@ -50,7 +50,7 @@ class Parameters:
         self.optimizers: list[Optimizer] = []
         self.in_order: list[torch.Tensor] = []
         self._arrived = arrived
-        self.newcomers: list[Named] = []
+        self.added_parameters: list[Named] = []
         self._watched: Any = WeakIdKeyDictionary()  # the hooks, by the parameter
         self._equal: Any = WeakIdKeyDictionary()  # parameters and modules whose values are equal on all ranks
         self._stale = False
@@ -87,7 +87,7 @@ class Parameters:
         if not references:
             return
         count = len(self.models)
-        self.models, self.optimizers, self.in_order, self.newcomers = [], [], [], []
+        self.models, self.optimizers, self.in_order, self.added_parameters = [], [], [], []
         flags = gather([reference() is not None for reference in references])
         are_left = [all(left) for left in zip(*flags, strict=True)]
         self.models = _living(references[:count], are_left[:count])
@@ -102,7 +102,7 @@ class Parameters:
     def are_equal(self) -> None:
         """Take it that all ranks have the same values now."""
         self._note_equal(self.models, self.optimizers)
-        self.newcomers = []
+        self.added_parameters = []
 
     def close(self) -> None:
         """Take all hooks away."""
@@ -110,7 +110,7 @@ class Parameters:
             self._unwatch(parameter)
         self._undoing.close()
         # The hook belongs to the averaging, which has this: a cycle that would keep the models.
-        self.models, self.optimizers, self.in_order, self.newcomers = [], [], [], []
+        self.models, self.optimizers, self.in_order, self.added_parameters = [], [], [], []
 
     def _something_registered(self, *_: object) -> None:
         self._stale = True
@@ -121,7 +121,7 @@ class Parameters:
     def _look(self) -> None:
         self._stale, self._held = False, self._count()
         self.in_order = [parameter for _, parameter in self.named]
-        self.newcomers = self._find_newcomers()
+        self.added_parameters = self._find_added_parameters()
         current = set(map(id, self.in_order))
         for parameter in [parameter for parameter in self._watched if id(parameter) not in current]:
             self._unwatch(parameter)
@@ -129,7 +129,7 @@ class Parameters:
             if parameter not in self._watched:
                 self._watched[parameter] = _watch(parameter, self._arrived)
 
-    def _find_newcomers(self) -> list[Named]:
+    def _find_added_parameters(self) -> list[Named]:
         parameters = [
             named_parameter
             for named_parameter in named_parameters(self.models, self.optimizers)

@@ -288,8 +288,7 @@ class Functions:
             overlay.remove(new)
         elif replaced is not None and S_ISDIR(replaced.st_mode):
             raise os_error(errno.EISDIR, dst)
-        original_os.rename(overlay.copy_up_tree(old), overlay.new(new))
-        overlay.remove(old)
+        overlay.move(old, new)
 
     def _key_to_remove(self, path: Any, tolerant: bool = True) -> str | None:
         """Return the resolved path of what is to be removed; None where rank 0 has removed it before this rank.

@@ -18,7 +18,7 @@ from nano_loop.distributed.files.original_os import original_os
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # the numbers of the calls, the same for all processors
 _VERSION, _BENEATH = 1, 1
 _NO_NEW_PRIVILEGES = 38  # of prctl
-# What is kept to the folders: to write a file, to remove, make and link one. Folders are real: they may be made.
+# What is kept to the folders: to write a file, to remove, make and link one. A folder that compiled code makes is real.
 _WRITE, _REMOVE, _MAKE, _LINK = 1 << 1, 1 << 5, 1 << 8, 1 << 12
 _MOVE, _TRUNCATE = 1 << 13, 1 << 14  # since versions 2 and 3
 

@@ -249,11 +249,18 @@ class Overlay:
 
     def make_folder(self, key: str, mode: int) -> None:
         """Make a folder, which the rank does not see yet."""
-        removed = _names(key) if self._upper(key)[1] is not None else ()
+        was_removed = self._upper(key)[1] is not None
         with contextlib.suppress(FileExistsError):
             original_os.mkdir(self.new(key), mode)
-        for name in removed:
-            self._hide(os.path.join(key, name))
+        if was_removed:
+            self._hide_below(key)
+
+    def move(self, old: str, new: str) -> None:
+        """Let the rank see at a path, where it sees nothing yet, what it sees at another one."""
+        original_os.rename(self.copy_up_tree(old), self.new(new))
+        if _is_folder(self._upper(new)[0]):
+            self._hide_below(new)
+        self.remove(old)
 
     def remove(self, key: str) -> None:
         """Let the rank see nothing at a path."""
@@ -267,6 +274,16 @@ class Overlay:
         status = lower(key)
         if status is not None:
             original_os.symlink(_WHITEOUT + _identity(status), self.new(key))
+
+    def _hide_below(self, key: str) -> None:
+        """Let the rank see nothing of the caller's below its own folder, which it has put in the place of another."""
+        for name in _names(key):
+            path = os.path.join(key, name)
+            upper = self._upper(path)[0]
+            if upper is None:
+                self._hide(path)
+            elif _is_folder(upper):
+                self._hide_below(path)
 
 
 def _is_folder(status: os.stat_result | None) -> bool:

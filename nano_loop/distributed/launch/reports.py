@@ -95,17 +95,15 @@ class Reporter:
     def __init__(self, rank: int, write: Callable[[bytes], object]) -> None:
         self.rank = rank
         self._write = write
-        self._writing = threading.Lock()  # threads of the loop may warn
         #: Whether a report could not be sent: rank 0 is gone, or the loop has closed what it did not open.
         self.is_cut_off = False
 
     def report(self, kind: str, content: bytes = b"", **header: Any) -> None:
         """Send a report, if rank 0 is still there."""
-        with self._writing:
-            try:
-                self._write(framed({"kind": kind, **header}, content))
-            except OSError:
-                self.is_cut_off = True
+        try:
+            self._write(framed({"kind": kind, **header}, content))
+        except OSError:
+            self.is_cut_off = True
 
     def report_failure(self, error: BaseException, where: str) -> None:
         """Report the exception that has ended the task, in its handler; see `failure.raised`."""

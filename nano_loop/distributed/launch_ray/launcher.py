@@ -23,7 +23,7 @@ from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_external.environment import Launch
-from nano_loop.distributed.launch_external.launcher import Terms, join_run
+from nano_loop.distributed.launch_external.launcher import JoinOptions, join_run
 from nano_loop.distributed.launch_ray.caller import changes_undone_by, for_actors
 from nano_loop.distributed.launch_ray.worker import deleted_with_this_process, meeting_at, threads_for, versions
 from nano_loop.distributed.payload.shared_files import whole_buffer
@@ -86,9 +86,9 @@ class RayLauncher(Launcher):
                 actor.run()
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[RankSlot]:
-                terms = Terms(check, here.address, threads, watched=True, parent=folder)
+                given = JoinOptions(check, here.address, threads, watched=True, parent=folder)
                 launch = Launch("ray", 0, assignment.size)
-                return join_run(store, assignment.options, machine, launch, terms)
+                return join_run(store, assignment.options, machine, launch, given)
 
             workers = Workers([*actors.values()], _LATEST_NEWS)
             with running_together(workers, connect, options.timeout, interrupts, task.loop) as slot:

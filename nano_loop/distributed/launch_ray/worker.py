@@ -32,7 +32,7 @@ from nano_loop.distributed.launch.reports import Reporter
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.worker import work
 from nano_loop.distributed.launch_external.environment import Launch
-from nano_loop.distributed.launch_external.launcher import Terms, join_run
+from nano_loop.distributed.launch_external.launcher import JoinOptions, join_run
 from nano_loop.version import __version__
 
 #: Keys of the store: that a rank has read its payload; rank 0's questions where it is, and the answers.
@@ -127,8 +127,8 @@ class RankWorker:
                 # By this variable the step for threads knows a process of Ray, whose OMP_NUM_THREADS nobody has chosen.
                 os.environ.pop("RAY_RAYLET_PID", None)
             threads = threads_for(machine, setting["share"])
-            terms = Terms(address=setting["address"], threads=threads, watched=True, parent=self._folder)
-            with join_run(store, assignment.options, machine, Launch("ray", rank, assignment.size), terms) as slot:
+            given = JoinOptions(address=setting["address"], threads=threads, watched=True, parent=self._folder)
+            with join_run(store, assignment.options, machine, Launch("ray", rank, assignment.size), given) as slot:
                 discard(self._copy)  # all ranks have joined, and so have read it
                 yield slot
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from nano_loop.data.random_states import generators_of, part_ways
+from nano_loop.data.random_states import diverge_rng, generators_of
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.sharding.dataset_digest import Known
@@ -171,7 +171,7 @@ class BatchSharding(LoaderChange):
             yield from _Served(divided, self, whole=False)
 
     def _agreed_state(self, loader: Loader) -> AgreedState:
-        part_ways(self.ranks)
+        diverge_rng(self.ranks)
         state = AgreedState(self.ranks, generators_of(loader, loader.dataset))
         state.agree()
         return state
@@ -192,7 +192,7 @@ class _ShardedSampler(Sampler[Any]):
         self._whole = self._sharding.whole
         if self._whole:
             return iter(self._sampler)  # with no other rank: one alone may evaluate
-        part_ways(ranks)
+        diverge_rng(ranks)
         source = self._source
         with suppress(TypeError, NotImplementedError):  # of one without an end
             source = source._replace(length=len(self._sampler))

@@ -7,7 +7,7 @@ import pytest
 from nano_loop.distributed.data_parallel.fingerprint import Fingerprint, refuse_divergence
 from nano_loop.errors import NanoError
 
-ONE = Fingerprint("average", averagings=5, steps=12, newcomers=0, rates=(0.1, float("nan")), arrived=b"\0\1\2")
+ONE = Fingerprint("average", averagings=5, steps=12, added_parameters=0, rates=(0.1, float("nan")), arrived=b"\0\1\2")
 
 DIFFERENT = {
     "steps": (replace(ONE, steps=11), r"different numbers of steps: ranks 0, 2 have 12, rank 1 has 11:"),
@@ -17,8 +17,11 @@ DIFFERENT = {
         replace(ONE, arrived=b"\0"),
         "numbers of parameters differ at step 12: ranks 0, 2 have 3, rank 1 has 1",
     ),
-    "newcomers": (replace(ONE, newcomers=2), "added parameters and buffers differ at step 12: .*rank 1 has 2"),
-    "purpose": (replace(ONE, purpose="welcome"), "rank 1 has called a model with added parameters"),
+    "added_parameters": (
+        replace(ONE, added_parameters=2),
+        "added parameters and buffers differ at step 12: .*rank 1 has 2",
+    ),
+    "purpose": (replace(ONE, purpose="sync"), "rank 1 has called a model with added parameters"),
     "averagings": (replace(ONE, averagings=4), "backwards differ at step 12: ranks 0, 2 have 5, rank 1 has 4"),
 }
 
@@ -27,7 +30,7 @@ def test_it_arrives_as_it_was_sent():
     again = Fingerprint.unpack(ONE.pack())
     assert replace(again, rates=()) == replace(ONE, rates=())
     assert str(again.rates) == str(ONE.rates)
-    nothing = Fingerprint("welcome", 0, 0, 0, (), b"")
+    nothing = Fingerprint("sync", 0, 0, 0, (), b"")
     assert Fingerprint.unpack(nothing.pack()) == nothing
 
 

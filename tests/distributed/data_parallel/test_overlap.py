@@ -104,6 +104,13 @@ def of_16_bits(rank, step, model, x):
     model(x.bfloat16()).square().mean().backward()
 
 
+def grows(rank, step, model, x):
+    if step == 2:
+        model.scale = nn.Parameter(torch.full((3,), 2.0 + rank))
+    output = model(x)  # which gives all ranks the new parameter of rank 0
+    (output * model.scale.sum() if step >= 2 else output).square().mean().backward()
+
+
 # With how many averagings end by the overlapped one: the first of a run never does.
 LOOPS = {
     usual: STEPS - 1,
@@ -117,6 +124,7 @@ LOOPS = {
     changed_in_every_step: 0,
     converted: STEPS - 2,
     of_16_bits: STEPS - 1,
+    grows: STEPS - 1,
 }
 
 
@@ -131,17 +139,25 @@ def trained(ranks, loop, overlapped, groups):
         transport = GroupTransport(ranks, ranks.context.gradient_group, capacity=1024)
         averaging = Averaging(ranks, transport, compare=False, overlapped=overlapped)
         averaging.add([model], [optimizer])
+        model.forward = averaging.around_call(model.forward)
         history = steps(ranks, loop, model, optimizer, ended)
         averaging.close()
         transport.leave()
         transport.close()
+    del model.forward
     Overlap.finish = finish
     return history, tuple(map(sum, zip(*ended, strict=True))) if ended else (0, 0)
 
 
 def steps(ranks, loop, model, optimizer, ended):
     finish = Overlap.finish
-    Overlap.finish = lambda self, states: ended.append((finish(self, states), any(states))) or ended[-1][0]
+
+    def counting(self, states):
+        done = finish(self, states)
+        ended.append((bool(done), any(states)))
+        return done
+
+    Overlap.finish = counting
     generator = torch.Generator().manual_seed(ranks.rank)
     history = []
     for step in range(STEPS):

@@ -74,6 +74,40 @@ def test_rank_sees_what_a_process_with_its_own_copy_sees():
     assert functions() == before
 
 
+# Of the paths, the second counts for those operations alone that take two.
+SWAPS = {
+    "a new folder in the place of a moved one": [
+        ("mkdir", "new", ""),
+        ("write_text", "new/x", ""),
+        ("rename", "d", "old"),
+        ("rename", "new", "d"),
+        ("rmtree", "old", ""),
+    ],
+    "a folder with one of a name in the removed one": [
+        ("makedirs", "new/e/b", ""),
+        ("rmtree", "d", ""),
+        ("move", "new", "d"),
+        ("remove", "d/e/b", ""),
+    ],
+    "a folder in which a name of the removed one was removed": [
+        ("remove", "d/a", ""),
+        ("rmtree", "f", ""),
+        ("replace", "d", "f"),
+    ],
+    "a file, then a folder": [
+        ("rmtree", "d", ""),
+        ("rename", "a", "d"),
+        ("rename", "d", "c"),
+        ("rename", "f", "d"),
+    ],
+}
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_folder_that_is_renamed_to_a_removed_one_shows_nothing_of_that(swap):
+    check([(False, *operation) for operation in SWAPS[swap]])
+
+
 def functions():
     return [os.open, os.stat, os.mkdir, os.scandir, os.supports_fd.copy(), shutil.rmtree, open, tempfile.mkdtemp]
 
