@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.kernels.embedding.row_gradient import KERNEL, Lookups, RowGradient, row_gradient_of
+from nano_loop.patching.torch_private import has_lone_storage
 from nano_loop.patching.torch_private_optimizers import fused_adagrad, fused_adam, fused_sgd
 
 _UNIT = 16  # numbers that torch's kernels compute together on every CPU
@@ -104,7 +105,8 @@ def row_step(rule: Rule, tensors: Sequence[Tensor], settings: Mapping[str, Any])
         return None
     tensors, counter = (tensors[:-1], tensors[-1]) if rule.has_counter else (tensors, None)
     is_plain = all(_is_plain(tensor) and tensor.shape == rows.shape for tensor in tensors)
-    gradient = rows.raw(tensors[1]) if is_plain else None
+    # torch copies a storage as a whole, when one of several states in it begins to be watched.
+    gradient = rows.raw(tensors[1]) if is_plain and all(map(has_lone_storage, tensors[2:])) else None
     if gradient is not None and _keeps_others(settings) and _computes_as_torch(rule):
         return RowStep(rule, rows, (tensors[0], gradient, *rows.marked(tensors[2:])), counter, settings)
     rows.forget_states()

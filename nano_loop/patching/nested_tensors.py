@@ -89,12 +89,20 @@ class Substitution:
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._function = function
+        #: Each value and what has become of it, by its id: an object at two places stays one, and may hold itself.
+        self._seen: dict[int, tuple[Any, Any]] = {}
         self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # the original, its substitute, its version
         #: What was changed in place: a container, a key, the original item, and its substitute.
         self._items: list[tuple[Any, Any, Any, Any]] = []
 
     def __call__(self, value: Any) -> Any:
         """Return `value` with its tensors substituted."""
+        if id(value) not in self._seen:
+            self._seen[id(value)] = value, value
+            self._seen[id(value)] = value, self._substituted(value)
+        return self._seen[id(value)][1]
+
+    def _substituted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._substitute(value)
         if isinstance(value, tuple):

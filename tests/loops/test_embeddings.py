@@ -300,6 +300,17 @@ def adding_a_group(model, optimizer, words, number):
     optimizer.step()
 
 
+def states_in_one_memory(model, optimizer, words, number):
+    plainly(model, optimizer, words, number)
+    if number == 2:
+        tables = [model.users.weight, model.items.weight]
+        names = [name for name, value in optimizer.state[tables[0]].items() if value is not None and value.dim()]
+        places = [(optimizer.state[table], name) for table in tables for name in names]
+        memory = torch.stack([state[name] for state, name in places])
+        for (state, name), part in zip(places, memory, strict=True):
+            state[name] = part
+
+
 def in_two_losses(model, optimizer, words, number):
     optimizer.zero_grad()
     losses = [model(part).square().mean() for part in words.chunk(2)]
@@ -318,7 +329,8 @@ LOOPS = (
     *(plainly, by_the_models_zero_grad, with_zeros, accumulating, clipping, writing_past_versions),
     *(writing_after_the_step, keeping, skipping_steps, twice_backward, by_closure, with_hooks, penalizing),
     *(by_hand_between, changing_the_state, changing_the_state_past_versions, restoring_the_state_by_hand, loading),
-    *(looking_at_gradients, writing_into_a_mapped_checkpoint, adding_a_group, in_two_losses, evaluating_between),
+    *(looking_at_gradients, writing_into_a_mapped_checkpoint, states_in_one_memory, adding_a_group),
+    *(in_two_losses, evaluating_between),
 )
 
 
@@ -380,6 +392,26 @@ def test_models_have_torchs_gradients(model):
 def test_loops_that_touch_gradients_and_state_are_the_same(loop, optimizer):
     taken = assert_equal(Pairs, OPTIMIZERS[optimizer], loop)
     assert taken or loop in (accumulating, by_closure, twice_backward)
+
+
+@pytest.mark.parametrize("first", ["Adam", "momentum"])
+def test_an_optimizer_without_states_follows_one_with_states(first):
+    others = []
+
+    def loop(model, optimizer, words, number):
+        if number == 0:
+            others[:] = [OPTIMIZERS["SGD"](model.parameters())]
+        plainly(model, others[0] if number in (3, 6) else optimizer, words, number)
+
+    assert assert_equal(Pairs, OPTIMIZERS[first], loop)
+
+
+def test_momentum_may_end():
+    def loop(model, optimizer, words, number):
+        optimizer.param_groups[0]["momentum"] = 0.9 if number < 4 else 0
+        plainly(model, optimizer, words, number)
+
+    assert assert_equal(Pairs, OPTIMIZERS["momentum"], loop)
 
 
 #: Writes that raise no version.

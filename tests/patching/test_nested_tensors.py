@@ -113,6 +113,17 @@ def test_substitutes_stand_in_copies_of_what_cannot_be_written_to(value):
     assert torch.equal(next(find(torch.Tensor, items)), ONE * 2)
 
 
+def test_an_object_at_several_places_stays_one_and_may_hold_itself():
+    pair, items = (ONE, "kept"), [ONE]
+    items.append(items)
+    value = {"pair": pair, "tensor": ONE, "items": items, "again": [pair, items]}
+    Substitution(double)(value)
+    assert torch.equal(value["tensor"], ONE * 2)
+    assert value["tensor"] is value["pair"][0] is items[0]
+    assert value["again"][0] is value["pair"]
+    assert value["again"][1] is value["items"] is items[1] is items
+
+
 def test_what_a_call_writes_into_containers_stays():
     batch, items = {"image": ONE, "gone": ONE}, [ONE, ONE]
     substitution = Substitution(double)

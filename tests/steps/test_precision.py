@@ -77,6 +77,14 @@ def test_outputs_in_namespaces_and_dataclasses_are_fp32(step, kind):
     assert out.logits.dtype is out.others.more[0].dtype is torch.float32
 
 
+def test_an_output_at_two_places_is_one_tensor_through_which_gradients_pass(net):
+    net.forward = lambda x: dict.fromkeys(("last", "hidden"), net.inner(x))
+    out = net(X)
+    out["hidden"].retain_grad()
+    out["last"].sum().backward()
+    assert out["hidden"].grad.eq(1).all()
+
+
 def test_methods_and_submodules_called_directly_run_in_bf16_too(net):
     assert net.my_loss(X).dtype is torch.float32
     assert net.seen is torch.bfloat16

@@ -167,7 +167,8 @@ class RowGradient:
             self._states = []  # first, so that nothing is copied
             self._states = [*map(_State, states)]
             raw = [state.raw for state in self._states]
-            KERNEL("mark_states", raw[0], raw[1] if len(raw) > 1 else None, self.marks, *self.shape)
+            if raw:
+                KERNEL("mark_states", raw[0], raw[1] if len(raw) > 1 else None, self.marks, *self.shape)
         return [state.raw for state in self._states]
 
     def forget_states(self) -> None:
