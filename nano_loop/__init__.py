@@ -85,8 +85,6 @@ _NAMES = {
     "precision.autocast.default_ops": ("DefaultOps", "default_ops"),
     "runtime.objects.report": ("SetupReport", "StepResult"),
 }
-#: What stood here once, and what to write now.
-_REMOVED = dict.fromkeys(("tune", "Tuning"), "It was removed: run `nano-loop tune script.py`, which prints the line")
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
@@ -95,8 +93,7 @@ def __getattr__(name: str) -> Any:
     if name == "optim":
         return _imported("optim")
     if name not in _HOMES:
-        advice = f". {_REMOVED[name]}" if name in _REMOVED else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
+        raise _imported("config.leftovers").no_attribute(__name__, name)
     value = getattr(_imported(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from nano_loop.config.leftovers import no_attribute
 from nano_loop.integrations.lightning.compiled import CompiledMixin
-from nano_loop.integrations.lightning.package import has_no, lightning_is_missing, register
+from nano_loop.integrations.lightning.package import lightning_is_missing, register
 from nano_loop.integrations.lightning.strategy import NanoStrategyMixin
 from nano_loop.integrations.lightning.trainer import NanoTrainerMixin
 
@@ -40,4 +41,4 @@ strategy = register(NanoStrategy, StrategyRegistry)
 
 
 def __getattr__(name: str) -> Any:
-    raise has_no(__name__, name)
+    raise no_attribute(__name__, name)

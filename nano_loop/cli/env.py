@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
-from typing import Any
 
 import click
 
 from nano_loop.cli.output import print_json
-from nano_loop.cli.script_options import preload_options
+from nano_loop.cli.script_options import NanoCommand, preload_options
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
 from nano_loop.config.exports import EXPORTS
 from nano_loop.cpu import read_machine
-from nano_loop.errors import NanoConfigError, error_message
 
 _EXAMPLES = """\b
 Examples:
@@ -23,18 +21,11 @@ Examples:
 """
 
 
-def _refuse_shell(ctx: click.Context, option: click.Parameter, value: Any) -> None:
-    if value is not None:
-        expected, hint = "the lines are those of POSIX shells", "Leave it out; for others, write nano-loop run train.py"
-        raise NanoConfigError(error_message(f"--shell {value}", expected, hint))
-
-
-@click.command(epilog=_EXAMPLES)
+@click.command(cls=NanoCommand, epilog=_EXAMPLES)
 @click.option("--undo", "-u", is_flag=True, help="Print the lines that put back what was there before.")
 @click.option("--install", is_flag=True, help="Accelerate what each Python trains that is started in the shell.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
 @preload_options
-@click.option("--shell", hidden=True, expose_value=False, callback=_refuse_shell)
 @click.option("--disable-openmp", "-o", is_flag=True, hidden=True, expose_value=False, help="BigDL-Nano's.")
 @click.option("--disable-allocator", "-c", is_flag=True, hidden=True, expose_value=False, help="BigDL-Nano's.")
 def env(undo: bool, install: bool, as_json: bool, preload: tuple[str, ...]) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 #: The version of the shape of what `--json` prints. It is raised when an entry is removed or changes its meaning.
-SHAPE = 1
+SHAPE = 2
 
 
 def as_text(command: str, **content: Any) -> str:

@@ -25,8 +25,8 @@ Examples:
 def profile(script: Script, as_json: bool, trace: str | None) -> None:
     """Show where the time of a step goes.
 
-    The script runs until some steps of its first run are timed and profiled, and then ends. Options override those in
-    the code.
+    The script runs until some steps of its first optimizer are timed and profiled, and then ends. Options override
+    those in the code.
     """
     if trace is not None and not os.path.isdir(os.path.dirname(os.path.abspath(trace))):
         raise NanoConfigError(

@@ -14,7 +14,7 @@ import click
 from nano_loop.config import option_checks as checks
 from nano_loop.config.declarations import CHECKS, DECLARED
 from nano_loop.config.environment import read_options, variable_of
-from nano_loop.config.leftovers import REMOVED
+from nano_loop.config.leftovers import REMOVED, REMOVED_OTHERS
 from nano_loop.config.options import Options
 from nano_loop.cpu import partition, read_machine
 from nano_loop.distributed.launch_external.environment import found_launch
@@ -30,18 +30,31 @@ class NanoOption(click.Option):
     """An option of nano_loop, which is for the script."""
 
 
-class ScriptCommand(click.Command):
-    """A command that runs a script: its help shows nano_loop's options under a heading, behind those of the command."""
+class NanoCommand(click.Command):
+    """A command that says of a flag that was removed what to do."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the arguments, and say of an option that was removed what to do."""
+        """Read the arguments."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            removed = REMOVED.get(error.option_name.lstrip("-").removeprefix("no-").replace("-", "_"))
+            removed = self.removed(error.option_name)
             if removed is None:
                 raise
             raise NanoConfigError(error_message(error.option_name, *removed)) from None
+
+    def removed(self, flag: str) -> tuple[str, str] | None:
+        """Return the last two parts of the message about a flag that the command had; None for others."""
+        return REMOVED_OTHERS.get(f"{self.name} {flag}")
+
+
+class ScriptCommand(NanoCommand):
+    """A command that runs a script: its help shows nano_loop's options under a heading, behind those of the command."""
+
+    def removed(self, flag: str) -> tuple[str, str] | None:
+        """See `NanoCommand.removed`; it had nano_loop's options as flags, too."""
+        option = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        return REMOVED.get(option) or super().removed(flag)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in two lists."""

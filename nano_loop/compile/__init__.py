@@ -1,1 +1,1 @@
-"""What `torch.compile` makes of a model: which parts are compiled, and which operators stay whole in the graphs."""
+"""What `torch.compile` makes of a model: which parts are compiled, with which arguments."""

@@ -1,8 +1,10 @@
-"""Names that are no options: arguments of BigDL-Nano and LightningLite, removed options, names of other trainers."""
+"""Names that are not there: arguments of BigDL-Nano and LightningLite, what was removed, names of other trainers."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+from nano_loop.errors import error_message
 
 
 class Leftover(NamedTuple):
@@ -30,19 +32,38 @@ LEFTOVERS = {
 #: Options that earlier commits had: the last two parts of the message.
 REMOVED = {
     "loader_workers": ("it was removed: `DataLoader(..., num_workers=2)` has workers", "Leave it out"),
+    "fast_lstm": ("it was removed, and `fast_rnn` is for LSTMs, too", "Leave it out"),
     "fast_chains": ("it was removed, and layers are computed one by one", "Leave it out"),
     "gradient_compression": ("it was removed, and gradients travel in their own dtype", "Leave it out"),
     "sync_buffers": ("it was removed, and buffers are those of process 0 at the end", "Leave it out"),
     "tune": ("it was removed: `nano-loop tune train.py` prints the options to write", "Leave it out"),
 }
 
-#: Variables that earlier commits read and that were no options: the same.
-REMOVED_VARIABLES = {
+_PLUGIN = (
+    "the plugin was removed, and runs of nano_loop round products",
+    "Write Trainer(precision='bf16-products') or NanoStrategy(precision='bf16-products'), and in Fabric's place "
+    "nano_loop.TorchNano(precision='bf16-products')",
+)
+_TUNE = ("it was removed", "Run nano-loop tune train.py, which prints the options to write")
+#: What else earlier commits had: variables, flags of commands, and names of modules. The same.
+REMOVED_OTHERS = {
     "NANO_LOOP_SECRET": (
         "it was removed: ranks pickle values as torch.distributed does, and only the cluster's network protects them",
         "Unset it, and keep all but your own hosts from the ranks' ports, as by a private network or a VPN",
     ),
+    "env --shell": ("it was removed: the lines are those of POSIX shells", "Leave it out, or write nano-loop run"),
+    "tune --again": ("it was removed: no result is kept", "Leave it out"),
+    **{f"nano_loop.{name}": _TUNE for name in ("tune", "Tuning")},
+    **{f"nano_loop.lightning.{name}": _PLUGIN for name in ("precision", "ProductsPrecision")},
+    **{f"nano_loop.pytorch_lightning.{name}": _PLUGIN for name in ("precision", "ProductsPrecision")},
 }
+
+
+def no_attribute(module: str, name: str) -> AttributeError:
+    """Return the error for a name that a public module does not have, or no longer has."""
+    got, removed = f"module {module!r} has no attribute {name!r}", REMOVED_OTHERS.get(f"{module}.{name}")
+    return AttributeError(got if removed is None else error_message(got, *removed))
+
 
 #: What other trainers name what an option here is for: the option, by the name. Misspelled options are found without.
 NAMES_ELSEWHERE = {

@@ -24,8 +24,7 @@ class Command(NamedTuple):
     """A command."""
 
     name: str  # "tune" or "profile"
-    #: The path of the file that the script writes the result to; None if none waits for it.
-    result: str | None
+    result: str  # the path of the file that the script writes the result to
     arguments: dict[str, Any]  # the command's own
 
     def encoded(self) -> str:
@@ -33,9 +32,8 @@ class Command(NamedTuple):
         return json.dumps(self._asdict())
 
     def answer(self, **content: Any) -> None:
-        """Write the result, if there is a file for it."""
-        if self.result is not None:
-            Path(self.result).write_text(json.dumps(content), encoding="utf-8")
+        """Write the result."""
+        Path(self.result).write_text(json.dumps(content), encoding="utf-8")
 
 
 _taken: list[Command] = []

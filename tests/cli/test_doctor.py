@@ -8,6 +8,7 @@ import pytest
 
 from nano_loop.cli import diagnosis
 from nano_loop.cli.main import main
+from nano_loop.cli.output import SHAPE
 from nano_loop.version import __version__
 
 
@@ -68,7 +69,7 @@ def test_json_has_the_shape_that_the_documentation_shows(on, capsys):
     on(environ={"OMP_NUM_THREADS": "1"}, affinity=frozenset(range(32)))
     assert main(["doctor", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert [found["version"], found["command"]] == [1, "doctor"]
+    assert [found["version"], found["command"]] == [SHAPE, "doctor"]
     assert [*found["findings"][0]] == ["id", "what", "why", "advice", "hurts"]
     facts = found["facts"]
     assert {name: [*each] for name, each in facts.items() if isinstance(each, dict)} == {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nano_loop.cli.main import main
+from nano_loop.cli.output import SHAPE
 from nano_loop.config.exports import EXPORTS, Exports
 from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, is_glibc, libraries_in
 
@@ -137,7 +138,7 @@ def test_json_has_the_changes(without, capsys):
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     changes = found.pop("changes")
-    assert found == {"version": 1, "command": "env", "undo": False, "kept": ["OMP_NUM_THREADS"]}
+    assert found == {"version": SHAPE, "command": "env", "undo": False, "kept": ["OMP_NUM_THREADS"]}
     assert {*changes} == {EXPORTS, *(SETTINGS_AS_VARIABLES if is_glibc() else ())}
     without.setenv(EXPORTS, changes[EXPORTS])
     assert main(["env", "--undo", "--json"]) == 0
@@ -149,7 +150,7 @@ def test_json_has_the_changes(without, capsys):
     [
         (["--jemalloc", "--tcmalloc"], "a process has one allocator"),
         (["--undo", "--jemalloc"], "--undo puts everything back"),
-        (["--shell", "fish"], "--shell fish: the lines are those of POSIX shells. Leave it out"),
+        (["--shell", "fish"], "--shell: it was removed: the lines are those of POSIX shells. Leave it out"),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from nano_loop.cli.output import print_json
 def test_json_says_its_version_and_command_first(capsys):
     print_json("doctor", more=[1, None])
     found = json.loads(capsys.readouterr().out)
-    assert [*found.items()] == [("version", 1), ("command", "doctor"), ("more", [1, None])]
+    assert [*found.items()] == [("version", 2), ("command", "doctor"), ("more", [1, None])]
 
 
 @pytest.mark.parametrize(

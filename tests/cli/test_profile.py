@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from nano_loop.cli.output import SHAPE
+
 LOOP = """
 import torch, nano_loop
 
@@ -39,7 +41,7 @@ def profile(tmp_path):
 def test_step_is_divided_into_kinds_and_the_trace_is_written(profile, tmp_path):
     done = profile(LOOP, "--json", "--trace=trace.json")
     found = json.loads(done.stdout)
-    assert (done.returncode, found["command"], found["version"]) == (0, "profile", 1)
+    assert (done.returncode, found["command"], found["version"]) == (0, "profile", SHAPE)
     assert sum(row["share"] for row in found["kinds"]) == pytest.approx(1.0)
     assert sum(row["milliseconds"] for row in found["kinds"]) == pytest.approx(found["profiled_ms"], rel=0.05)
     by_kind = {row["kind"]: row for row in found["kinds"]}

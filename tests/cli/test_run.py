@@ -10,12 +10,13 @@ from option_values import TEXTS
 
 from nano_loop.cli import script_options as module
 from nano_loop.cli.main import main
+from nano_loop.cli.output import SHAPE
 from nano_loop.cli.run import run
 from nano_loop.cli.script_options import flag_of
 from nano_loop.config import option_checks as checks
 from nano_loop.config.declarations import CHECKS, OPTIONS
 from nano_loop.config.exports import EXPORTS
-from nano_loop.config.leftovers import REMOVED
+from nano_loop.config.leftovers import REMOVED, REMOVED_OTHERS
 from nano_loop.config.options import Options
 from nano_loop.cpu import read_machine
 from nano_loop.cpu.glibc import is_glibc
@@ -103,7 +104,7 @@ def shown(script, capsys, monkeypatch):
     def shown(*arguments):
         assert main(["run", "--json", *arguments, path, "argument"]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert (found["version"], found["command"]) == (1, "run")
+        assert (found["version"], found["command"]) == (SHAPE, "run")
         assert found["arguments"] == [sys.executable, path, "argument"]
         return found["changes"]
 
@@ -189,6 +190,18 @@ def test_removed_option_says_so_and_its_advice_works(command, name, capsys):
         assert err.startswith(f"nano-loop: {given.removesuffix('=1')}: it was removed")
         assert err.endswith(". Leave it out.\n")
     assert main(["run", "--json", __file__]) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in REMOVED_OTHERS if " --" in name])
+def test_removed_flag_says_so_for_its_command_alone(name, capsys):
+    command, flag = name.split()
+    for given in ([flag], [f"{flag}=1"], [flag, "1"]):
+        assert main([command, *given]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith(f"nano-loop: {flag}: it was removed")
+    assert main(["profile", flag, __file__]) == 2
+    assert "No such option" in capsys.readouterr().err
 
 
 def test_each_bad_value_has_a_line(capsys):

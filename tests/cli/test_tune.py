@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from nano_loop.cli.output import SHAPE
+
 LOOP = """
 import sys, torch, nano_loop
 
@@ -56,7 +58,7 @@ def test_both_kinds_of_scripts_run_under_each_candidate(tune, tmp_path):
     for text, before in ((LOOP, "@nano("), (WITHOUT_A_LINE, "nano_loop.install(")):
         done = tune(text.format(steps=ENDLESS), *FIXED, "--seconds=1", "--plot=times.png", "--json")
         found = json.loads(done.stdout)
-        assert (done.returncode, found["command"], found["version"]) == (0, "tune", 1)
+        assert (done.returncode, found["command"], found["version"]) == (0, "tune", SHAPE)
         assert "tune: as it is" in done.stderr
         assert "begun" not in done.stderr
         own, plain, *others = found["rows"]

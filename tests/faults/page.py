@@ -9,8 +9,9 @@ from faults.table import FAULTS
 PAGE = Path(ROOT) / "docs/faults.md"
 _BEGINNING = """# Faults
 
-What becomes of a run of several processes when something goes wrong. Each row is committed by a test
-(`tests/faults/`), and this page is written from the same table (`make docs-faults`).
+What becomes of a run of several processes on one host when something goes wrong; [Clusters](clusters.md#failures) has
+Ray's. Each row is committed by a test (`tests/faults/`), and this page is written from the same table
+(`make docs-faults`).
 
 After every fault:
 

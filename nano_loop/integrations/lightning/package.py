@@ -43,15 +43,3 @@ def lightning_is_missing(package: str, needed_by: str) -> ImportError:
     """Return the error of a module of nano_loop that needs one of Lightning's packages."""
     got, extra = f"{package} is not installed", needed_by.rpartition(".")[2].replace("_", "-")
     return ImportError(error_message(got, f"{needed_by} is over it", f'Run pip install "nano-loop[{extra}]"'))
-
-
-def has_no(module: str, name: str) -> AttributeError:
-    """Return the error for a name that a module of nano_loop does not have, or no longer has."""
-    got = f"module {module!r} has no attribute {name!r}"
-    if name not in ("precision", "ProductsPrecision"):
-        return AttributeError(got)
-    advice = (
-        "Write Trainer(precision='bf16-products') or NanoStrategy(precision='bf16-products'), and in Fabric's place "
-    )
-    advice += "nano_loop.TorchNano(precision='bf16-products')"
-    return AttributeError(error_message(got, "the plugin was removed, and runs of nano_loop round products", advice))
