@@ -366,7 +366,7 @@ FAULTS = (
         "optimizers/fused_steps.py",
         '                if group["dampening"]:\n                    return False\n',
         "",
-        "tests/steps/test_fused_optimizer.py",
+        "tests/optimizers/test_fused_steps.py",
     ),
     Fault(
         "optimizers/direct_steps.py",

@@ -8,6 +8,7 @@ from nano_loop.compile.inductor import arguments_with
 def test_random_numbers_are_torchs_and_no_header_is_precompiled():
     ours = {"fallback_random": True, "cpp_cache_precompile_headers": False}
     assert arguments_with({"fullgraph": True}) == {"fullgraph": True, "options": ours}
+    assert arguments_with({"mode": "default"}) == {"options": ours}
 
 
 def test_options_of_the_user_prevail():

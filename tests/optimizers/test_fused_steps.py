@@ -161,6 +161,23 @@ def states_in_fp64(loop):
     state.update({key: value.double() for key, value in state.items() if isinstance(value, torch.Tensor)})
 
 
+def a_state_that_is_gone(loop):
+    """As of a layer that is thawed late: it takes its first step among others that do not."""
+    loop.optimizer.state.pop(loop.weight, None)
+
+
+def a_state_that_is_gone_under_dampening(loop):
+    a_state_that_is_gone(loop)
+    if isinstance(loop.optimizer, SGD):
+        loop.optimizer.param_groups[0].update(dampening=0.3)
+
+
+def a_model_in_fp64(loop):
+    """Its states stay as they were."""
+    loop.model.double()
+    loop.x = loop.x.double()
+
+
 def frozen_settings(loop):
     loop.optimizer.param_groups[0].update(differentiable=True)
 
@@ -173,6 +190,7 @@ CHANGES = (
     *(data_with_gaps, set_to_a_slice, parameter_with_gaps, group_with_gaps),
     *(transposed_data, data_in_another_order, expanded_data, narrow_data),
     *(states_with_gaps, states_in_another_order, states_in_fp64, loop_of_torch),
+    *(a_state_that_is_gone, a_state_that_is_gone_under_dampening, a_model_in_fp64),
 )
 
 
@@ -203,14 +221,20 @@ def test_what_changes_between_steps_changes_steps_as_in_the_plain_loop(name, cha
 @OF_EACH_KIND
 def test_gradient_that_the_loop_assigns_is_read_as_it_lies_and_stays(name, gradient):
     def train(loop):
-        for number in range(5):
-            loop.backward()
-            if number > 1:
-                loop.weight.grad = assigned = gradient(loop.weight)
-                loop.optimizer.step()
-                assert loop.weight.grad is assigned
+        for number in range(6):
+            assigned = gradient(loop.weight)
+
+            def backward(number=number, assigned=assigned):
+                loop.backward()
+                if number > 1:
+                    loop.weight.grad = assigned
+
+            if number % 2:
+                loop.optimizer.step(backward)
             else:
+                backward()
                 loop.optimizer.step()
+            assert number < 2 or loop.weight.grad is assigned
 
     assert_alike(*pair(name, train))
 
@@ -515,7 +539,7 @@ def test_settings_that_torch_ignores_and_infinite_parameters_train_as_in_the_pla
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
-@OF_EACH_KIND
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "AdamW")) for name in KINDS])
 def test_compiled_steps_are_torchs(name):
     def train(loop):
         step = torch.compile(loop.optimizer.step, backend="eager")

@@ -1,5 +1,12 @@
-"""Tells when a name that torch keeps for itself is gone."""
+"""Tells when a name that torch, or what comes with it, keeps for itself is gone, or does something else.
 
+That each is there is derived from the modules that use them. What loops, payloads and kernels do with most of them is
+held by their own tests; here is what these would not see.
+"""
+
+import ast
+from importlib import import_module
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -7,33 +14,129 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nano_loop import disable_casts
+from nano_loop import patching
 from nano_loop.patching import torch_private as private
-from nano_loop.patching.operators.operators import overridden
+from nano_loop.patching import torch_private_autograd as of_autograd
+from nano_loop.patching import torch_private_compiler as of_compiler
+from nano_loop.patching import torch_private_optimizers as of_optimizers
+
+MODULES = [path.stem for path in Path(patching.__file__).parent.glob("torch_private*.py")]
 
 
-def test_operators_without_a_public_name_are_there():
-    assert private.is_operator(private.FLASH_KERNEL)
-    assert private.is_operator(private.BAGS_KERNEL)
-    assert private.is_operator("softmax.int")
-    assert not private.is_operator("softmax.integer")
+def chains(module):
+    """Yield each chain of attributes of a module of torch's that a module of ours writes, with what it starts at."""
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        names = []
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        start = vars(module).get(node.id) if isinstance(node, ast.Name) else None
+        if names and getattr(start, "__name__", "").partition(".")[0] == "torch":
+            yield start, names
 
 
-def test_bags_are_summed_up_as_by_the_public_function():
-    weight, indices, offsets = torch.rand(5, 2), torch.tensor([4, 1, 1, 0]), torch.tensor([0, 1])
-    bags, *_ = private.sums_of_bags(weight, indices, offsets)
-    assert torch.equal(bags, nn.functional.embedding_bag(indices, weight, offsets, mode="sum"))
+@pytest.mark.parametrize("name", MODULES)
+def test_each_name_is_there(name):
+    module = import_module(f"{patching.__name__}.{name}")
+    looked_up = 0
+    for start, names in chains(module):
+        for each in names:
+            start = getattr(start, each)
+            looked_up += 1
+    assert looked_up > 3
+
+
+# --- what is asked, before and after ---
+
+
+def hook(*_):
+    return None
+
+
+def leaf():
+    return torch.ones(1, requires_grad=True)
+
+
+class Bare(torch.optim.Optimizer):
+    def __init__(self):
+        pass
+
+
+def compiled():
+    return torch.compile(nn.Linear(2, 2), backend="eager")
+
+
+#: A question, what makes that about which it is asked, and the answer.
+ANSWERS = [
+    *((private.is_operator, name, True) for name in (private.FLASH_KERNEL, private.BAGS_KERNEL, "softmax.int")),
+    (private.is_operator, "softmax.integer", False),
+    *((private.is_loss, loss, True) for loss in (nn.CrossEntropyLoss, nn.MSELoss, nn.TripletMarginLoss)),
+    (private.is_loss, nn.ReLU, False),
+    (of_optimizers.has_hooks, lambda: torch.optim.SGD([leaf()]), True),
+    (of_optimizers.has_hooks, Bare, False),
+    (of_compiler.is_compiled, lambda: nn.Linear(2, 2), False),
+    (of_compiler.is_compiled, compiled, True),
+    (of_compiler.compiled_call, lambda: nn.Linear(2, 2), None),
+    (of_compiler.compile_context, lambda: hook, None),
+]
+
+
+@pytest.mark.parametrize(("question", "about", "answer"), ANSWERS)
+def test_question_has_its_answer(question, about, answer):
+    assert question(about() if callable(about) else about) is answer
+
+
+def profiling():
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+#: Contexts, and what is true in them and not outside.
+INSIDE = [
+    (torch.overrides.BaseTorchFunctionMode, [private.in_mode], [private.in_dispatch_mode]),
+    (lambda: FlopCounterMode(display=False), [private.in_mode, private.in_dispatch_mode], []),
+    (profiling, [of_optimizers.is_profiling], []),
+]
+
+
+@pytest.mark.parametrize(("context", "true", "false"), INSIDE)
+def test_contexts_are_known(context, true, false):
+    assert not any(each() for each in (*true, *false))
+    with context():
+        assert all(each() for each in true)
+        assert not any(each() for each in false)
+    assert not any(each() for each in true)
+
+
+def test_transforms_are_told_from_plain_calls():
+    seen = []
+    torch.func.grad(lambda x: seen.append(private.in_functorch()) or x.sum())(torch.ones(1))
+    assert (seen, private.in_functorch()) == ([True], False)
+
+
+def test_hooks_and_compiled_calls_of_a_module_are_seen():
+    module = nn.Linear(2, 2)
+    assert private.calls_only_forward(module)
+    for register in (
+        *(module.register_forward_hook, module.register_forward_pre_hook),
+        *(module.register_full_backward_hook, module.register_full_backward_pre_hook),
+    ):
+        handle = register(hook)
+        assert not private.calls_only_forward(module)
+        handle.remove()
+    module.compile(backend="eager")
+    assert not private.calls_only_forward(module)
+
+
+# --- tensors ---
 
 
 def test_memory_of_another_tensor_is_known():
     tensor = torch.zeros(3)
-    view = tensor[1:]
-    assert not private.has_lone_storage(tensor)
-    del view
-    assert private.has_lone_storage(tensor)
-    kept = tensor.numpy()
-    assert not private.has_lone_storage(tensor)
-    del kept
+    for share in (lambda: tensor[1:], tensor.numpy):
+        kept = share()
+        assert not private.has_lone_storage(tensor)
+        del kept
+        assert private.has_lone_storage(tensor)
 
 
 def test_tensor_shares_memory_with_another_one_until_one_of_them_is_written():
@@ -53,37 +156,17 @@ def test_tensor_shares_memory_with_another_one_until_one_of_them_is_written():
         private.shared_until_written(torch.ones(1).share_memory_())
 
 
-def test_trainer_puts_its_signal_handlers_back():
-    trainer = Mock()
-    private.put_back_signal_handlers(trainer)
-    trainer._signal_connector.teardown.assert_called_once_with()
-
-
-def test_transforms_are_told_from_plain_calls():
-    seen = []
-    torch.func.grad(lambda x: seen.append(private.in_functorch()) or x.sum())(torch.ones(1))
-    assert (seen, private.in_functorch()) == ([True], False)
-
-
-def test_autocast_and_modes_of_torch_functions_do_not_see_what_is_below_them():
-    x, bf16 = torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert (x @ x).dtype is torch.bfloat16
-        with private.below_autocast():
-            assert (x @ x).dtype is torch.float32
-    with disable_casts():
-        with private.below_torch_functions():
-            assert (bf16 + bf16).dtype is torch.bfloat16
-        assert (bf16 + bf16).dtype is torch.float32
-
-
-def test_changes_in_place_are_counted_outside_of_inference_mode():
-    tensor = torch.ones(1)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_versions_bases_and_bytes_of_tensors():
+    tensor = torch.arange(6.0).view(2, 3)
     before = private.version(tensor)
     tensor.add_(1)
     assert private.version(tensor) == before + 1
     with torch.inference_mode():
         assert private.version(torch.ones(1)) == 0
+    whole = torch.ones(2, 3)
+    assert private.base_of(whole.view(-1)[1:]) is private.base_of(whole) is whole
+    assert private.bytes_of(tensor.storage()).data_ptr() == tensor.data_ptr()
 
 
 def test_softmax_of_a_row_without_scores_is_zero_and_has_no_gradient():
@@ -94,32 +177,6 @@ def test_softmax_of_a_row_without_scores_is_zero_and_has_no_gradient():
     (second,) = torch.autograd.grad(gradient[:, 0].sum(), scores)
     assert not gradient[1].any()
     assert not second[1].any()
-
-
-def test_operator_can_be_called_as_without_a_kernel_for_autocast():
-    seen = []
-
-    def relu(keys, x):
-        seen.append(private.as_without_autocast_kernel(torch.ops.aten.relu.default, keys, x))
-        return seen[-1]
-
-    with overridden("relu", lambda _: relu, "AutocastCPU"), torch.autocast("cpu", torch.bfloat16):
-        result = torch.relu(torch.tensor([-1.0, 2.0]))
-    assert result.tolist() == [0.0, 2.0]
-    assert len(seen) == 1
-
-
-def test_losses_are_told_from_models():
-    assert private.is_loss(nn.CrossEntropyLoss())
-    assert private.is_loss(nn.MSELoss())
-    assert private.is_loss(nn.TripletMarginLoss())
-    assert not private.is_loss(nn.ReLU())
-
-
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_bytes_of_a_typed_storage_are_its_memory():
-    tensor = torch.arange(3.0)
-    assert private.bytes_of(tensor.storage()).data_ptr() == tensor.data_ptr()
 
 
 def test_tensors_are_copied_in_groups_of_any_layouts_and_dtypes():
@@ -161,37 +218,76 @@ def test_groups_are_numbered_from_0_again(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_hooks_and_compiled_calls_of_a_module_are_seen():
-    def hook(*_):
-        return None
-
-    module = torch.nn.Linear(2, 2)
-    assert private.calls_only_forward(module)
-    for register in (
-        module.register_forward_hook,
-        module.register_forward_pre_hook,
-        module.register_full_backward_hook,
-        module.register_full_backward_pre_hook,
-    ):
-        handle = register(hook)
-        assert not private.calls_only_forward(module)
-        handle.remove()
-    module.compile(backend="eager")
-    assert not private.calls_only_forward(module)
+def test_trainer_puts_its_signal_handlers_back():
+    trainer = Mock()
+    private.put_back_signal_handlers(trainer)
+    trainer._signal_connector.teardown.assert_called_once_with()
 
 
-def test_base_of_a_view_is_the_whole_tensor():
-    tensor = torch.ones(2, 3)
-    assert private.base_of(tensor.view(-1)[1:]) is tensor
-    assert private.base_of(tensor) is tensor
+# --- autograd ---
 
 
-def test_modes_are_known():
-    assert not private.in_mode()
-    with torch.overrides.BaseTorchFunctionMode():
-        assert private.in_mode()
-        assert not private.in_dispatch_mode()
-    with FlopCounterMode(display=False):
-        assert private.in_mode()
-        assert private.in_dispatch_mode()
-    assert not private.in_dispatch_mode()
+def test_backwards_are_told_from_forwards_and_numbered():
+    seen, x = [], leaf()
+    x.register_hook(lambda gradient: seen.append((of_autograd.in_backward(), of_autograd.graph_task())))
+    x.sum().backward()
+    x.sum().backward()
+    assert (of_autograd.in_backward(), of_autograd.graph_task()) == (False, -1)
+    assert [is_inside for is_inside, _ in seen] == [True, True]
+    assert len({number for _, number in seen} - {-1}) == 2
+
+
+def test_callback_runs_before_backward_returns_and_may_raise():
+    seen, x = [], leaf()
+
+    def callback():
+        seen.append(x.grad.clone())
+        raise ValueError("from the callback")
+
+    x.register_hook(lambda gradient: of_autograd.queue_callback(callback))
+    with pytest.raises(ValueError, match="from the callback"):
+        x.sum().backward()
+    assert seen == [torch.ones(1)]
+
+
+def test_hooks_of_tensors_are_called_so_and_seen_and_their_dict_goes_when_it_is_empty():
+    x, tensor = leaf(), leaf()
+    for each in (x, tensor):
+        assert [getattr(each, name) for name in of_autograd.TENSOR_HOOKS] == [None, None]
+    ours, users = (x.register_post_accumulate_grad_hook(lambda parameter: None) for _ in range(2))
+    ours.remove()
+    of_autograd.forget_empty_hooks(x)
+    assert len(x._post_accumulate_grad_hooks) == 1
+    users.remove()
+    of_autograd.forget_empty_hooks(x)
+    assert x._post_accumulate_grad_hooks is None
+    assert not of_autograd.has_tensor_hooks(tensor)
+    tensor.register_hook(print)
+    assert of_autograd.has_tensor_hooks(tensor)
+    tensor.register_post_accumulate_grad_hook(print)
+    assert [[*getattr(tensor, name).values()] for name in of_autograd.TENSOR_HOOKS] == [[print], [print]]
+
+
+def test_leaf_is_reached_by_the_backward_that_does_not_say_what_to_reach():
+    seen, weight, other = [], leaf(), leaf()
+    middle = weight * other
+    middle.register_hook(lambda gradient: seen.append(of_autograd.reaches(middle.grad_fn.next_functions[1][0])))
+    out = middle.sum()
+    out.backward(retain_graph=True)
+    assert seen == [True]
+    for inputs in ([middle], [weight], [middle, weight]):
+        torch.autograd.grad(out, inputs, retain_graph=True)
+        out.backward(inputs=inputs, retain_graph=True)
+    assert seen == [True, *[False] * 6]
+
+
+# --- torch.compile ---
+
+
+def test_function_is_marked_as_the_public_decorator_marks_it():
+    def ours(): ...
+
+    def theirs(): ...
+
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(of_compiler.constant_when_traced(ours)) == vars(theirs) != {}

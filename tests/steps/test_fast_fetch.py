@@ -39,6 +39,17 @@ def dataset():
     return TensorDataset(torch.rand(23, 4), torch.arange(23), torch.rand(23, 2, 2).transpose(1, 2))
 
 
+@pytest.fixture
+def fast(step):
+    """Apply the step to a loader, and return that."""
+
+    def apply(loader):
+        step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+        return loader
+
+    return apply
+
+
 def epochs(loader, count=2):
     torch.manual_seed(7)
     batches = [batch for _ in range(count) for batch in loader]
@@ -111,9 +122,8 @@ def test_batches_order_and_random_draws_are_the_default_loaders(step, dataset, m
         assert_same(epochs(loader), expected)
 
 
-def test_position_out_of_range_has_the_default_loaders_kind_of_error(step, dataset):
-    loader = DataLoader(dataset, 4, sampler=[0, 23])
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+def test_position_out_of_range_has_the_default_loaders_kind_of_error(fast, dataset):
+    loader = fast(DataLoader(dataset, 4, sampler=[0, 23]))
     with pytest.raises(IndexError, match="index 23 is out of bounds"):
         next(iter(loader))
 
@@ -246,10 +256,9 @@ def test_batches_of_containers_and_arrays_are_the_default_loaders(step, dataset,
     assert_same(epochs(loader), expected)
 
 
-def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(step):
+def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(fast):
     data = ConcatDataset([torch.zeros(3, 2), torch.zeros(3, 4)])
-    loader = DataLoader(data, 6)
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    loader = fast(DataLoader(data, 6))
     with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
         next(iter(loader))
 
@@ -360,27 +369,24 @@ def test_samples_of_other_datasets_are_collated_as_by_torch(step, sample):
     ],
     ids=["sizes", "backwards", "words", "objects", "other bytes", "dates", "lengths", "sparse", "nothing"],
 )
-def test_samples_that_torch_does_not_collate_have_its_errors(step, sample):
+def test_samples_that_torch_does_not_collate_have_its_errors(fast, sample):
     with pytest.raises(Exception) as expected:  # noqa: PT011 - any that torch raises
         next(iter(DataLoader(OfSamples(sample), 4)))
-    loader = DataLoader(OfSamples(sample), 4)
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    loader = fast(DataLoader(OfSamples(sample), 4))
     with pytest.raises(expected.type, match=f"^{re.escape(str(expected.value))}$"):
         next(iter(loader))
 
 
-def test_arrays_of_samples_are_stacked_at_once(step, monkeypatch):
-    loader = DataLoader(OfSamples(lambda i: (ROWS[i], {"image": IMAGES[i].transpose(2, 0, 1)})), 23)
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+def test_arrays_of_samples_are_stacked_at_once(fast, monkeypatch):
+    loader = fast(DataLoader(OfSamples(lambda i: (ROWS[i], {"image": IMAGES[i].transpose(2, 0, 1)})), 23))
     made, as_tensor = [], torch.as_tensor
     monkeypatch.setattr(torch, "as_tensor", lambda array: made.append(array) or as_tensor(array))
     next(iter(loader))
     assert len(made) == 2, "one to see whether torch takes such arrays, for each field"
 
 
-def test_function_that_is_registered_for_arrays_or_tensors_is_obeyed(step, monkeypatch):
-    loader = DataLoader(OfSamples(lambda i: ROWS[i]), 4)
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+def test_function_that_is_registered_for_arrays_or_tensors_is_obeyed(fast, monkeypatch):
+    loader = fast(DataLoader(OfSamples(lambda i: ROWS[i]), 4))
     for kind in (torch.Tensor, np.ndarray):
         with monkeypatch.context() as patch:
             patch.setitem(default_collate_fn_map, kind, lambda values, *, collate_fn_map: "registered")
@@ -449,10 +455,9 @@ def test_report_says_that_samples_are_collated_by_the_program(step, monkeypatch,
     assert "the program has registered a function with torch's collate" in words
 
 
-def test_writing_into_a_batch_of_arrays_does_not_reach_them(step):
+def test_writing_into_a_batch_of_arrays_does_not_reach_them(fast):
     arrays = [np.ones(2), np.ones(2)]
-    loader = DataLoader(arrays, 1)
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    loader = fast(DataLoader(arrays, 1))
     for batch in loader:
         batch.zero_()
     assert [array.tolist() for array in arrays] == [[1, 1], [1, 1]]
@@ -511,18 +516,14 @@ class Rows(Dataset):
         return len(self.x)
 
 
-class Pair(Rows):
-    def __getitem__(self, index):
-        """Return a sample."""
-        return self.x[index], self.y[index]
-
-
-class Inherited(Pair):
-    pass
+def rows(getitem, **attributes):
+    """A class of datasets with a ``__getitem__``."""
+    return type("Indexing", (Rows,), {"__getitem__": getitem, **attributes})
 
 
 class Assigned(Rows):
     def __getitem__(self, i):
+        """Return a sample."""
         row, label, again = self.x[i], self.y[i], self.x[i]
         return [row, (label, again, row)]
 
@@ -534,17 +535,18 @@ class Named(Rows):
         return {"inputs": inputs, "label": label}
 
 
-class NamedOne(Rows):
-    def __getitem__(self, index):
-        return {"inputs": {"x": self.x[index]}}
+Pair = rows(lambda self, index: (self.x[index], self.y[index]))
+ONLY_INDEX = {
+    "pair": Pair,
+    "inherited": type("Inherited", (Pair,), {}),
+    "assigned": Assigned,
+    "named": Named,
+    "one by name": rows(lambda self, index: {"inputs": {"x": self.x[index]}}),
+    "one": rows(lambda self, index: self._Rows__own[index]),
+}
 
 
-class One(Rows):
-    def __getitem__(self, index):
-        return self._Rows__own[index]
-
-
-@pytest.mark.parametrize("kind", [Pair, Inherited, Assigned, Named, NamedOne, One])
+@pytest.mark.parametrize("kind", ONLY_INDEX.values(), ids=ONLY_INDEX)
 @pytest.mark.parametrize("made_of", ["tensors", "arrays"])
 def test_datasets_that_only_index_have_whole_batches(step, dataset, kind, made_of, monkeypatch):
     x, y = dataset.tensors[2], dataset.tensors[1]
@@ -585,18 +587,16 @@ def test_epochs_that_are_left_early_and_generators_that_are_set_back(step, datas
     assert_same(batches(fetches=True), batches(fetches=False))
 
 
-def test_rows_that_occur_twice_are_apart(step):
-    loader = DataLoader(Assigned(torch.ones(4, 2), torch.ones(4)), 4)
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+def test_rows_that_occur_twice_are_apart(fast):
+    loader = fast(DataLoader(Assigned(torch.ones(4, 2), torch.ones(4)), 4))
     row, (_, again, same) = next(iter(loader))
     row.zero_()
     assert again.sum() == same.sum() == 8
 
 
-def test_changes_to_a_dataset_that_only_indexes_are_seen(step, monkeypatch):
+def test_changes_to_a_dataset_that_only_indexes_are_seen(fast, monkeypatch):
     data = Pair(torch.ones(8, 2), torch.arange(8))
-    loader = DataLoader(data, 2)
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    loader = fast(DataLoader(data, 2))
     batches = iter(loader)
     next(batches)
     data.x[2] = 5
@@ -607,26 +607,11 @@ def test_changes_to_a_dataset_that_only_indexes_are_seen(step, monkeypatch):
     assert next(batches).tolist() == [-6, -7]
 
 
-class Twice(Rows):
-    def __getitem__(self, index):
-        return self.x[index] * 2
-
-
 class Branches(Rows):
     def __getitem__(self, index):
         if index > 3:
             return self.x[index]
         return self.y[index].expand(2, 2)
-
-
-class OneOfTwo(Rows):
-    def __getitem__(self, index):
-        return self.x[index] if torch.rand(1) < 0.5 else self.x[index] * 2
-
-
-class Zeroth(Rows):
-    def __getitem__(self, index):
-        return self.x[index] if index else self.shifted[index]
 
 
 class Shadowed(Rows):
@@ -651,11 +636,6 @@ class PartOfValues(Rows):
         return self.x.real[index], self.values[index]
 
 
-class Draws(Rows):
-    def __getitem__(self, index):
-        return self.x[index], torch.rand(1)
-
-
 class Counts(Rows):
     seen = 0
 
@@ -670,50 +650,6 @@ class Remembers(Rows):
         return self.x[index]
 
 
-class WithIndex(Rows):
-    def __getitem__(self, index):
-        return self.x[index], index
-
-
-class WithNumber(Rows):
-    def __getitem__(self, index):
-        return self.x[index], 3
-
-
-class FirstOfRow(Rows):
-    def __getitem__(self, index):
-        return self.x[index][0]
-
-
-class Fixed(Rows):
-    def __getitem__(self, index):
-        return self.x[0]
-
-
-class PartOfRow(Rows):
-    def __getitem__(self, index):
-        return self.x[index, :1]
-
-
-class AttributeOfRow(Rows):
-    def __getitem__(self, index):
-        return self.x[index].T
-
-
-class ByName(Rows):
-    def __getitem__(self, index):
-        return self.x[index], self.names[index]
-
-
-class Computed(Rows):
-    @property
-    def twice(self):
-        return self.x * torch.rand(1)
-
-    def __getitem__(self, index):
-        return self.twice[index]
-
-
 class Intercepted(Rows):
     def __getattribute__(self, name):
         value = super().__getattribute__(name)
@@ -721,11 +657,6 @@ class Intercepted(Rows):
 
     def __getitem__(self, index):
         return self.x[index]
-
-
-class OfItself(Rows):
-    def __getitem__(self, index):
-        return self.x[index] if isinstance(index, list) else self[[index]]
 
 
 class Recovers(Rows):
@@ -746,28 +677,26 @@ class ItemStream(IterableDataset, Pair):
         return iter(range(9))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(
-            Twice,
-            Branches,
-            OneOfTwo,
-            Zeroth,
-            Shadowed,
-            PartOfValues,
-            Draws,
-            Counts,
-            Remembers,
-            WithIndex,
-            WithNumber,
-            FirstOfRow,
-            Fixed,
-            PartOfRow,
-        ),
-        *(AttributeOfRow, ByName, Computed, Intercepted, OfItself, Recovers, Items, ItemStream),
-    ],
-)
+OWN = (Branches, Shadowed, PartOfValues, Counts, Remembers, Intercepted, Recovers, Items, ItemStream)
+DO_MORE = {
+    **{kind.__name__: kind for kind in OWN},
+    "twice": rows(lambda self, index: self.x[index] * 2),
+    "one of two": rows(lambda self, index: self.x[index] if torch.rand(1) < 0.5 else self.x[index] * 2),
+    "the zeroth": rows(lambda self, index: self.x[index] if index else self.shifted[index]),
+    "draws": rows(lambda self, index: (self.x[index], torch.rand(1))),
+    "with index": rows(lambda self, index: (self.x[index], index)),
+    "with a number": rows(lambda self, index: (self.x[index], 3)),
+    "first of a row": rows(lambda self, index: self.x[index][0]),
+    "fixed": rows(lambda self, index: self.x[0]),
+    "part of a row": rows(lambda self, index: self.x[index, :1]),
+    "attribute of a row": rows(lambda self, index: self.x[index].T),
+    "by name": rows(lambda self, index: (self.x[index], self.names[index])),
+    "computed": rows(lambda self, index: self.twice[index], twice=property(lambda self: self.x * torch.rand(1))),
+    "of itself": rows(lambda self, index: self.x[index] if isinstance(index, list) else self[[index]]),
+}
+
+
+@pytest.mark.parametrize("kind", DO_MORE.values(), ids=DO_MORE)
 def test_datasets_that_do_more_than_index_fetch_their_samples(step, dataset, kind):
     shuffle = kind is not ItemStream
     expected = epochs(DataLoader(kind(*dataset.tensors[:0:-1]), 4, shuffle=shuffle))
@@ -794,9 +723,8 @@ def test_samples_of_other_classes_are_fetched_by_them(dataset, make):
     assert changes == {"collate_fn": collate}
 
 
-def test_collate_fn_put_on_the_loader_in_the_loop_is_obeyed(step, dataset):
-    loader = DataLoader(dataset, batch_size=4)
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+def test_collate_fn_put_on_the_loader_in_the_loop_is_obeyed(fast, dataset):
+    loader = fast(DataLoader(dataset, batch_size=4))
     loader.collate_fn = lambda samples: len(samples)
     assert list(loader) == [4, 4, 4, 4, 4, 3]
     loader.collate_fn = default_collate
@@ -816,16 +744,14 @@ def test_loader_set_up_twice_and_in_a_run_within_a_run_is_fast_until_the_last_ha
         next(iter(loader))
 
 
-def test_tensors_replaced_in_the_dataset_are_seen(step, dataset):
-    loader = DataLoader(dataset, batch_size=4)
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+def test_tensors_replaced_in_the_dataset_are_seen(fast, dataset):
+    loader = fast(DataLoader(dataset, batch_size=4))
     dataset.tensors = (torch.zeros(23, 1),)
     assert torch.equal(next(iter(loader))[0], torch.zeros(4, 1))
 
 
-def test_writing_into_a_batch_does_not_reach_the_dataset(step, dataset):
-    loader = DataLoader(dataset, batch_size=4)
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+def test_writing_into_a_batch_does_not_reach_the_dataset(fast, dataset):
+    loader = fast(DataLoader(dataset, batch_size=4))
     before = dataset.tensors[0].clone()
     for batch in loader:
         batch[0].zero_()

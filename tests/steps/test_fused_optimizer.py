@@ -8,7 +8,6 @@ from loops.wrappers import WRAPPERS
 from torch import nn
 from watched import FusedCalls
 
-from nano_loop.optimizers.fused_steps import is_fused
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 
@@ -93,116 +92,23 @@ def test_sparse_embeddings_are_a_reason(step):
     assert step(FusedOptimizer).skip_reason(given).code == "sparse"
 
 
-def plainly(optimizer, backward):
-    optimizer.zero_grad()
-    backward()
-    optimizer.step()
-
-
-def by_closure(optimizer, backward):
-    def closure():
-        optimizer.zero_grad()
-        return backward()
-
-    optimizer.step(closure)
-
-
-STEPS = pytest.mark.parametrize("take_step", [plainly, by_closure])
-
-
-@STEPS
-def test_sparse_gradient_that_nobody_could_foresee_is_stepped_by_torch(step, take_step):
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_sparse_gradient_that_nobody_could_foresee_is_stepped_by_torch(step, by_closure):
     weight = nn.Parameter(torch.rand(4, 2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     before = weight.detach().clone()
     step(FusedOptimizer).apply(TrainingObjects(optimizers=[optimizer]))
     rows = torch.tensor([1, 3])
-    take_step(optimizer, lambda: nn.functional.embedding(rows, weight, sparse=True).sum().backward())
+
+    def backward():
+        nn.functional.embedding(rows, weight, sparse=True).sum().backward()
+
+    if not by_closure:
+        backward()
+    optimizer.step(*[backward] * by_closure)
     expected = before.index_add(0, rows, torch.ones(2, 2), alpha=-0.5)
     torch.testing.assert_close(weight.detach(), expected)
     assert flags(optimizer) == [(None, None)]
-
-
-@STEPS
-def test_gradient_in_another_layout_than_its_parameter_is_read_as_it_lies(step, take_step):
-    weight = nn.Parameter(torch.zeros(2, 3))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    step(FusedOptimizer).apply(TrainingObjects(optimizers=[optimizer]))
-    gradient = torch.arange(6.0).view(3, 2).t()
-
-    def backward():
-        weight.grad = gradient
-
-    take_step(optimizer, backward)
-    assert torch.equal(weight.detach(), -gradient)
-
-
-def lay_out_gradient(weight):
-    weight.grad = weight.grad.t().contiguous().t()
-
-
-def lay_out_parameter(weight):
-    weight.data = weight.data.t().contiguous().t()
-
-
-def lay_out_both(weight):
-    lay_out_gradient(weight)
-    lay_out_parameter(weight)
-
-
-@pytest.mark.parametrize("change", [lay_out_gradient, lay_out_parameter, lay_out_both])
-@pytest.mark.parametrize("settings", [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})], ids=str)
-def test_layout_that_changes_in_the_course_of_the_training_changes_no_number(step, settings, change):
-    kind, options = settings
-    weight, plain = (nn.Parameter(torch.arange(6.0).view(2, 3)) for _ in range(2))
-    optimizer, other = kind([weight], lr=0.1, **options), kind([plain], lr=0.1, foreach=False, **options)
-    step(FusedOptimizer).apply(TrainingObjects(optimizers=[optimizer]))
-    for number in range(6):
-        weight.grad = torch.arange(6.0).sub(number).view(2, 3)
-        plain.grad = weight.grad.clone()
-        if number in (2, 3, 5):
-            change(weight)
-        optimizer.step()
-        other.step()
-    assert is_fused(optimizer)
-    torch.testing.assert_close(weight.detach(), plain.detach())
-
-
-@STEPS
-@pytest.mark.parametrize("dampening", [0, 0.3])
-def test_layer_thawed_after_the_first_step_starts_its_momentum_as_in_the_plain_loop(step, dampening, take_step):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    twin, x = copy.deepcopy(model), torch.rand(5, 3)
-    given = parts(torch.optim.SGD, model, momentum=0.9, dampening=dampening, weight_decay=0.01)
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, dampening=dampening, weight_decay=0.01)
-    step(FusedOptimizer).apply(given)
-    for each, optimizer in ((model, given.optimizers[0]), (twin, plain)):
-        each[0].requires_grad_(False)
-        for thawed in (False, True, True):
-            each[0].requires_grad_(thawed)
-            take_step(optimizer, lambda each=each: each(x).square().sum().backward())
-    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "converted"), [(torch.optim.SGD, {"momentum": 0.9}, 2), (torch.optim.Adagrad, {}, 0)]
-)
-def test_model_converted_after_its_optimizer_has_a_state_trains_as_in_the_plain_loop(step, kind, options, converted):
-    torch.manual_seed(0)
-    model, x = nn.Linear(3, 2), torch.rand(5, 3)
-    twin = copy.deepcopy(model)
-    given, plain = parts(kind, model, **options), parts(kind, twin, **options).optimizers[0]
-    step(FusedOptimizer).apply(given)
-    for each, optimizer in ((model, given.optimizers[0]), (twin, plain)):
-        for number in range(4):
-            if number == converted:
-                each.double()
-            optimizer.zero_grad()
-            each(x.to(each.weight.dtype)).square().sum().backward()
-            optimizer.step()
-    assert flags(given.optimizers[0]) == [(None, None)]
-    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 def test_groups_are_switched_one_by_one(step):
