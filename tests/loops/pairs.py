@@ -166,11 +166,13 @@ def from_fp64(tensor):
     return tensor.float() if tensor.dtype == torch.float64 and not isinstance(tensor, nn.Parameter) else tensor
 
 
+# What autocast does for a model, it does whichever optimizer trains that, in fp32.
+OF_MODELS = (BF16, NHWC_BF16, SHIPPED, SHIPPED_NHWC)
 WRAPPED_TWICE = "timm_lookahead"  # its inner optimizer has separate state, which fp64 by hand does not convert
 ROUNDED = (PRODUCTS, PRODUCTS_NHWC, FP16)
 
 
-def pair(*builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=False):
+def pair(*builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=False, repeats=()):
     """
     Turn a loop into a test that it does the same plain and accelerated.
 
@@ -182,11 +184,19 @@ def pair(*builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=F
     `RoundedProducts` does not see products in recomputed, composed and transformed code, nor those of second
     derivatives. torch has no LSTM in bf16 to train by hand on every CPU. Where the model uses a weight several times in
     a call, its gradients are added in fp32 without autocast's cache.
+
+    `repeats` has the configs under which the loop shows what it shows under others. Those, and what autocast does for
+    a model of an earlier build, are for `make test-all`.
     """
+    models = [getattr(build, "model", build) for build in builds]
+
+    def is_slow(build, config):
+        is_first = models.index(getattr(build, "model", build)) == builds.index(build)
+        return config in ROUNDED or config in repeats or (config in OF_MODELS and not is_first)
 
     def decorate(loop):
         cases = [
-            pytest.param(build, config, id=case_id(build, config), marks=[pytest.mark.slow] * (config in ROUNDED))
+            pytest.param(build, config, id=case_id(build, config), marks=[pytest.mark.slow] * is_slow(build, config))
             for build in builds
             for config in configs
             if config not in without
@@ -527,8 +537,10 @@ def left_as_found():
     assert not found, "\n".join(found)
 
 
-def named(name, build):
-    """`build` with the name that its tests carry."""
+def named(name, build, model=None):
+    """`build` with the name that its tests carry, and what makes its model, if that is known."""
     named_build = functools.partial(build)
     named_build.name = name
+    if model is not None:
+        named_build.model = model
     return named_build

@@ -92,7 +92,7 @@ def job(name="", model=Net, optimizer=SGD, loader=vectors, **more):
         arguments = {"model": net, "optimizer": optimizer(net.parameters()), "loader": loader()}
         return arguments | {k: v(arguments["optimizer"]) if callable(v) else v for k, v in more.items()}
 
-    return named(name, build)
+    return named(name, build, model)
 
 
 def steps(loader, *optimizers):

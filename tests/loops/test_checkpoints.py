@@ -35,6 +35,9 @@ WAYS = {
 }
 
 
+TURNS = ("plain-accelerated", "accelerated-plain", "plain-channels_last", "channels_last-plain")
+
+
 def new_run(optimizer, seed, convolutional=True):
     seed_all(seed)
     model = ConvNet() if convolutional else Net()
@@ -89,9 +92,18 @@ def resumed_plainly(optimizer, inside):
     return record(arguments), record_strides(arguments)
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["loaded_inside_the_loop", "loaded_before"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("ways", WAYS)
+#: An optimizer whose states are of both kinds goes all ways, and the others those between two layouts.
+RESUMED = [
+    pytest.param(
+        ways, optimizer, inside, marks=[pytest.mark.slow] * (optimizer != "adam" and not (inside and ways in TURNS))
+    )
+    for ways in WAYS
+    for optimizer in OPTIMIZERS
+    for inside in (True, False)
+]
+
+
+@pytest.mark.parametrize(("ways", "optimizer", "inside"), RESUMED)
 def test_a_run_is_resumed(ways, optimizer, inside):
     expected, strides = resumed_plainly(optimizer, inside)
     actual, _ = resumed(OPTIMIZERS[optimizer], WAYS[ways], inside)

@@ -63,9 +63,11 @@ def train(model, optimizer, loader, by_hand=untouched):
         return losses, by_hand(model)(torch.ones(8, 6))
 
 
-@pair(compiled("eager"), compiled("aot_eager"), compiled("aot_eager", Normed), configs=[EXACT, FUSED, BF16, *WITH_IPEX])
-def test_a_model_compiled_before(model, optimizer, loader, by_hand=untouched):
-    return train(model, optimizer, loader, by_hand)
+BACKENDS = compiled("eager"), compiled("aot_eager", Normed)
+test_a_model_compiled_before = pair(*BACKENDS, configs=[EXACT, FUSED, BF16, *WITH_IPEX], repeats=[EXACT])(train)
+# The tracing of the one, and the graphs of the other.
+MORE = pair(compiled("aot_eager"), configs=[EXACT, FUSED, BF16, *WITH_IPEX])(train)
+test_a_model_compiled_before_that_repeats_both = pytest.mark.slow(MORE)
 
 
 def compiled_in_place():

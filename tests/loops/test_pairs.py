@@ -60,8 +60,13 @@ def thread_count_and_autocast_kept():
 
 @pytest.mark.parametrize(
     ("config", "fault"),
-    [*((EXACT, fault) for fault in FAULTS.values()), *((SHIPPED, fault) for fault in BEYOND_SPREAD.values())],
-    ids=[*(f"exact, {name}" for name in FAULTS), *(f"as shipped, {name}" for name in BEYOND_SPREAD)],
+    [
+        *(pytest.param(EXACT, fault, id=f"exact, {name}") for name, fault in FAULTS.items()),
+        *(
+            pytest.param(SHIPPED, fault, id=f"as shipped, {name}", marks=[pytest.mark.slow] * (name in FAULTS))
+            for name, fault in BEYOND_SPREAD.items()
+        ),
+    ],
 )
 def test_a_planted_fault_is_found(monkeypatch, config, fault):
     """The 'acceleration' is the loop by hand with a fault before it, so the fault is all there is to find."""

@@ -59,7 +59,11 @@ def schedule(model, optimizer, loader, scheduler, by_hand):
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # SequentialLR of torch 2.8, of itself
-@pair(*(job(name, scheduler=factory) for name, factory in SCHEDULERS.items()), configs=[EXACT, FUSED, *WITH_IPEX])
+@pair(
+    *(job(name, scheduler=factory) for name, factory in SCHEDULERS.items()),
+    configs=[EXACT, FUSED, *WITH_IPEX],
+    repeats=[EXACT],
+)
 def test_scheduler_built_before(model, optimizer, loader, scheduler, by_hand=untouched):
     return schedule(model, optimizer, loader, scheduler, by_hand)
 
@@ -69,6 +73,6 @@ def naming(name):
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
-@pair(*map(naming, SCHEDULERS), configs=[EXACT, FUSED, *WITH_IPEX])
+@pair(*map(naming, SCHEDULERS), configs=[EXACT, FUSED, *WITH_IPEX], repeats=[EXACT])
 def test_scheduler_built_after(model, optimizer, loader, scheduler, by_hand=untouched):
     return schedule(model, optimizer, loader, SCHEDULERS[scheduler](optimizer), by_hand)

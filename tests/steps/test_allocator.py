@@ -87,72 +87,57 @@ def test_musl_which_does_not_know_the_name_is_no_glibc(monkeypatch):
     assert not glibc.is_glibc()
 
 
+MEASURED = """
+    import multiprocessing, resource, torch
+    from nano_loop.cpu import glibc
+    from nano_loop.steps import allocator
+
+    context = multiprocessing.get_context("fork")
+
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(20):
+            torch.ones(12_000_000)  # 48 MB, above the 32 MB up to which glibc adjusts itself
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    def work(started, ended):
+        started.set()
+        ended.wait(60)
+
+    def resident():
+        started, ended = context.Event(), context.Event()
+        child = context.Process(target=work, args=(started, ended))
+        child.start()
+        assert started.wait(60)
+        found = rss_of(child.pid)
+        ended.set()
+        child.join()
+        return found, rss_of("self")
+
+    def rss_of(pid):  # of anonymous memory, in kB
+        with open(f"/proc/{pid}/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+
+    torch.set_num_threads(1)
+    plain = faults()
+    allocator._set(glibc.SETTINGS)
+    faults()
+    print(plain, faults())
+    with allocator._trimmed_children():
+        print(*resident())
+    print(*resident())  # when it has ended
+"""
+
+
 @GLIBC
-def test_a_repeated_large_allocation_stops_faulting():
-    """In a separate process: glibc adjusts itself to what this one has allocated before."""
-    script = """
-        import resource, torch
-        from nano_loop.cpu import glibc
-        from nano_loop.steps import allocator
+def test_large_allocations_stop_faulting_and_a_forked_process_returns_freed_memory_that_it_shares():
+    """In a separate process: glibc adjusts itself to what this one has allocated before.
 
-        def faults():
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            for _ in range(20):
-                torch.ones(12_000_000)  # 48 MB, above the 32 MB up to which glibc adjusts itself
-            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-        plain = faults()
-        allocator._set(glibc.SETTINGS)
-        faults()
-        print(plain, faults())
+    Pages that a child did not return are copied one by one when the training process writes to them.
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
+    command = [sys.executable, "-c", textwrap.dedent(MEASURED)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    plain, kept = map(int, run.stdout.split())
+    (plain, kept), trimmed, ended = (map(int, line.split()) for line in run.stdout.splitlines())
     assert kept < plain / 10
-
-
-@GLIBC
-@pytest.mark.parametrize("applied", [True, False])
-def test_a_forked_process_returns_freed_memory_that_it_shares(applied):
-    """In a separate process: else its pages are copied one by one when the training process writes to them."""
-    script = """
-        import contextlib, multiprocessing, torch
-        from nano_loop.cpu import glibc
-        from nano_loop.steps import allocator
-
-        context = multiprocessing.get_context("fork")
-        allocator._set(glibc.SETTINGS)
-        torch.set_num_threads(1)
-        torch.ones(12_000_000)
-
-        def work(started, ended):
-            started.set()
-            ended.wait(60)
-
-        def resident():
-            started, ended = context.Event(), context.Event()
-            child = context.Process(target=work, args=(started, ended))
-            child.start()
-            assert started.wait(60)
-            found = rss_of(child.pid)
-            ended.set()
-            child.join()
-            return found
-
-        def rss_of(pid):  # of anonymous memory, in kB
-            with open(f"/proc/{pid}/status") as file:
-                return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
-
-        step = allocator._trimmed_children()
-        if not %r:
-            with step:
-                pass  # and it has ended
-            step = contextlib.nullcontext()
-        with step:
-            print(resident(), rss_of("self"))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script % applied)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    child, parent = map(int, run.stdout.split())
-    assert (child < parent - 40_000) is applied
+    for (child, parent), applied in ((trimmed, True), (ended, False)):
+        assert (child < parent - 40_000) is applied

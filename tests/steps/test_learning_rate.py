@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from loops.test_schedulers import SCHEDULERS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -123,22 +124,6 @@ def test_groups_keep_their_ratio_and_one_without_lr_is_left_alone(of_four):
     assert [group.get("lr", "none") for group in optimizer.param_groups] == [0.5, "none", None]
 
 
-SCHEDULERS = {
-    "StepLR": lambda each: torch.optim.lr_scheduler.StepLR(each, 2, 0.5),
-    "Cosine": lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 10),
-    "OneCycle": lambda each: torch.optim.lr_scheduler.OneCycleLR(each, 0.5, total_steps=20),
-    "Cyclic": lambda each: torch.optim.lr_scheduler.CyclicLR(each, 0.1, 0.5),
-    "Exponential": lambda each: torch.optim.lr_scheduler.ExponentialLR(each, 0.9),
-    "Lambda": lambda each: torch.optim.lr_scheduler.LambdaLR(each, lambda epoch: 1 / (1 + epoch)),
-    "Plateau": lambda each: torch.optim.lr_scheduler.ReduceLROnPlateau(each, patience=0),
-    "Sequential": lambda each: torch.optim.lr_scheduler.SequentialLR(
-        each,
-        [torch.optim.lr_scheduler.ConstantLR(each), torch.optim.lr_scheduler.ExponentialLR(each, 0.5)],
-        milestones=[3],
-    ),
-}
-
-
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")  # SequentialLR's own call
 @pytest.mark.parametrize("built_first", [True, False])
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -157,7 +142,7 @@ def test_schedulers_see_what_they_would_see_without_it(of_four, name, built_firs
             optimizer.param_groups[0]["momentum"] = 0
             steps.append((accelerated, moved(optimizer, one)))
             optimizer.param_groups[0]["momentum"] = momentum[-1]
-            scheduler.step(*[1.0] * (name == "Plateau"))
+            scheduler.step(*[1.0] * (name == "ReduceLROnPlateau"))
             rates.append((accelerated, optimizer.param_groups[0]["lr"]))
     assert [each for accelerated, each in rates if accelerated] == [each for on, each in rates if not on]
     plain = [each for accelerated, each in steps if not accelerated]

@@ -61,7 +61,9 @@ def test_parameters_have_the_dtype_in_the_run_and_outputs_are_fp32(precision, dt
     train(model, optimizer, 2)  # plain, with what the run has left
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("momentum", "rmsprop"))) for kind in OPTIMIZERS]
+)
 def test_small_updates_are_not_lost_in_bf16_true_as_they_are_by_hand(kind):
     losses = {}
     for precision in (32, "bf16-true"):

@@ -153,7 +153,9 @@ def rms(values):
 
 
 @either
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "compiled")) for name in MODELS]
+)
 def test_products_round_their_inputs_and_nothing_else_does(every_product, rounded, name, precision):
     model, x = built(name)
     exact = step(model.double(), x.double())
