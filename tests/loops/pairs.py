@@ -277,15 +277,21 @@ def beyond_spread(build, loop, config, actual, expected):
     farther from the same loop in fp32 than they are.
     """
 
-    def variants(count):
-        for seed in range(count):
+    def variants(first, count):
+        for seed in range(first, count):
             yield run_plain(moved(build, seed), loop, written_by_hand(config), config.channels_last)["seen"]
 
-    found = beyond(spread(variants(VARIANTS), expected), actual, expected, config.spreads)
-    if found and config.products:  # by another order of operators, too, which four variants may not show
-        return [*beyond(spread(variants(MORE_VARIANTS), expected), actual, expected, config.spreads).values()]
-    if found and not read_machine().has_fast_bf16:
-        many = [*variants(MORE_VARIANTS)]
+    allowed, many = {}, []
+    found = beyond(allowed, actual, expected, config.spreads)
+    # With products, by another order of operators, too, which four variants may not show.
+    for variant in variants(0, MORE_VARIANTS if config.products else VARIANTS):
+        if not found:  # nor would anything be beyond what more variants allow
+            break
+        many.append(variant)
+        allowed = spread([variant], expected, allowed)
+        found = beyond(allowed, actual, expected, config.spreads)
+    if found and not config.products and not read_machine().has_fast_bf16:
+        many += variants(VARIANTS, MORE_VARIANTS)
         exact = run_plain(build, loop, untouched, config.channels_last)["seen"]
         for others, center in ((many, expected), ([expected, *many], exact)):
             allowed = spread(others, center)
@@ -295,12 +301,13 @@ def beyond_spread(build, loop, config, actual, expected):
     return [*found.values()]
 
 
-def spread(variants, expected):
+def spread(variants, expected, before=()):
     """How far the loop by hand comes from itself when its first weights are moved by no more than bf16 rounds them.
 
-    By each place, the largest absolute error of several such loops; None where they differ in more than numbers.
+    By each place, the largest absolute error of several such loops, besides those before; None where they differ in
+    more than numbers.
     """
-    found = {}
+    found = dict(before)
     for variant in variants:
         for place, error in errors(variant, expected):
             found[place] = None if error is None or found.get(place, 0) is None else max(error, found.get(place, 0))

@@ -238,22 +238,17 @@ def by_hand_between(model, optimizer, words, number):
         parameter.data.add_(gradient)
 
 
-def changing_the_state(model, optimizer, words, number):
+def changing_the_state(model, optimizer, words, number, of_state=lambda value: value):
     plainly(model, optimizer, words, number)
     if number == 3:
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    value[13] = 0.5
+                    of_state(value)[13] = 0.5
 
 
 def changing_the_state_past_versions(model, optimizer, words, number):
-    plainly(model, optimizer, words, number)
-    if number == 3:
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    value.data[13] = 0.5
+    changing_the_state(model, optimizer, words, number, lambda value: value.data)
 
 
 def restoring_the_state_by_hand(model, optimizer, words, number):

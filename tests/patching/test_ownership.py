@@ -54,12 +54,14 @@ def ones():
     return torch.ones(1, 2, requires_grad=True)
 
 
-def test_forward_and_backward_of_a_set_up_model_belong_and_no_others(interceptors):
-    model, other = Model(), Model()
+@pytest.mark.parametrize(("reentrant", "calls"), [(None, 2), (False, 3), (True, 3)])  # forward, again, and backward
+def test_forwards_recomputations_and_backwards_of_a_set_up_model_belong_and_no_others(interceptors, reentrant, calls):
+    model, other = Model(reentrant), Model(reentrant)
     interceptors.for_model(model)
     (model(ones()).sum() + other(ones()).sum()).backward()
-    assert model.notes == [True, True]
-    assert other.notes == [False, False]
+    forwards = 2 if reentrant else None  # whose backward is one within another
+    assert model.notes[:forwards] == [True] * (forwards or calls)
+    assert other.notes == [False] * calls
 
 
 def test_graphs_of_calls_in_between_are_told_apart(interceptors):
@@ -69,22 +71,6 @@ def test_graphs_of_calls_in_between_are_told_apart(interceptors):
     torch.cat(outputs).sum().backward()
     assert model.notes == [True] * 10
     assert other.notes == [False] * 10
-
-
-def test_recomputation_belongs_where_the_forward_did(interceptors):
-    model, other = Model(reentrant=False), Model(reentrant=False)
-    interceptors.for_model(model)
-    (model(ones()).sum() + other(ones()).sum()).backward()
-    assert model.notes == [True, True, True]  # forward, forward again, backward
-    assert other.notes == [False, False, False]
-
-
-def test_reentrant_recomputation_belongs_too(interceptors):
-    model, other = Model(reentrant=True), Model(reentrant=True)
-    interceptors.for_model(model)
-    (model(ones()).sum() + other(ones()).sum()).backward()
-    assert model.notes[:2] == [True, True]
-    assert other.notes == [False, False, False]
 
 
 def test_another_threads_graphs_with_the_same_numbers_do_not_belong(interceptors):
