@@ -60,10 +60,13 @@ OPTIONS = [
     {"verify": True},
     {"precision": "bf16", "log_casts": True},
 ]
-CASES = [(kind, options) for kind in (OfHead, Groups, WithoutBuffers) for options in OPTIONS]
+CASES = [
+    *((kind, options) for kind in (OfHead, Groups, WithoutBuffers) for options in OPTIONS),
+    pytest.param(Groups, {"num_processes": 2}, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("kind", "options"), [*CASES, (Groups, {"num_processes": 2})], ids=str)
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
 def test_they_train(kind, options):
     model = kind()
     before = model.body.weight.detach().clone()
