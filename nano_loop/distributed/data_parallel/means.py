@@ -77,7 +77,8 @@ class Means:
         """
         arrived = [fingerprint.arrived for fingerprint in fingerprints]
         dense, sparse = by_kind(in_order, arrived)
-        done = () if self._overlap is None else self._overlap.finish([each.overlap for each in fingerprints])
+        overlaps = [fingerprint.overlap for fingerprint in fingerprints]
+        done = () if self._overlap is None else self._overlap.finish(overlaps)
         self._average([parameter for parameter in dense if id(parameter) not in done], sparse)
         if self._overlap is not None:
             self._overlap.expect(dense[::-1] if are_all_dense(arrived) else [])

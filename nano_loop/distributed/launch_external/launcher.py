@@ -111,7 +111,7 @@ def join_run(
     options: Options,
     machine: Machine,
     launch: Launch,
-    given: JoinOptions = JoinOptions(),
+    join_options: JoinOptions = JoinOptions(),
 ) -> Iterator[RankSlot]:
     """Join the other processes of a launch, whoever has started them, and divide this host among its ranks. Collective.
 
@@ -126,21 +126,21 @@ def join_run(
         What this process may use, which the launcher may have restricted already.
     launch : Launch
         The place of this process.
-    given : JoinOptions
+    join_options : JoinOptions
         What the launcher gives besides.
     """
-    everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=given.check)
+    everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=join_options.check)
     gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
     own = Presence(this_host(), machine.allowed)
     presences = [Presence.from_text(text, rank) for rank, text in enumerate(gather(own.as_text()))]
     members = by_host([presence.host for presence in presences])
     here = next(ranks for ranks in members if launch.rank in ranks)
     masks = [presences[rank].cpus for rank in here]
-    shares = _shares(options, machine, here, masks) if given.threads is None else ()
+    shares = _shares(options, machine, here, masks) if join_options.threads is None else ()
     share = shares[here.index(launch.rank)] if shares else None
     with ExitStack() as stack:
-        folder = stack.enter_context(common_folder(launch.rank, gather, here, given.parent))
-        if given.parent is None and launch.rank:
+        folder = stack.enter_context(common_folder(launch.rank, gather, here, join_options.parent))
+        if join_options.parent is None and launch.rank:
             since = (folder / BEGAN).stat().st_ctime_ns
             stack.enter_context(private_files(folder_of_process(os.getpid()), since, folder))
         ranks = Ranks(
@@ -148,7 +148,7 @@ def join_run(
             launch.size,
             local_rank=here.index(launch.rank),
             local_size=len(here),
-            check=given.check,
+            check=join_options.check,
             timeout=options.timeout,
             shares=tuple(share.cpus for share in shares),
             loader_cpus=share.loader_cpus if share else (),
@@ -157,16 +157,16 @@ def join_run(
         backend = options.process_group_backend
         if ranks.folder is not None:
             local = shared_channel(ranks, ranks.folder) if store is None else local_group(ranks, backend)
-            stack.enter_context(local if given.watched else _watched_by_each_other(local, ranks, ranks.folder))
+            stack.enter_context(local if join_options.watched else _watched_by_each_other(local, ranks, ranks.folder))
         else:
             if store is not None:
                 group = PrefixStore("group", store)
-                stack.enter_context(process_group(group, ranks, backend, address=given.address))
-            stack.enter_context(gradient_group(ranks, address=given.address))
+                stack.enter_context(process_group(group, ranks, backend, address=join_options.address))
+            stack.enter_context(gradient_group(ranks, address=join_options.address))
             ranks.channel = ProcessGroupChannel(ranks)
         if share is not None:
             stack.enter_context(bound(share.cpus))
-        part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, given.threads)
+        part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, join_options.threads)
         stack.callback(note_rank, note_rank(launch.rank))
         yield RankSlot(ranks, part, machine)
 

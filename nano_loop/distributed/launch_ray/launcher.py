@@ -86,9 +86,9 @@ class RayLauncher(Launcher):
                 actor.run()
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[RankSlot]:
-                given = JoinOptions(check, here.address, threads, watched=True, parent=folder)
+                options = JoinOptions(check, here.address, threads, watched=True, parent=folder)
                 launch = Launch("ray", 0, assignment.size)
-                return join_run(store, assignment.options, machine, launch, given)
+                return join_run(store, assignment.options, machine, launch, options)
 
             workers = Workers([*actors.values()], _LATEST_NEWS)
             with running_together(workers, connect, options.timeout, interrupts, task.loop) as slot:

@@ -127,8 +127,8 @@ class RankWorker:
                 # By this variable the step for threads knows a process of Ray, whose OMP_NUM_THREADS nobody has chosen.
                 os.environ.pop("RAY_RAYLET_PID", None)
             threads = threads_for(machine, setting["share"])
-            given = JoinOptions(address=setting["address"], threads=threads, watched=True, parent=self._folder)
-            with join_run(store, assignment.options, machine, Launch("ray", rank, assignment.size), given) as slot:
+            options = JoinOptions(address=setting["address"], threads=threads, watched=True, parent=self._folder)
+            with join_run(store, assignment.options, machine, Launch("ray", rank, assignment.size), options) as slot:
                 discard(self._copy)  # all ranks have joined, and so have read it
                 yield slot
 
