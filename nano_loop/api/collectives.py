@@ -15,9 +15,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
 
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.comm.tensor_collectives import gathered, reduced
+from nano_loop.distributed.comm.tensor_collectives import check_arguments, gathered, reduced
 from nano_loop.distributed.launch.join_run import current_ranks
-from nano_loop.errors import NanoError, error_message
+from nano_loop.errors import NanoConfigError, NanoError, error_message, shown
 
 
 def all_reduce(data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -26,7 +26,8 @@ def all_reduce(data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
     Parameters
     ----------
     data : torch.Tensor, int, float, or a collection of them
-        The values. Tensors are changed in place; their gradients stay those of this rank.
+        The values. Tensors are changed in place; their gradients stay those of this rank. Integers are reduced as
+        int64, other numbers as float64.
     group : torch.distributed.ProcessGroup, optional
         The ranks. By default, all.
     reduce_op : str or torch.distributed.ReduceOp
@@ -37,6 +38,11 @@ def all_reduce(data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
     torch.Tensor or a collection of them
         The reduced values, in the structure of `data`. Numbers become tensors. With one process, the same values.
 
+    Raises
+    ------
+    NanoConfigError
+        If an integer needs more than 64 bits, or `group` or `reduce_op` is something else.
+
     Examples
     --------
     >>> import nano_loop
@@ -44,6 +50,7 @@ def all_reduce(data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
     0.5
     """
     ranks = _joined("all_reduce")
+    check_arguments(group, reduce_op)
     return _of_tensors(lambda value: value if ranks.size == 1 else reduced(ranks, value, group, reduce_op), data)
 
 
@@ -65,6 +72,7 @@ def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         The tensors of all ranks, stacked along a new first dimension. With one process, there is no new dimension.
     """
     ranks = _joined("all_gather")
+    check_arguments(group)
     return _of_tensors(lambda value: value if ranks.size == 1 else gathered(ranks, value, group, sync_grads), data)
 
 
@@ -83,13 +91,22 @@ def broadcast(obj: Any, src: int = 0) -> Any:
     object
         The object of rank `src`.
 
+    Raises
+    ------
+    NanoConfigError
+        If there is no such rank.
+
     Examples
     --------
     >>> import nano_loop
     >>> nano_loop.broadcast({"stop": False})
     {'stop': False}
     """
-    return _joined("broadcast").broadcast(obj, src)
+    ranks = _joined("broadcast")
+    if type(src) is not int or not 0 <= src < ranks.size:
+        expected = f"it must be one of the ranks, from 0 to {ranks.size - 1}"
+        raise NanoConfigError(error_message(shown("src", src), expected, "Pass src=0"))
+    return ranks.broadcast(obj, src)
 
 
 def barrier(name: str | None = None) -> None:
@@ -149,15 +166,25 @@ def _joined(name: str) -> Ranks:
 
 
 def _of_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    """Return a collection with a function of each of its tensors; numbers and arrays become tensors, as in Fabric."""
+    """Return a collection with a function of each of its tensors; numbers and arrays become tensors."""
+    if isinstance(data, (str, bytes)):
+        raise NanoConfigError(error_message(shown("data", data), "it must be a tensor or a number", "Call broadcast"))
     for kind, convert in _CONVERSIONS.items():
         data = apply_to_collection(data, kind, convert)
     return apply_to_collection(data, torch.Tensor, function)
 
 
+def _of_int(value: int) -> torch.Tensor:
+    if not -(1 << 63) <= value < 1 << 63:
+        expected, hint = "an integer has 64 bits at most", "Pass a float"
+        raise NanoConfigError(error_message(shown("data", value), expected, hint))
+    return torch.tensor(value, dtype=torch.int64)
+
+
 _CONVERSIONS: dict[type, Callable[[Any], torch.Tensor]] = {
     bool: lambda value: torch.tensor(value, dtype=torch.uint8),
-    int: lambda value: torch.tensor(value, dtype=torch.int),
-    float: lambda value: torch.tensor(value, dtype=torch.float),
+    int: _of_int,
+    float: lambda value: torch.tensor(value, dtype=torch.float64),
+    np.generic: lambda value: torch.from_numpy(np.array(value)),
     np.ndarray: torch.from_numpy,
 }

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from nano_loop.api import collectives
 from nano_loop.config.declarations import Declarations
 from nano_loop.config.signatures import documented, method_takes, named
 from nano_loop.distributed.comm.ranks import Loop
@@ -231,6 +232,21 @@ class TorchNano(OptionAttributes, RanksFabric):
             run.apply(parts)
         finally:
             self._nano_report = run.report
+
+    @override
+    def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """See `nano_loop.all_reduce`."""
+        return collectives.all_reduce(data, group, reduce_op)
+
+    @override
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """See `nano_loop.all_gather`."""
+        return collectives.all_gather(data, group, sync_grads)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """See `nano_loop.broadcast`."""
+        return collectives.broadcast(obj, src)
 
     @property
     def _active_run(self) -> Run:

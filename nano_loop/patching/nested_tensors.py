@@ -45,8 +45,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def _map_tuple(change: Callable[[Any], Any], value: tuple[Any, ...]) -> Any:
-    items = [change(item) for item in value]
-    if all(map(operator.is_, items, value)):
+    old = tuple.__getitem__(value, slice(None))  # without the code of a subclass, which may raise
+    items = [change(item) for item in old]
+    if all(map(operator.is_, items, old)):
         return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
@@ -66,7 +67,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, _LEAVES):
         return []
     if isinstance(value, list):
-        return list(enumerate(value))
+        return list(enumerate(list.__iter__(value)))
     if isinstance(value, MutableMapping):
         return list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

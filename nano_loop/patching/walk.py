@@ -51,10 +51,22 @@ def find(kind: type | tuple[type, ...], value: Any) -> Iterator[Any]:
 
 
 def items_of(value: Any) -> Iterable[Any]:
-    """Return the items of a container, and the values of a dict; nothing for other objects."""
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, CONTAINERS) else ()
+    """Return the items of a container, and the values of a dict; nothing for other objects.
+
+    Subclasses are read as what they inherit from: their own code may compute the items, or raise.
+    """
+    kind = _container(value)
+    return () if kind is None else dict.values(value) if kind is dict else kind.__iter__(value)
+
+
+def length_of(value: Any) -> int:
+    """Return the number of items of a container, likewise; 0 for other objects."""
+    kind = _container(value)
+    return 0 if kind is None else kind.__len__(value)
+
+
+def _container(value: Any) -> Any:
+    return next((kind for kind in CONTAINERS if issubclass(type(value), kind)), None)
 
 
 def attributes_of(value: Any) -> Iterator[Any]:

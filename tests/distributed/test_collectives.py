@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed import ReduceOp
 
 import nano_loop
 from distributed import small
@@ -44,17 +46,53 @@ ALONE = {
 def test_outside_of_all_runs_and_in_one_process_they_give_one_s_own_values():
     assert everything() == ALONE
     assert nano(verbose=False)(lambda model: everything())(nn.Linear(1, 1)) == ALONE
+    assert numbers() == [3_000_000_001, 3_000_000_000, 16777217.0, [-3, 5], 7]
 
 
-def test_they_are_fabric_s():
+def test_torch_nano_s_are_the_same():
     class Loop(TorchNano):
         def train(self):
-            data = {"a": [torch.ones(2), 3], "b": 2.5}
+            data = {"a": [torch.ones(2), 3], "b": 2.5, "c": np.arange(2), "d": np.int64(4)}
             mine = nano_loop.all_reduce(copy.deepcopy(data)), nano_loop.all_gather(copy.deepcopy(data))
             return mine, (self.all_reduce(copy.deepcopy(data)), self.all_gather(copy.deepcopy(data)))
 
-    mine, fabric_s = Loop(verbose=False).train()
-    assert str(mine) == str(fabric_s)
+    mine, its = Loop(verbose=False).train()
+    assert str(mine) == str(its)
+    assert all(isinstance(value, torch.Tensor) for value in (*mine[0]["a"], *list(mine[0].values())[1:]))
+
+
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        (lambda: nano_loop.all_reduce(1 << 63), f"data={1 << 63}"),
+        (lambda: nano_loop.all_gather([-(1 << 70)]), f"data={-(1 << 70)}"),
+        (lambda: nano_loop.all_reduce("loss"), "data='loss'"),
+        (lambda: nano_loop.all_reduce(1.0, "sum"), "group='sum'"),
+        (lambda: nano_loop.all_gather(1.0, 0), "group=0"),
+        (lambda: nano_loop.all_reduce(1.0, reduce_op="total"), "reduce_op='total'"),
+        (lambda: nano_loop.all_reduce(1.0, reduce_op=None), "reduce_op=None"),
+        (lambda: nano_loop.broadcast(1, src=5), "src=5"),
+        (lambda: nano_loop.broadcast(1, src=-1), "src=-1"),
+        (lambda: nano_loop.broadcast(1, src="0"), "src='0'"),
+    ],
+)
+def test_arguments_that_no_ranks_can_take_are_refused_in_one_process_too(call, given):
+    with pytest.raises(nano_loop.NanoConfigError) as caught:
+        call()
+    assert str(caught.value).startswith(f"{given}: ")
+
+
+def numbers():
+    """Numbers that neither int32 nor float32 has, and means of integers."""
+    rank = nano_loop.global_rank()
+    reduced = [
+        nano_loop.all_reduce(3_000_000_001 + 2 * rank),
+        nano_loop.all_reduce(3_000_000_000, reduce_op="sum"),
+        nano_loop.all_reduce(16777217.0, reduce_op="AVG"),
+        nano_loop.all_reduce(torch.tensor([-3 + rank, 5 - rank])),
+        nano_loop.all_reduce(np.int64(7 + rank), reduce_op=ReduceOp.MAX),
+    ]
+    return [value.tolist() for value in reduced]
 
 
 def in_a_thread(function):
@@ -82,6 +120,7 @@ def test_ranks_of_a_run_reach_each_other():
     @nano(**small.OPTIONS)
     def train(model):
         other = in_a_thread(lambda: (nano_loop.global_rank(), is_global_zero()))
+        assert numbers() == [3_000_000_002, 6_000_000_000, 16777217.0, [-2, 4], 8]
         found = everything(), other, inner(model), loss_s_gradient(reduce=True), loss_s_gradient(reduce=False)
         stacked = nano_loop.all_gather(weight := torch.ones(1, requires_grad=True), sync_grads=True)
         stacked.sum().backward()

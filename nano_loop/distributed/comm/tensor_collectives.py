@@ -8,19 +8,45 @@ import torch
 from torch import distributed
 
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.errors import NanoConfigError, error_message, shown
+
+
+_NAMES = ("mean", "avg", "sum", "product", "min", "max", "band", "bor", "bxor")
+
+
+def check_arguments(group: Any = None, reduce_op: Any = "sum") -> None:
+    """Check the ranks and the operation of a collective.
+
+    Raises
+    ------
+    NanoConfigError
+        If they are of another kind. The message says what to pass.
+    """
+    none = group is None or group is distributed.GroupMember.NON_GROUP_MEMBER  # of a group of other ranks
+    if not none and not isinstance(group, distributed.ProcessGroup):
+        hint = 'Pass an operation by its name: reduce_op="sum"'
+        raise NanoConfigError(error_message(shown("group", group), "it must be a process group or None", hint))
+    is_name = isinstance(reduce_op, str) and reduce_op.lower() in _NAMES
+    if not (is_name or isinstance(reduce_op, (distributed.ReduceOp, distributed.ReduceOp.RedOpType))):
+        expected = f"it must be one of torch.distributed.ReduceOp, or of {', '.join(_NAMES)}"
+        raise NanoConfigError(error_message(shown("reduce_op", reduce_op), expected, 'Pass reduce_op="sum"'))
 
 
 def reduced(ranks: Ranks, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
     """Reduce `tensor` in place over all ranks, and return it; without a process group, as it is."""
     if not distributed.is_initialized():
         return tensor
-    mean = reduce_op in ("mean", "avg")
-    named = distributed.ReduceOp.SUM if mean else reduce_op
-    operation = getattr(distributed.ReduceOp, named.upper()) if isinstance(named, str) else named
+    named = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+    mean = named in ("mean", "avg")
+    operation = getattr(distributed.ReduceOp, "SUM" if mean else named.upper()) if isinstance(named, str) else named
     ranks.finish(distributed.all_reduce(tensor, operation, group, async_op=True))
     if mean:
+        size = distributed.get_world_size(group)
         with torch.no_grad():  # the mean of losses, for a log, leaves each loss's own gradient as it is
-            tensor.copy_(tensor / distributed.get_world_size(group))
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.copy_(tensor / size)
+            else:
+                tensor.div_(size, rounding_mode="trunc")  # a quotient in float32 is not exact
     return tensor
 
 

@@ -7,7 +7,9 @@ cloudpickle and dill pickle `model.score` with this function and its globals. So
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,4 +37,6 @@ def through_interceptor(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         return call_state.watchers[-1](original, self, *args, **kwargs)
 
+    with suppress(TypeError, ValueError):  # it wraps something that has none
+        call.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # `getfullargspec` reads no other
     return call

@@ -15,7 +15,7 @@ from nano_loop.patching.calls.calls import Call, is_forward
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import in_backward
-from nano_loop.patching.walk import find
+from nano_loop.patching.walk import find, items_of
 from nano_loop.precision.verification.traces import converted, copied
 from nano_loop.runtime.objects.training_objects import class_name
 
@@ -188,7 +188,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 def _not_copied(value: Any) -> Iterator[Any]:
     """Yield the objects in nested arguments that `_copy_of` does not copy."""
     if isinstance(value, (tuple, list)):
-        for item in value:
+        for item in items_of(value):
             yield from _not_copied(item)
     elif isinstance(value, Mapping):
         yield from _not_copied(list(value.values()))

@@ -7,12 +7,12 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from nano_loop.patching.walk import CONTAINERS, code_in, items_of, walk
+from nano_loop.patching.walk import CONTAINERS, code_in, items_of, length_of, walk
 
 _LOAD_GLOBAL, _CACHE = dis.opmap["LOAD_GLOBAL"], dis.opmap.get("CACHE")
 #: By instruction, the flags of its argument that are not the index of a name: they come with Python 3.11 and 3.12.
@@ -29,7 +29,7 @@ def functions_called(model: nn.Module) -> frozenset[str]:
     """Return the names of the functions of libraries that the classes of a model's modules call.
 
     They are found in the methods of the classes, but for torch's own, and in functions of the same package that these
-    name as globals.
+    name as globals. No code of the program's runs: a module may import a package when it is asked for an attribute.
     """
     kinds: set[Any] = {type(value) for value in walk([model], _modules_in) if isinstance(value, nn.Module)}
     return frozenset().union(*map(_called_by, kinds))
@@ -40,7 +40,7 @@ def _modules_in(value: Any) -> Iterator[Any]:
     if isinstance(value, nn.Module):
         yield from value.children()
         yield from (attribute for attribute in vars(value).values() if isinstance(attribute, CONTAINERS))
-    elif len(value) <= _LONGEST:
+    elif length_of(value) <= _LONGEST:
         yield from (item for item in items_of(value) if isinstance(item, (nn.Module, *CONTAINERS)))
 
 
@@ -51,25 +51,32 @@ def _called_by(kind: type) -> frozenset[str]:
     packages = {_package(base) for base in own}
 
     def contents(value: Any) -> Iterator[Any]:
-        if isinstance(value, FunctionType) and _package(value) in packages:
+        if type(value) is FunctionType and _package(value) in packages:
             for code in code_in(value.__code__):
                 yield from _globals_of(value, code)
 
-    reached = walk(map(inspect.unwrap, methods), contents, most=_MOST)
-    others = (value for value in reached if callable(value) and _package(value) not in packages)
-    return frozenset(str(getattr(value, "__name__", "")) for value in others)
+    reached = [*walk(map(inspect.unwrap, methods), contents, most=_MOST)]
+    names = {value.__name__ for value in reached if _is_function(value) and _package(value) not in packages}
+    return frozenset(names) | frozenset(value for value in reached if type(value) is str)
 
 
 def _globals_of(function: FunctionType, code: CodeType) -> Iterator[Any]:
-    """Yield the globals that code names, and what it names in modules among them, such as ``nn.functional.dropout``."""
+    """Yield the globals that code names, and what it names in modules among them, such as ``nn.functional.dropout``.
+
+    What a module makes when it is asked for it, as ``torch.ops`` does, is only a name.
+    """
     for name, *attributes in _paths_in(code):
         value: Any = function.__globals__.get(name)
         for attribute in attributes:
-            if not isinstance(value, ModuleType):
+            if not issubclass(type(value), ModuleType):
                 break
-            value = getattr(value, attribute, None)
-        if value is not None and not isinstance(value, ModuleType):
+            value = vars(value).get(attribute, attributes[-1])
+        if _is_function(value) or type(value) is str:
             yield value
+
+
+def _is_function(value: Any) -> bool:
+    return issubclass(type(value), (FunctionType, BuiltinFunctionType, type))
 
 
 @functools.lru_cache(maxsize=10_000)  # the classes of a library call the same functions
