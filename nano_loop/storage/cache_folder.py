@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_loop.errors import NanoError
-from nano_loop.storage.trusted_files import opened_folder, read_file, write_file
+from nano_loop.storage.trusted_files import opened_folder, read_file, resolved, write_file
 
 _MOST_BYTES = 1 << 25  # of a JSON file that is read
 
@@ -39,7 +39,9 @@ def cache_folder() -> Path | None:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:  # not writable
         return None
-    return Path(os.path.realpath(folder))
+    with suppress(OSError, NanoError):
+        return resolved(folder)
+    return folder  # `open_folder` raises what is wrong with it
 
 
 def inductor_folder() -> str:

@@ -21,6 +21,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PART = _FOLDER | getattr(os, "O_PATH", 0)  # it may be closed to reading
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe that nobody writes to would be waited for
 _OTHERS = 0o077
+_MOST_LINKS = 40  # as Linux
 _KINDS = {"folder": stat.S_ISDIR, "regular file": stat.S_ISREG}
 _DESCRIPTORS = "/proc/self/fd"
 _OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # what is no fault of a folder
@@ -54,6 +55,19 @@ def open_folder(path: str | Path, *, private: bool = False) -> int:
     finally:
         os.close(above)
     return _checked(descriptor, str(path), "folder", private)
+
+
+def resolved(path: str | Path) -> Path:
+    """Return the path of a folder without links, of which nobody else has put one, nor can replace it.
+
+    Raises
+    ------
+    OSError, NanoError
+        See `open_folder`.
+    """
+    descriptor, place = _walked(path)
+    os.close(descriptor)
+    return Path(place)
 
 
 @contextmanager
@@ -193,18 +207,42 @@ def _checked(descriptor: int, path: str, kind: str, private: bool) -> int:
 
 def _open_part(path: str | Path) -> int:
     """Return a descriptor of a folder that nobody else can replace, nor what this user has in it."""
-    place, descriptor = "/", os.open("/", _PART)
+    descriptor, place = _walked(path)
     try:
         _refuse_replaceable(place, os.fstat(descriptor))
-        for part in Path(os.path.realpath(path)).parts[1:]:
-            above, descriptor = descriptor, os.open(part, _PART, dir_fd=descriptor)
-            os.close(above)
-            place = os.path.join(place, part)
-            _refuse_replaceable(place, os.fstat(descriptor))
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _walked(path: str | Path) -> tuple[int, str]:
+    """Return a descriptor of a folder, and its path without links: nobody else can have put them, or replace a part."""
+    place, descriptor = "/", os.open("/", _PART)
+    parts, links = [*Path(os.path.abspath(path)).parts[1:]], 0
+    try:
+        while parts:
+            _refuse_replaceable(place, os.fstat(descriptor))
+            part = parts.pop(0)
+            status = os.stat(part, dir_fd=descriptor, follow_symlinks=False)
+            if stat.S_ISLNK(status.st_mode):
+                links += 1
+                target = os.readlink(part, dir_fd=descriptor)
+                if status.st_uid not in _administrators():
+                    raise NanoError(_foreign(os.path.join(place, part), status, "folder", private=False))
+                if links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+                parts[:0] = [each for each in target.split("/") if each not in ("", ".")]
+                if not target.startswith("/"):
+                    continue
+                part = place = "/"
+            above, descriptor = descriptor, os.open(part, _PART, dir_fd=descriptor)
+            os.close(above)
+            place = os.path.normpath(os.path.join(place, part))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, place
 
 
 def _refuse_replaceable(path: str, status: os.stat_result) -> None:

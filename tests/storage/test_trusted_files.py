@@ -11,7 +11,15 @@ import pytest
 from nano_loop.errors import NanoError
 from nano_loop.storage import trusted_files
 from nano_loop.storage.cache_folder import JsonFile, cache_folder
-from nano_loop.storage.trusted_files import make_folder, open_file, opened_folder, read_file, trusted_parent, write_file
+from nano_loop.storage.trusted_files import (
+    make_folder,
+    open_file,
+    opened_folder,
+    read_file,
+    resolved,
+    trusted_parent,
+    write_file,
+)
 
 OTHER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what is another user's")
@@ -115,6 +123,34 @@ def test_folder_is_refused_where_another_user_can_replace_it(tmp_path, mode, own
         assert trusted_parent((parent, tmp_path)) == tmp_path
         with pytest.raises(NanoError):
             make_folder("made-", [parent / below])
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("mode", "owner", "expected"), [(0o755, 0, False), (0o1777, 0, False), (0o1777, OTHER, True), (0o777, 0, True)]
+)
+@pytest.mark.parametrize("target", ["own", "../own", "{}/own", "again"])
+def test_link_is_followed_where_nobody_else_can_have_put_it(tmp_path, mode, owner, expected, target):
+    """A link of a colleague's to a folder of this user would have the wrong files written and deleted."""
+    team, own = tmp_path / "team", tmp_path / "team/own"
+    (own / "folder").mkdir(parents=True)
+    (team / "again").symlink_to("own")
+    (tmp_path / "own").symlink_to("team/own")
+    (team / "link").symlink_to(target.format(team))
+    os.chown(team / "link", owner, owner, follow_symlinks=False)
+    team.chmod(mode)
+    assert refused(team / "link/folder") == expected
+    if expected:
+        with pytest.raises(NanoError):
+            resolved(team / "link")
+    else:
+        assert resolved(team / "link") == own
+
+
+def test_links_that_lead_to_themselves_are_an_error(tmp_path):
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(OSError, match="links"):
+        resolved(tmp_path / "link")
 
 
 @pytest.mark.parametrize(

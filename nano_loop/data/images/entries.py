@@ -29,7 +29,7 @@ class ImageEntry(NamedTuple):
         """Return the Pillow image."""
         height, width, channels = self.pixels.shape
         image = Image.frombytes(_MODES[channels], (width, height), self.pixels.data)
-        image.info = dict(_read_info(self.info))
+        image.info = _read_info(self.info).copy()
         return image
 
     def packed(self, key: str) -> tuple[bytes, np.ndarray[Any, Any]]:
@@ -52,6 +52,8 @@ def entry_of(image: Any) -> ImageEntry | None:
 def unpacked(data: memoryview, key: str, check: bool) -> ImageEntry | None:
     """Return the entry that the bytes of a file are, or None if they are damaged or of another key.
 
+    What is damaged may also raise any exception.
+
     Parameters
     ----------
     check : bool
@@ -67,9 +69,9 @@ def unpacked(data: memoryview, key: str, check: bool) -> ImageEntry | None:
         return None
     if check and zlib.crc32(rest) != total:
         return None
-    return ImageEntry(
-        np.frombuffer(pixels, np.uint8).reshape(height, width, channels), bytes(rest[_HEAD.size :][:length]).decode()
-    )
+    info = bytes(rest[_HEAD.size :][:length]).decode()
+    _read_info(info)
+    return ImageEntry(np.frombuffer(pixels, np.uint8).reshape(height, width, channels), info)
 
 
 def _is_literal(value: Any) -> bool:
@@ -82,5 +84,4 @@ def _is_literal(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _read_info(text: str) -> dict[Any, Any]:
-    info: dict[Any, Any] = ast.literal_eval(text)
-    return info
+    return dict[Any, Any](ast.literal_eval(text).items())

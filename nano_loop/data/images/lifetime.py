@@ -26,7 +26,7 @@ from nano_loop.distributed.comm.ranks import ALONE, Ranks
 from nano_loop.distributed.launch.abandoned import delete_abandoned, held
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.errors import NanoError
-from nano_loop.storage.trusted_files import make_folder, open_folder
+from nano_loop.storage.trusted_files import make_folder, open_folder, resolved
 
 _PREFIX = "nano_loop-images-"
 #: The part of the memory that a cache may take by default.
@@ -101,7 +101,7 @@ def default_limit() -> int:
 
 def _in_folder(folder: Path) -> Store:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = folder.resolve()
+    folder = resolved(folder)
     os.close(open_folder(folder))
     store = Store(folder, None, sums=True)
     store.tidy()

@@ -72,8 +72,8 @@ class Store:
                     entry = unpacked(memoryview(data), key, self.sums)
         except OSError:
             return None
-        except NanoError:  # it is no file, or another user's
-            pass
+        except Exception:  # it is no file, another user's, or has a header that cannot be read
+            entry = None
         if entry is None:
             self.note("damaged entries of the cache were made anew")
             with contextlib.suppress(OSError):

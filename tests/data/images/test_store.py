@@ -120,6 +120,20 @@ def test_entry_whose_size_is_another_is_made_anew(tmp_path, monkeypatch, shape):
     assert_right(store, 1)
 
 
+@pytest.mark.parametrize(
+    "info", ["", "{", "(" * 5000, "[1, 2]", "[(1, 2)]", "__import__('os')", "{[]: 1}", "{'a': 1e999}.x", "{**{}}", "\ud800"]
+)
+def test_entry_whose_metadata_cannot_be_read_is_made_anew(tmp_path, info):
+    """Its sum is right: another version or another program may have written it."""
+    store = Store(tmp_path, None, sums=True)
+    hostile = Mock(encode=lambda: info.encode(errors="surrogatepass"))
+    store.put(KEYS[0], ImageEntry(entry(0).pixels, hostile))
+    assert store.get(KEYS[0]) is None
+    assert "damaged" in store.notes()[0]
+    store.put(KEYS[0], entry(0))
+    assert_right(store, 1)
+
+
 @pytest.mark.parametrize("content", [b"", b"1", b"\xff" * 16, b"\xff" * 17, bytes(15), bytes(1 << 20)])
 def test_damaged_count_of_a_cache_begins_anew(tmp_path, content):
     (tmp_path / "used").write_bytes(content)
