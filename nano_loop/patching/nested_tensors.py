@@ -69,7 +69,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, list):
         return list(enumerate(list.__iter__(value)))
     if isinstance(value, MutableMapping):
-        return list(value.items())
+        return list(dict.items(value) if isinstance(value, dict) else value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return [(name, getattr(value, name)) for name in names]

@@ -1,6 +1,7 @@
 """Layers run around the outermost calls into a model, and around nothing else."""
 
 import copy
+import inspect
 import pickle
 import threading
 
@@ -265,3 +266,17 @@ def test_calls_are_intercepted_until_they_serve_nothing(net, keep, factor):
     interceptors.close()
     assert not users((nn.Module, "__call__"))
     assert torch.equal(net(X), plain)
+
+
+def arguments(net):
+    return [
+        (inspect.getfullargspec(function).args, str(inspect.signature(function)))
+        for function in (net.forward, net.encode, net.my_loss, net.encoder.forward, type(net).forward, net.__call__)
+    ]
+
+
+def test_arguments_of_methods_are_those_of_the_originals_to_whoever_asks(net, count):
+    """BigDL-Nano's LightningModule reads `getfullargspec`, which does not look behind `functools.wraps`."""
+    before = arguments(net)
+    count(net)
+    assert arguments(net) == before

@@ -1,6 +1,8 @@
 import pytest
+import torch
 
-from nano_loop.patching.walk import attributes_of, find, items_of, walk
+from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.walk import attributes_of, find, items_of, length_of, walk
 
 
 def test_find_looks_into_lists_tuples_sets_and_dicts_and_names_each_object_once():
@@ -49,3 +51,16 @@ def test_attributes_are_read_without_running_code_of_the_object():
     holder = Holder()
     holder.slot, holder.attribute = 1, 2
     assert sorted(value for value in attributes_of(holder) if isinstance(value, int)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [tuple, list, set, frozenset, dict])
+def test_containers_are_read_without_code_of_their_class(kind):
+    def refuse(*_):
+        raise AssertionError
+
+    own = type("Own", (kind,), dict.fromkeys(("__iter__", "__len__", "values", "items", "keys"), refuse))
+    held = own({"a": 1} if kind is dict else ["a"])
+    assert [*items_of(held)] == ([1] if kind is dict else ["a"])
+    assert length_of(held) == 1
+    assert map_tensors(torch.neg, held) is held
+    assert [*find(str, held)] == ([] if kind is dict else ["a"])

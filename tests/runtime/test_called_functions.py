@@ -1,7 +1,9 @@
 """Functions of torch are found in the code of a model, and in the functions of its package that this calls."""
 
 import dis
+import importlib
 import inspect
+import types
 
 import torch
 from torch import nn
@@ -74,3 +76,31 @@ def test_globals_of_code_are_those_of_the_disassembler():
         assert module._paths_in(code) == tuple(expected)
         found += len(expected)
     assert found > 500
+
+
+class Proxy:
+    """As a handle of a service that is not there yet."""
+
+    def __call__(self, x):
+        return x
+
+    @property
+    def __class__(self):
+        raise RuntimeError
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+lazy, proxy = types.ModuleType("lazy"), Proxy()
+lazy.__getattr__ = lambda name: importlib.import_module(f"not_installed_{name}")
+
+
+class Lazy(nn.Module):
+    def forward(self, x):
+        x = torch.ops.aten.gelu(proxy(x)) + torch.classes.not_there.Kernel()(x)
+        return lazy.kernels.attention(proxy.x)
+
+
+def test_names_are_read_without_code_of_what_they_name():
+    assert {"gelu", "Kernel", "attention"} <= functions_called(nn.Sequential(Lazy()))

@@ -71,6 +71,8 @@ def _globals_of(function: FunctionType, code: CodeType) -> Iterator[Any]:
             if not issubclass(type(value), ModuleType):
                 break
             value = vars(value).get(attribute, attributes[-1])
+            if not _is_function(value) and not issubclass(type(value), (ModuleType, str)):
+                value = attribute
         if _is_function(value) or type(value) is str:
             yield value
 

@@ -121,7 +121,8 @@ def test_entry_whose_size_is_another_is_made_anew(tmp_path, monkeypatch, shape):
 
 
 @pytest.mark.parametrize(
-    "info", ["", "{", "(" * 5000, "[1, 2]", "[(1, 2)]", "__import__('os')", "{[]: 1}", "{'a': 1e999}.x", "{**{}}", "\ud800"]
+    "info",
+    ["", "{", "(" * 5000, "[1, 2]", "[(1, 2)]", "__import__('os')", "{[]: 1}", "{'a': 1e999}.x", "{**{}}", "\ud800"],
 )
 def test_entry_whose_metadata_cannot_be_read_is_made_anew(tmp_path, info):
     """Its sum is right: another version or another program may have written it."""
