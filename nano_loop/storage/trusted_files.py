@@ -232,7 +232,7 @@ def _walked(path: str | Path) -> tuple[int, str]:
                     raise NanoError(_foreign(os.path.join(place, part), status, "folder", private=False))
                 if links > _MOST_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-                parts[:0] = [each for each in target.split("/") if each not in ("", ".")]
+                parts[:0] = [name for name in target.split("/") if name not in ("", ".")]
                 if not target.startswith("/"):
                     continue
                 part = place = "/"

@@ -10,7 +10,6 @@ from torch import distributed
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.errors import NanoConfigError, error_message, shown
 
-
 _NAMES = ("mean", "avg", "sum", "product", "min", "max", "band", "bor", "bxor")
 
 
