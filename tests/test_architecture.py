@@ -121,15 +121,15 @@ BUDGETS = {
     "kernels": 9_925,  # 9_600 is the goal
     "autotune": 1_100,  # 1_000 is the goal
     "optimizers": 600,
-    "patching": 3_225,  # 3_100 is the goal
+    "patching": 3_250,  # 3_100 is the goal
     "precision": 2_075,  # 2_000 is the goal
     "data": 1_400,
-    "distributed": 12_875,  # 9_800 is the goal
+    "distributed": 12_900,  # 9_800 is the goal
     "profiling": 300,
     "compile": 200,
     "config": 1_350,  # 1_300 is the goal
     "cpu": 1_350,  # 1_250 is the goal
-    "storage": 350,
+    "storage": 400,  # 350 is the goal
 }
 LONGEST = 400  # lines of a file in Python
 
