@@ -139,6 +139,7 @@ BUILT = {
 KINDS += [(built, dict(zip(("layers", "shape", "width"), arguments, strict=False))) for arguments in BUILT.values()]
 
 
+MAIN = (("bf16", False), (32, True))
 OTHERS = (("bf16-true", False), (64, False), (16, False), (16, True), ("bf16-products", True))
 
 
@@ -154,13 +155,17 @@ def loss_of(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("precision", "channels_last"),
-    [("bf16", False), (32, True), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
+    ("precision", "channels_last", "kinds"),
+    [
+        *((*each, KINDS[::4]) for each in MAIN),
+        *(pytest.param(*each, KINDS, marks=pytest.mark.slow) for each in (*MAIN, *OTHERS)),
+    ],
+    ids=lambda each: f"{len(each)} kinds" if isinstance(each, list) else str(each),
 )
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, of RMSNorm under autocast
-def test_sound_models_are_not_accused(precision, channels_last):
+def test_sound_models_are_not_accused(precision, channels_last, kinds):
     accused = {}
-    for seed, (kind, arguments) in enumerate(KINDS):
+    for seed, (kind, arguments) in enumerate(kinds):
         model, batch = made(kind, arguments, seed)
         found = verify(model, loss_of, batch, precision=precision, channels_last=channels_last)
         if not found.ok:

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_loop.cpu import read_machine
@@ -97,7 +97,6 @@ def test_a_folder_in_place_of_a_file_does_no_harm(recorded, path):
     assert_consistent(read_machine(root))
 
 
-@settings(max_examples=150, deadline=None, database=None)
 @given(st.dictionaries(st.sampled_from(READ_FILES), contents))
 def test_garbage_never_raises(files):
     with tempfile.TemporaryDirectory() as root:
