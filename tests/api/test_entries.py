@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import traceback
+from itertools import chain
 
 import pytest
 import torch
@@ -47,11 +48,13 @@ class InContext:
     def __init__(self, loop, **options):
         self.loop, self.options = loop, options
 
+    def taken(self, model, optimizers, *loaders):
+        if type(model) is list:  # with a list of optimizers for each
+            return model, [*chain.from_iterable(optimizers)], *loaders[0]
+        return model, optimizers, *loaders
+
     def __call__(self, *parts):
-        model, optimizers, *loaders = parts
-        if type(model) is list:  # as many optimizers for each
-            optimizers = [each for of_model in optimizers for each in of_model]
-        with accelerated(model, optimizers, *loaders, **self.options) as run:
+        with accelerated(*self.taken(*parts), **self.options) as run:
             self.report = run.report
             return self.loop(*parts)
 
