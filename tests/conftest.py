@@ -23,16 +23,18 @@ LAUNCH_PREFIXES = ("NANO_LOOP_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELAST
 LAUNCH_NAMES = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 )
-# Slow machines are no fault of a test, and examples that were saved on one machine make another's runs differ.
-settings.register_profile("nano_loop", deadline=None, database=None, derandomize=True)
-settings.load_profile("nano_loop")
 
 
 def pytest_configure(config):
     """Take launch variables away before test files are imported, for a decorator reads them at once.
 
-    And let Ctrl-C be heard, which a shell lets its jobs in the background ignore: tests send it.
+    And let Ctrl-C be heard, which a shell lets its jobs in the background ignore: tests send it. Hypothesis tries a few
+    examples where slow tests are left out.
     """
+    # Slow machines are no fault of a test, and examples that were saved on one machine make another's runs differ.
+    examples = 20 if config.getoption("markexpr") == "not slow" else 200
+    settings.register_profile("nano_loop", max_examples=examples, deadline=None, database=None, derandomize=True)
+    settings.load_profile("nano_loop")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         config.add_cleanup(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -153,9 +153,8 @@ def run(folder, before, doing):
     return done, json.loads(result.read_text())
 
 
-@pytest.mark.parametrize(
-    "user", [pytest.param(each, marks=[pytest.mark.slow] * (each != "a fresh process")) for each in USERS]
-)
+@pytest.mark.slow  # the next test has a fresh process
+@pytest.mark.parametrize("user", USERS)
 def test_import_changes_nothing_and_says_nothing(tmp_path, user):
     doing = "import nano_loop; nano_loop.nano, nano_loop.verify, nano_loop.optim, nano_loop.is_global_zero"
     done, changed = run(tmp_path, USERS[user], doing)
@@ -166,6 +165,7 @@ def test_import_changes_nothing_and_says_nothing(tmp_path, user):
 def test_every_module_and_what_is_made_of_them_change_nothing(tmp_path):
     doing = """
 import importlib, pkgutil, nano_loop
+nano_loop.nano, nano_loop.verify, nano_loop.optim, nano_loop.is_global_zero
 for module in pkgutil.walk_packages(nano_loop.__path__, "nano_loop."):
     # Lightning sets up loggers, and Ray is imported when a run needs it, which puts back what that changes.
     if not module.name.endswith(("__main__", "lightning")) and "ray" not in module.name.replace("_", ".").split("."):
@@ -179,6 +179,7 @@ def train(model): ...
     assert (done.stdout, done.stderr) == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children and masks are read from /proc")
 def test_what_an_import_could_leave_is_seen(tmp_path):
     doing = """

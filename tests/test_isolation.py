@@ -199,8 +199,14 @@ def overlapping(first_ends_first, models):
     assert not errors, errors
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["two models", "one model"])
-@pytest.mark.parametrize("first_ends_first", [True, False])
+@pytest.mark.parametrize(
+    ("first_ends_first", "shared"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(*ways, marks=pytest.mark.slow) for ways in ((True, False), (False, True))),
+    ],
+)
 def test_runs_of_two_threads_end_in_any_order(first_ends_first, shared):
     """And leave nothing: a model that one of them had set up computes in fp32 afterwards, by torch's own kernels."""
     torch.manual_seed(0)

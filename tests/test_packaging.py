@@ -1,6 +1,7 @@
 """What is installed, what is pinned, what is in a wheel, and what `make` does before anything is set up."""
 
 import configparser
+import functools
 import importlib.metadata
 import os
 import platform
@@ -11,6 +12,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -67,23 +69,21 @@ def pins_for(python):
     return pins
 
 
-def test_version_is_the_same_in_the_package_and_in_its_metadata():
-    assert nano_loop.__version__ == importlib.metadata.version("nano-loop")
-
-
-def test_version_is_written_down_once():
+def test_version_is_written_down_once_and_is_that_of_the_metadata_and_of_the_changelog():
+    version = nano_loop.__version__
+    assert version == importlib.metadata.version("nano-loop")
     modules = (ROOT / "nano_loop").rglob("*.py")
-    assert [path.name for path in modules if nano_loop.__version__ in path.read_text()] == ["version.py"]
-    assert nano_loop.__version__ not in setup_cfg()["metadata"]["version"]
+    assert [path.name for path in modules if version in path.read_text()] == ["version.py"]
+    assert version not in setup_cfg()["metadata"]["version"]
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_changelog_speaks_of_this_version():
-    assert f"## [{nano_loop.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
-
-
-@pytest.mark.parametrize("line", pin_lines())
-def test_every_pin_is_exact(line):
-    assert re.fullmatch(r"[\w.-]+==[\w.]+( ; python_version (<|>=) \"3\.\d+\")?", line)
+def test_every_pin_is_exact_and_pulls_no_other_torch_and_nothing_for_a_gpu():
+    pattern = re.compile(r"[\w.-]+==[\w.]+( ; python_version (<|>=) \"3\.\d+\")?")
+    assert [line for line in pin_lines() if not pattern.fullmatch(line)] == []
+    unwanted = re.compile("(torchvision|torchaudio|timm|nvidia|triton|pip|nano-loop)(-.*)?")
+    assert [line for line in pin_lines() if unwanted.fullmatch(canonicalize_name(Requirement(line).name))] == []
+    assert "torch==2.13.0" in pin_lines()  # without a local version
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -105,14 +105,9 @@ EXTRAS = {
 }
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_extra_that_a_message_names_installs_what_is_imported_there(extra):
-    assert {
-        requirement.name for requirement in requirements_of(setup_cfg()["options.extras_require"][extra])
-    } == EXTRAS[extra]
-
-
-def test_extras_that_messages_name_are_these():
+def test_extras_that_messages_name_install_what_is_imported_there():
+    extras = setup_cfg()["options.extras_require"]
+    assert {name: {each.name for each in requirements_of(extras[name])} for name in EXTRAS} == EXTRAS
     text = "".join(path.read_text() for path in (ROOT / "nano_loop").rglob("*.py"))
     of_modules = {"lightning", "pytorch-lightning"}  # which one message names after the package that is missing
     assert "nano-loop[{extra}]" in text
@@ -149,16 +144,6 @@ def test_everything_that_is_needed_is_pinned():
     assert needed - set(pins_for("{}.{}".format(*sys.version_info))) == set()
 
 
-@pytest.mark.parametrize("unwanted", ["torchvision", "torchaudio", "timm", "nvidia", "triton", "pip", "nano-loop"])
-def test_no_pin_pulls_another_torch_or_needs_a_gpu(unwanted):
-    names = [canonicalize_name(Requirement(line).name) for line in pin_lines()]
-    assert not [name for name in names if name == unwanted or name.startswith(f"{unwanted}-")]
-
-
-def test_torch_is_pinned_without_a_local_version():
-    assert "torch==2.13.0" in pin_lines()
-
-
 # --- what may not be in a file ---
 
 # Put together from pieces, so that this file does not hold what it looks for.
@@ -192,22 +177,13 @@ def files_below(folder):
             yield from files_below(path)
 
 
-@pytest.mark.parametrize(
-    "text", ["see /{}/main", "'/{}'", "cd /{}", '{{"root": "/{}/x"}}', "file:///{}/wheels", "--x=/{}/y"]
-)
-@pytest.mark.parametrize("place", ["work", "opt", "root"])
-def test_a_machine_path_is_seen(text, place):
-    assert forbidden(text.format(place))
-
-
-@pytest.mark.parametrize("host", ["pypi", "files.pythonhosted", "download.pytorch"])
-def test_a_registry_host_is_seen(host):
-    assert forbidden(f"pip install -i https://{host}" + ".org/simple")
-
-
-@pytest.mark.parametrize("text", ["/workspace", "tests/root/sys", "networks/work", "/proc/self", "a/work", "pypi"])
-def test_an_innocent_text_is_let_through(text):
-    assert not forbidden(text)
+def test_paths_of_a_machine_and_registry_hosts_are_seen_and_innocent_texts_are_not():
+    texts = ["see /{}/main", "'/{}'", "cd /{}", '{{"root": "/{}/x"}}', "file:///{}/wheels", "--x=/{}/y"]
+    assert all(forbidden(text.format(place)) for text in texts for place in ("work", "opt", "root"))
+    hosts = "pypi", "files.pythonhosted", "download.pytorch"
+    assert all(forbidden(f"pip install -i https://{host}" + ".org/simple") for host in hosts)
+    innocent = "/workspace", "tests/root/sys", "networks/work", "/proc/self", "a/work", "pypi"
+    assert not any(map(forbidden, innocent))
 
 
 def test_no_file_holds_a_machine_path_or_a_registry_host():
@@ -249,6 +225,7 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     assert wheel.read(script) == (ROOT / "scripts/nano-loop-init").read_bytes()
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_from_what_the_wheel_holds(wheel, tmp_path):
     wheel.extractall(tmp_path / "installed")
     code = (
@@ -341,6 +318,7 @@ print(len([getattr(nano_loop, name) for name in nano_loop.__all__]))
 """
 
 
+@pytest.mark.slow
 def test_all_but_extras_works_with_the_declared_requirements_alone(tmp_path):
     seen = {("nano-loop", "")}
     for requirement in requirements_of(setup_cfg()["options"]["install_requires"]):
@@ -671,23 +649,10 @@ def test_missing_python_is_named_in_one_line(checkout):
     assert '"no-such-python" does not run here. Install Python 3.10 or later, or name another' in err
 
 
-@pytest.mark.parametrize("version", ["3.10", "3.11", "3.13", "3.20"])
-def test_fit_python_is_taken(checkout, version):
-    checkout.pretend(version)
-    assert checkout.make("test")[0] == 0
-    assert checkout.calls() == [*SET_UP, OF_TEST]
-
-
 def test_help_needs_no_python(checkout):
     code, out, _ = checkout.make(PYTHON="no-such-python")
     assert code == 0
     assert all(f"make {goal}" in out for goal in ("demo", *GOALS, "test-ipex", "test-newest", "wheel", "clean"))
-
-
-@pytest.mark.parametrize("goal", GOALS)
-def test_goal_runs_what_it_is_for(checkout, goal):
-    assert checkout.make(goal)[0] == 0
-    assert checkout.calls() == [*SET_UP, *GOALS[goal]]
 
 
 def test_all_that_is_left_out_with_ipex_is_there():
@@ -702,25 +667,6 @@ def test_all_that_is_left_out_with_ipex_is_there():
     assert [name for name in left_out if not (ROOT / name).exists()] == []
 
 
-def test_set_up_is_done_once(checkout):
-    checkout.make("lint")
-    checkout.calls()
-    code, out, err = checkout.make("test", "ARGS=-k 'a or b'")
-    assert (code, out, err) == (0, "", "")
-    assert checkout.calls() == [f"{OF_TEST} -k a or b"]
-
-
-def test_demo_sets_up_what_it_needs_alone_or_uses_what_is_there(checkout):
-    assert checkout.make("demo", "ARGS=--epochs 1")[0] == 0
-    assert checkout.calls() == [*SET_UP, "ran examples/demo.py --epochs 1"]
-    assert not (checkout.folder / ".venv").exists()
-    checkout.make("demo")
-    assert checkout.calls() == ["ran examples/demo.py"]
-    checkout.make("test")
-    checkout.make("clean")
-    assert not (checkout.folder / ".venv-demo").exists()
-
-
 def test_environment_of_the_demo_has_what_setup_cfg_asks_for_without_tests():
     config = setup_cfg()
     extras = config["options.extras_require"]
@@ -731,39 +677,72 @@ def test_environment_of_the_demo_has_what_setup_cfg_asks_for_without_tests():
     assert {canonicalize_name(line) for line in lines[1:]} == names | {"setuptools"}
 
 
-def test_goals_share_one_set_up(checkout):
-    assert checkout.make("-j8", "test", "lint", "demo")[0] == 0
-    calls = checkout.calls()
-    assert calls[:3] == SET_UP
-    assert not set(calls[3:]) & set(SET_UP)
-
-
-CHANGES = {
-    "pins": (lambda checkout: checkout.touch("requirements/default.txt"), SET_UP),
-    "metadata": (lambda checkout: checkout.touch("setup.cfg"), ["package"]),
-    "Python": (lambda checkout: checkout.pretend("3.12"), SET_UP),
-    "place": (Checkout.move, ["package"]),
-}
-
-
-@pytest.mark.parametrize(("change", "calls"), CHANGES.values(), ids=CHANGES)
-def test_what_a_change_makes_old_is_set_up_again(checkout, change, calls):
-    checkout.make("test")
-    checkout.calls()
-    change(checkout)
-    checkout.make("test")
-    assert checkout.calls() == [*calls, OF_TEST]
-
-
-def test_failed_set_up_is_said_and_done_again(checkout):
+def broken(checkout):
+    """Let pip fail in the next `make`, and not in later ones."""
     (checkout.folder / "broken").touch()
     code, _, err = checkout.make("test")
     assert code != 0
     assert "bad pin" in err
     assert checkout.calls() == ["venv", "pins"]
     (checkout.folder / "broken").unlink()
-    assert checkout.make("test")[0] == 0
-    assert checkout.calls()[:3] == SET_UP
+
+
+def cleaned(checkout):
+    """Make everything that is made, and clean it away without a Python."""
+    assert (checkout.folder / ".venv-demo").exists()
+    (checkout.folder / "nano_loop/__pycache__").mkdir()
+    assert checkout.make("clean", PYTHON="no-such-python")[0] == 0
+    assert [path for path in checkout.folder.rglob("*") if path.name in (".venv", ".venv-demo", "__pycache__")] == []
+    assert (checkout.folder / "nano_loop/version.py").exists()
+
+
+#: What is done to a checkout one after another: a `make`, what Python is then asked for and what is said; or a change.
+STORIES = {
+    **{f"goal {goal}": [([goal], [*SET_UP, *runs])] for goal, runs in GOALS.items()},
+    **{
+        f"Python {version}": [functools.partial(Checkout.pretend, version=version), (["test"], [*SET_UP, OF_TEST])]
+        for version in ("3.10", "3.11", "3.13", "3.20")
+    },
+    "set up once": [
+        (["lint"], [*SET_UP, *GOALS["lint"]]),
+        (["test", "ARGS=-k 'a or b'"], [f"{OF_TEST} -k a or b"], "", ""),
+    ],
+    "the demo sets up what it needs alone or uses what is there": [
+        (["demo", "ARGS=--epochs 1"], [*SET_UP, "ran examples/demo.py --epochs 1"]),
+        lambda checkout: not (checkout.folder / ".venv").exists() or pytest.fail("it has made .venv"),
+        (["demo"], ["ran examples/demo.py"]),
+        (["test"], [*SET_UP, OF_TEST]),
+        cleaned,
+    ],
+    "failed": [broken, (["test"], [*SET_UP, OF_TEST])],
+    **{
+        f"changed {what}": [(["test"], [*SET_UP, OF_TEST]), change, (["test"], [*calls, OF_TEST])]
+        for what, change, calls in (
+            ("pins", functools.partial(Checkout.touch, name="requirements/default.txt"), SET_UP),
+            ("metadata", functools.partial(Checkout.touch, name="setup.cfg"), ["package"]),
+            ("Python", functools.partial(Checkout.pretend, version="3.12"), SET_UP),
+            ("place", Checkout.move, ["package"]),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_make_sets_up_what_is_missing_or_old_and_runs_what_a_goal_is_for(checkout, story):
+    for step in story:
+        if callable(step):
+            step(checkout)
+        else:
+            arguments, calls, *said = step
+            assert checkout.make(*arguments) == (0, *(said or (mock.ANY, mock.ANY)))
+            assert checkout.calls() == calls
+
+
+def test_goals_share_one_set_up(checkout):
+    assert checkout.make("-j8", "test", "lint", "demo")[0] == 0
+    calls = checkout.calls()
+    assert calls[:3] == SET_UP
+    assert not set(calls[3:]) & set(SET_UP)
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two `make` apart")
@@ -784,12 +763,3 @@ def test_callers_python_settings_do_not_reach_the_tests(checkout):
     mine = {"PYTHONPATH": "mine", "PYTHONHOME": "mine", "VIRTUAL_ENV": "mine", "PIP_TARGET": "mine"}
     checkout.make("test", **mine, PYTHONOPTIMIZE="2", PIP_USER="1")
     assert checkout.calls() == [*SET_UP, "ran ,,,,,0"]
-
-
-def test_clean_leaves_nothing_that_was_made(checkout):
-    checkout.make("test")
-    (checkout.folder / "nano_loop/__pycache__").mkdir()
-    assert checkout.make("clean", PYTHON="no-such-python")[0] == 0
-    assert not (checkout.folder / ".venv").exists()
-    assert not (checkout.folder / "nano_loop/__pycache__").exists()
-    assert (checkout.folder / "nano_loop/version.py").exists()

@@ -35,38 +35,22 @@ class Penalty(nn.Module):
 # --- what is found among the arguments ---
 
 
-def given_in_order(model, optimizer, loader):
+def in_order(model, optimizer, loader):
     return model, optimizer, loader
 
 
-def given_by_keyword(*, net, opt, data):
-    return net, opt, data
-
-
-def given_with_defaults(model, optimizer=None, loader=None, epochs=3):
-    return model, optimizer, loader
-
-
-def given_in_args(*args):
-    return args
-
-
-def given_in_kwargs(**kwargs):
-    return kwargs["a"], kwargs["b"], kwargs["c"]
-
-
-def given_in_lists(models, rest):
-    return models[0], rest["optimizers"][0], rest["loaders"][0]
-
-
+#: A function that returns the model, the optimizer and the loader that it is given, and how it is called.
 CALLS = {
-    "in order": (given_in_order, lambda m, o, d: ((m, o, d), {})),
-    "by keyword": (given_by_keyword, lambda m, o, d: ((), {"data": d, "opt": o, "net": m})),
-    "some by keyword": (given_in_order, lambda m, o, d: ((m,), {"loader": d, "optimizer": o})),
-    "with defaults": (given_with_defaults, lambda m, o, d: ((m, o), {"loader": d})),
-    "in *args": (given_in_args, lambda m, o, d: ((m, o, d), {})),
-    "in **kwargs": (given_in_kwargs, lambda m, o, d: ((), {"a": m, "b": o, "c": d})),
-    "in lists and dicts": (given_in_lists, lambda m, o, d: (([m], {"optimizers": (o,), "loaders": [d]}), {})),
+    "in order": (in_order, lambda m, o, d: ((m, o, d), {})),
+    "by keyword": (lambda *, net, opt, data: (net, opt, data), lambda m, o, d: ((), {"data": d, "opt": o, "net": m})),
+    "some by keyword": (in_order, lambda m, o, d: ((m,), {"loader": d, "optimizer": o})),
+    "with defaults": (lambda m, o=None, loader=None, epochs=3: (m, o, loader), lambda m, o, d: ((m, o), {"loader": d})),
+    "in *args": (lambda *args: args, lambda m, o, d: ((m, o, d), {})),
+    "in **kwargs": (lambda **k: (k["a"], k["b"], k["c"]), lambda m, o, d: ((), {"a": m, "b": o, "c": d})),
+    "in lists and dicts": (
+        lambda models, rest: (models[0], rest["optimizers"][0], rest["loaders"][0]),
+        lambda m, o, d: (([m], {"optimizers": (o,), "loaders": [d]}), {}),
+    ),
 }
 
 
@@ -100,19 +84,6 @@ def test_objects_that_are_defaults_are_found():
         return in_bf16(model), is_fused(opt), epochs
 
     assert train(3) == ([True], True, 3)
-
-
-def test_two_models_two_optimizers_and_two_loaders_are_found():
-    (first, one, data), (second, two, more) = make(), make()
-
-    @bf16
-    def train(generator, discriminator, optimizers, data, validation):
-        fit(generator, optimizers["g"], data)
-        fit(discriminator, optimizers["d"], validation)
-        return in_bf16(generator, discriminator), [is_fused(each) for each in optimizers.values()]
-
-    assert train(first, second, {"g": one, "d": two}, data, validation=more) == ([True, True], [True, True])
-    assert train.report["fast_fetch"].detail == "2 of 2 loaders"
 
 
 def test_containers_come_as_they_were_given():
@@ -378,15 +349,6 @@ def test_argument_called_like_our_own_names_is_the_function_s():
 
 
 # --- the report ---
-
-
-def test_each_function_has_its_own_report():
-    first, second = bf16(fit), quiet(fit)
-    first(*make())
-    assert second.report is None
-    second(*make())
-    assert "precision" in first.report.applied
-    assert "precision" not in second.report.applied
 
 
 def test_inner_call_s_end_leaves_the_outer_one_s_allocator_settings(monkeypatch):

@@ -1,13 +1,19 @@
-"""`nano`, `TorchNano` and `accelerated`: what is undone, reported and raised, which is the same for all of them."""
+"""The ways into nano_loop: what is computed, undone, reported and raised, which is the same for all of them."""
 
 import functools
+import json
+import os
 import traceback
+from itertools import chain
 
 import pytest
 import torch
 from runtime.test_checks import NO_LOOPS, generate
-from watched import fit, in_bf16, is_fused, make, seeded  # noqa: F401 - a fixture
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from watched import Net, fit, in_bf16, is_fused, loader, make, seeded  # noqa: F401 - a fixture
 
+import nano_loop
 from nano_loop import NanoConfigError, NanoError, SetupReport, TorchNano, accelerated, nano
 
 # A CPU without bf16 instructions is warned about, which other tests hold.
@@ -26,7 +32,8 @@ class Trains(TorchNano):
         self.loop = loop
 
     def train(self, *parts):
-        self.setup(*parts)
+        for each in zip(*parts, strict=True) if type(parts[0]) is list else [parts]:
+            self.setup(*each)
         return self.loop(*parts)
 
     def __call__(self, *parts):
@@ -41,13 +48,31 @@ class InContext:
     def __init__(self, loop, **options):
         self.loop, self.options = loop, options
 
+    def taken(self, model, optimizers, *loaders):
+        if type(model) is list:  # with a list of optimizers for each
+            return model, [*chain.from_iterable(optimizers)], *loaders[0]
+        return model, optimizers, *loaders
+
     def __call__(self, *parts):
-        with accelerated(*parts, **self.options) as run:
+        with accelerated(*self.taken(*parts), **self.options) as run:
             self.report = run.report
             return self.loop(*parts)
 
 
-ENTRIES = pytest.mark.parametrize("entry", [decorated, Trains, InContext])
+class Installed(InContext):
+    """Runs a loop that names no part of nano_loop, which is installed."""
+
+    def __call__(self, *parts):
+        nano_loop.install(**self.options)
+        try:
+            return self.loop(*parts)
+        finally:
+            self.report = nano_loop.report()
+            nano_loop.uninstall()
+
+
+EXPLICIT = pytest.mark.parametrize("entry", [decorated, Trains, InContext])
+ENTRIES = pytest.mark.parametrize("entry", [decorated, Trains, InContext, Installed])
 
 
 def state(model, optimizer, *_):
@@ -84,7 +109,7 @@ def test_error_of_the_loop_is_the_very_same_and_all_is_undone_and_the_next_run_t
 
     def loop(*parts):
         assert trained(*parts) == (True, True)
-        assert entry is decorated or "precision" in train.report.applied
+        assert entry in (decorated, Installed) or "precision" in train.report.applied
         for error in errors:
             raise error
         return last
@@ -106,7 +131,50 @@ def test_error_of_the_loop_is_the_very_same_and_all_is_undone_and_the_next_run_t
     assert train(*job) is last
 
 
+@EXPLICIT
+@pytest.mark.parametrize("precision", [32, "bf16"])
+def test_loop_computes_the_same_by_each_way(entry, precision):
+    def trained_by(way):
+        with torch.random.fork_rng():
+            model, optimizer, _ = make()
+            data = DataLoader(TensorDataset(torch.randn(12, 3), torch.randn(12, 2)), batch_size=4, shuffle=True)
+            way(functools.partial(fit, loss=nn.functional.mse_loss), precision=precision, verbose=False)(
+                model, optimizer, data
+            )
+        return [*model.parameters()]
+
+    assert all(map(torch.equal, trained_by(entry), trained_by(decorated)))
+
+
+@EXPLICIT
+def test_several_models_optimizers_and_loaders_are_set_up(entry):
+    def loop(models, optimizers, loaders):
+        for model, (first, _), data in zip(models, optimizers, loaders, strict=True):
+            fit(model, first, data)
+        return in_bf16(*models), [is_fused(each) for of_model in optimizers for each in of_model]
+
+    models = [Net(), Net()]
+    optimizers = [[torch.optim.SGD([each], lr=0.1) for each in model.parameters()] for model in models]
+    train = entry(loop, precision="bf16", verbose=False)
+    assert train(models, optimizers, [loader(), loader()]) == ([True] * 2, [True] * 4)
+    assert train.report["fast_fetch"].detail == ("1 of 1 loaders" if entry is Trains else "2 of 2 loaders")
+    assert in_bf16(*models) == [False] * 2
+    assert not any(is_fused(each) for of_model in optimizers for each in of_model)
+
+
 @ENTRIES
+@pytest.mark.parametrize("variables", [{}, {"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "x"}, {"OMP_NUM_THREADS": "1"}])
+def test_environment_is_as_before_but_for_what_the_loop_sets(entry, job, monkeypatch, variables):
+    for name, value in {**variables, "MINE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    train = entry(lambda *parts: (fit(*parts), os.environ.update(MINE="1")), precision="bf16", verbose=False)
+    assert dict(os.environ) == before
+    train(*job)
+    assert dict(os.environ) == {**before, "MINE": "1"}
+
+
+@EXPLICIT
 def test_step_asked_for_that_does_not_apply_is_told_and_undone(entry, job):
     train = entry(lambda *_: pytest.fail("the loop must not start"), precision="bf16", fused_optimizer=True)
     with pytest.raises(NanoConfigError, match=r"fused_optimizer=True: ASGD has no fused CPU kernel\. Leave it out"):
@@ -141,7 +209,7 @@ def test_run_within_a_run_leaves_the_outer_one_at_work(entry, inner, job, precis
     assert seen == [(True, True)]
 
 
-@ENTRIES
+@EXPLICIT
 @pytest.mark.parametrize("options", [{}, {"fused_optimizer": True, "fast_fetch": True}], ids=["auto", "asked for"])
 def test_run_that_calls_itself(entry, job, options):
     def loop(*parts):
@@ -160,11 +228,32 @@ def test_run_that_calls_itself(entry, job, options):
 # --- the report ---
 
 
-@ENTRIES
+OPTIONS_OF_REPORTS = [
+    {"precision": "bf16", "channels_last": True, "timeout": 3, "bf16_ops": []},
+    {"compile": {"backend": "eager", "dynamic": False}},
+    {"compile": {"backend": lambda graph, inputs: graph.forward}},
+]
+
+
+@EXPLICIT
+@pytest.mark.parametrize("options", OPTIONS_OF_REPORTS, ids=["plain", "compile", "own backend"])
+def test_report_s_dict_is_json(entry, job, options):
+    train = entry(lambda *_: None, num_processes=1, verbose=False, **options)
+    train(*job)
+    found = train.report.as_dict()
+    assert json.loads(json.dumps(found)) == found
+    assert found["options"]["num_processes"] == 1
+    assert {each["status"] for each in found["results"]} <= {"applied", "skipped"}
+
+
+@EXPLICIT
 def test_report_is_none_before_the_first_call_and_the_last_calls_after(entry, job):
-    train = entry(fit, precision="bf16", verbose=False)
+    train, other = entry(fit, precision="bf16", verbose=False), entry(fit, verbose=False)
     assert train.report is None
     train(*job)
+    assert other.report is None
+    other(*job)
+    assert "precision" not in other.report.applied
     first = train.report
     assert isinstance(first, SetupReport)
     assert {"precision", "fused_optimizer", "fast_fetch"} <= {*first.applied}
@@ -174,7 +263,7 @@ def test_report_is_none_before_the_first_call_and_the_last_calls_after(entry, jo
     assert "fast_fetch" not in (*train.report.applied, *train.report.skipped)  # there was no loader to speak of
 
 
-@ENTRIES
+@EXPLICIT
 def test_report_is_printed_once_to_standard_error_and_again_for_other_objects(entry, job, capfd):
     train = entry(fit, precision="bf16", fast_dropout=False)
     model, optimizer, loader = make(optimizer=torch.optim.SGD)

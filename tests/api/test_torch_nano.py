@@ -1,7 +1,6 @@
 """`TorchNano`: what `setup` gives back, what is there inside `train`, what is as before outside of it."""
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -43,82 +42,67 @@ def job():
 # --- what setup gives back ---
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_setup_gives_back_the_very_objects(job, count):
-    loaders = [loader() for _ in range(count)]
-    result = Loop(precision="bf16").train(lambda self: self.setup(*job, *loaders))
-    expected = [(*job,), (*job, *loaders)][count > 0] if count < 2 else (*job, loaders)
-    assert type(result) is tuple
-    assert len(result) == len(expected)
-    assert result[0] is job[0]
-    assert result[1] is job[1]
-    if count == 1:
-        assert result[2] is loaders[0]
-    if count > 1:
-        assert type(result[2]) is list
-        assert all(found is given for found, given in zip(result[2], loaders, strict=True))
+#: What is called with a model, two optimizers and three loaders, and what it gives back of them.
+SETUPS = {
+    "no loader": lambda nano, m, o, d: (nano.setup(m, o[0]), (m, o[0])),
+    "a loader": lambda nano, m, o, d: (nano.setup(m, o[0], d[0]), (m, o[0], d[0])),
+    "two loaders": lambda nano, m, o, d: (nano.setup(m, o[0], *d[:2]), (m, o[0], d[:2])),
+    "three loaders": lambda nano, m, o, d: (nano.setup(m, o[0], *d), (m, o[0], d)),
+    "by keyword": lambda nano, m, o, d: (nano.setup(model=m, optimizer=o[0], move_to_device=False), (m, o[0])),
+    "a model alone, as Fabric": lambda nano, m, o, d: (nano.setup(m), m),
+    "a model that is not moved": lambda nano, m, o, d: (nano.setup(m, move_to_device=False), m),
+    **{f"{n} optimizers in a list": lambda nano, m, o, d, n=n: (nano.setup(m, o[:n]), (m, o[:n])) for n in range(3)},
+    "setup_module": lambda nano, m, o, d: (nano.setup_module(m), m),
+    "setup_optimizers": lambda nano, m, o, d: (nano.setup_optimizers(o[0]), o[0]),
+    "setup_optimizers of two": lambda nano, m, o, d: (nano.setup_optimizers(*o), tuple(o)),
+    "setup_dataloaders": lambda nano, m, o, d: (nano.setup_dataloaders(d[0]), d[0]),
+    "setup_dataloaders of two": lambda nano, m, o, d: (nano.setup_dataloaders(*d[:2]), d[:2]),
+    "setup_dataloaders by Fabric's keywords": lambda nano, m, o, d: (
+        nano.setup_dataloaders(d[0], use_distributed_sampler=False, move_to_device=False),
+        d[0],
+    ),
+}
 
 
-def test_setup_of_a_model_alone_gives_it_back_as_fabric_does(job):
-    model, _ = job
+def is_same(found, given):
+    if type(given) in (tuple, list):
+        return type(found) is type(given) and len(found) == len(given) and all(map(is_same, found, given))
+    return found is given
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_setups_give_back_the_very_objects(setup):
+    net = Net()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2)]
+    assert is_same(*Loop(precision="bf16").train(setup, net, optimizers, [loader() for _ in range(3)]))
+
+
+def test_model_alone_is_set_up(job):
     loop = Loop(precision="bf16")
-    assert loop.train(lambda self: self.setup(model)) is model
+    loop.train(lambda self: self.setup(job[0]))
     assert "precision" in loop.report.applied
-    assert loop.train(lambda self: self.setup(model, move_to_device=False)) is model
-    with nano_loop.accelerated(model, verbose=False) as run:
-        assert run.setup(model) is model
+    with nano_loop.accelerated(job[0], verbose=False) as run:
+        assert run.setup(job[0]) is job[0]
         assert repr(run).startswith("<nano_loop run: applied ")
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_list_of_optimizers_comes_back_as_a_list(count):
-    net = Net()
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(count)]
-    _, found = Loop().train(lambda self: self.setup(net, optimizers))
-    assert found is optimizers or found == optimizers
-    assert type(found) is list
-
-
-def test_all_of_a_list_s_optimizers_are_accelerated():
-    net = Net()
-    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in net.parameters()]
-
-    def train(self):
-        self.setup(net, optimizers)
-        return [is_fused(each) for each in optimizers]
-
-    assert Loop().train(train) == [True, True]
-    assert [is_fused(each) for each in optimizers] == [False, False]
-
-
-def test_setup_module_optimizers_and_dataloaders_give_back_the_very_objects(job):
+def test_parts_that_are_set_up_apart_are_accelerated_until_the_end(job):
     other = torch.optim.SGD(job[0].parameters(), lr=0.1)
-    first, second = loader(), loader()
+    data = loader()
 
     def train(self):
-        assert self.setup_module(job[0]) is job[0]
+        self.setup_module(job[0])
         assert in_bf16(job[0]) == [True]
-        assert self.setup_optimizers(job[1]) is job[1]
+        self.setup_optimizers(job[1], other)
         assert is_fused(job[1])
-        assert self.setup_optimizers(job[1], other) == (job[1], other)
-        assert self.setup_dataloaders(first) is first
-        assert self.setup_dataloaders(first, second) == [first, second]
-        fit(job[0], job[1], first)
-
-    Loop(precision="bf16").train(train)
-    assert (in_bf16(job[0]), is_fused(job[1]), is_fused(other)) == ([False], False, False)
-
-
-def test_setups_take_fabric_s_keywords_and_no_others(job):
-    def train(self):
-        assert self.setup(model=job[0], optimizer=job[1], move_to_device=False) == job
-        data = loader()
-        assert self.setup_dataloaders(data, use_distributed_sampler=False, move_to_device=False) is data
+        self.setup_dataloaders(data)
         for name, thing in (("setup_dataloaders", data), ("setup_module", job[0])):
             with pytest.raises(TypeError, match="no_such_keyword"):
                 getattr(self, name)(thing, no_such_keyword=True)
+        fit(job[0], job[1], data)
 
-    Loop().train(train)
+    Loop(precision="bf16").train(train)
+    assert (in_bf16(job[0]), is_fused(job[1]), is_fused(other)) == ([False], False, False)
 
 
 def test_loaders_set_up_apart_take_nothing_from_what_the_report_said(job):
@@ -147,20 +131,6 @@ def test_step_asked_for_by_name_holds_for_the_run_and_not_for_each_call(job):
 
 
 # --- several setups in one train ---
-
-
-def test_each_model_of_a_gan_is_set_up(job):
-    other = make()[:2]
-
-    def train(self):
-        generator, one, data = self.setup(*job, loader())
-        discriminator, two = self.setup(*other)
-        fit(generator, one, data)
-        fit(discriminator, two, data)
-        return in_bf16(generator, discriminator), [is_fused(one), is_fused(two)]
-
-    assert Loop(precision="bf16").train(train) == ([True, True], [True, True])
-    assert (in_bf16(job[0], other[0]), [is_fused(job[1]), is_fused(other[1])]) == ([False, False], [False, False])
 
 
 def test_same_model_is_set_up_again(job):
@@ -498,23 +468,6 @@ def test_run_without_a_setup_has_no_report(job):
     assert loop.report is None
 
 
-OPTIONS_OF_REPORTS = [
-    {"precision": "bf16", "channels_last": True, "timeout": 3, "bf16_ops": []},
-    {"compile": {"backend": "eager", "dynamic": False}},
-    {"compile": {"backend": lambda graph, inputs: graph.forward}},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS_OF_REPORTS, ids=["plain", "compile", "own backend"])
-def test_report_s_dict_is_json(job, options):
-    loop = Loop(num_processes=1, **options)
-    loop.train(lambda self: self.setup(*job, loader()))
-    found = loop.report.as_dict()
-    assert json.loads(json.dumps(found)) == found
-    assert found["options"]["num_processes"] == 1
-    assert {each["status"] for each in found["results"]} <= {"applied", "skipped"}
-
-
 def test_second_setup_prints_only_what_is_new(job, capfd, without_ipex):
     def train(self):
         self.setup(*job)
@@ -570,28 +523,6 @@ def test_fp32_run_does_not_speak_of_what_only_reduced_precision_has_or_of_what_i
 # --- before and after ---
 
 
-@pytest.mark.parametrize("variables", [{}, {"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "x"}, {"OMP_NUM_THREADS": "1"}])
-def test_environment_is_as_before(job, monkeypatch, variables):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    before = dict(os.environ)
-    loop = Loop(precision="bf16")
-    assert dict(os.environ) == before
-    loop.train(lambda self: fit(*self.setup(*job, loader())))
-    assert dict(os.environ) == before
-
-
-def test_variables_that_the_loop_sets_stay(monkeypatch):
-    monkeypatch.setenv("MINE", "0")
-
-    def train(self):
-        self.setup(*make()[:2])
-        os.environ["MINE"] = "1"
-
-    Loop().train(train)
-    assert os.environ["MINE"] == "1"
-
-
 def test_failed_setup_is_undone_and_the_loop_may_go_on(job):
     asgd = torch.optim.ASGD(job[0].parameters())
 
@@ -628,13 +559,10 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code", "last"),
-    [
-        pytest.param("return 1", 0, "", marks=pytest.mark.slow),
-        pytest.param("sys.exit(3)", 3, "", marks=pytest.mark.slow),
-        ("raise LookupError('mine')", 1, "LookupError: mine"),
-    ],
+    [("return 1", 0, ""), ("sys.exit(3)", 3, ""), ("raise LookupError('mine')", 1, "LookupError: mine")],
 )
 def test_script_ends_as_its_loop_ends(end, code, last):
     program = textwrap.dedent(SCRIPT.format(end=end))

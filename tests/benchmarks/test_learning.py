@@ -1,4 +1,4 @@
-"""Runs of a seed begin alike, and the table has their paired differences."""
+"""Runs of a seed begin alike, and the picture and the page are of what was measured."""
 
 import json
 
@@ -8,18 +8,7 @@ from PIL import Image
 
 from benchmarks.learning import TASKS, curve, ends
 
-CURVES = {"digits": {"plain": [[(2.0, 0.5)], [(2.2, 0.4)]], "nano": [[(1.0, 0.505)], [(1.0, 0.404)]]}}
 SET_BY_SKLEARN = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}  # at its import, where they are not set
-
-
-def test_differences_are_those_of_each_seed():
-    row = ends(CURVES).splitlines()[-1]
-    assert row.endswith("| 2 | 0.4500 | 0.4545 | +1.00% ± 0.00% | 2.10 |")
-
-
-def test_one_seed_has_no_error():
-    first = {mode: seeds[:1] for mode, seeds in CURVES["digits"].items()}
-    assert "| +1.00% | 2.00 |" in ends({"digits": first})
 
 
 @pytest.mark.filterwarnings("ignore::nano_loop.NanoWarning")  # on a CPU without bf16 instructions

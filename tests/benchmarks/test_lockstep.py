@@ -35,12 +35,6 @@ def test_two_checkouts_run_their_own_nano_loop(tmp_path):
     assert len(speeds(done.stdout)) == 1
 
 
-def test_a_side_that_ends_ends_the_comparison():
-    done = run("benchmarks.lockstep", "--only", f"{OWN}linear", "--systems", f"plain,{OWN}failing", "--seconds", 1)
-    assert done.returncode == 1
-    assert "ended" in done.stderr
-
-
 def test_a_system_that_has_to_start_with_settings_gets_them(monkeypatch):
     monkeypatch.setattr(lockstep.systems, "settings_of", {f"{OWN}with_setting": {"SET_FOR_IT": "1"}}.get)
     side = lockstep.Live(f"{OWN}linear", f"{OWN}with_setting", True, Path(ROOT))

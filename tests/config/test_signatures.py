@@ -166,13 +166,8 @@ print(*train.report.from_environment)
 """
 
 
-@pytest.mark.parametrize(
-    ("flags", "variable"),
-    [
-        pytest.param((), None, id="code"),
-        pytest.param(("-OO",), "yes", id="environment, -OO", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "variable"), [((), None), (("-OO",), "yes")], ids=["code", "environment, -OO"])
 def test_option_takes_one_declaration(tmp_path, flags, variable):
     copied = shutil.copytree(Path(nano_loop.__file__).parent, tmp_path / "nano_loop")
     source = (copied / "config/declarations.py").read_text(encoding="utf-8")

@@ -4,6 +4,8 @@ import itertools
 import re
 from pathlib import Path
 
+from nano_loop.cpu import LogicalCpu, Machine
+
 MACHINES = Path(__file__).parent / "machines"
 
 
@@ -63,3 +65,19 @@ def fill(text: str, cpu: str, root: Path) -> str:
             file = root / f"sys/devices/system/cpu/cpu{cpu}/topology/{name}"
             text = text.replace(f"{{{name}}}", file.read_text(encoding="utf-8").strip())
     return text
+
+
+def machine_of(*cpus: LogicalCpu, **fields: object) -> Machine:
+    """Return a machine that exists nowhere."""
+    defaults = {"name": "test", "architecture": "x86_64", "allowed": tuple(cpu.id for cpu in cpus)}
+    return Machine(logical_cpus=cpus, **{**defaults, **fields})
+
+
+def built(caches: list[list[int]], quota: float | None = None, **fields: object) -> Machine:
+    """Return a machine without SMT, from the core counts of each node's last-level caches: ``[[4, 4], [4, 4]]``."""
+    cpus: list[LogicalCpu] = []
+    for node, counts in enumerate(caches):
+        for count in counts:
+            first = len(cpus)
+            cpus += [LogicalCpu(i, i, numa_node=node, last_level_cache=first) for i in range(first, first + count)]
+    return machine_of(*cpus, quota=quota, **fields)

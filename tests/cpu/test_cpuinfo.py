@@ -1,8 +1,7 @@
-"""Names and instruction sets, as /proc/cpuinfo has them on x86 and ARM."""
+"""Names of processors, as /proc/cpuinfo has them on x86 and ARM."""
 
 import pytest
 
-from nano_loop.cpu import read_machine
 from nano_loop.cpu.cpuinfo import cpu_name, tidy_name
 
 
@@ -39,33 +38,3 @@ def test_a_model_name_loses_what_says_nothing(raw, tidy):
 )
 def test_an_arm_processor_is_named_by_its_numbers(implementer, part, name):
     assert cpu_name([{"CPU implementer": implementer, "CPU part": part}]) == name
-
-
-@pytest.mark.parametrize(
-    ("machine", "name", "architecture", "fast_bf16"),
-    [
-        ("xeon_4309y_two_sockets", "Intel Xeon Silver 4309Y", "x86_64", False),
-        ("epyc_9v74_azure", "AMD EPYC 9V74", "x86_64", True),
-        ("graviton3", "Neoverse V1", "aarch64", True),
-        ("core_i7_1260p", "12th Gen Intel Core i7-1260P", "x86_64", False),
-    ],
-)
-def test_a_recorded_machine_is_known_by_name_and_abilities(recorded, machine, name, architecture, fast_bf16):
-    read = read_machine(recorded(machine))
-    assert (read.name, read.architecture, read.has_fast_bf16) == (name, architecture, fast_bf16)
-
-
-def test_the_architecture_is_guessed_where_the_kernel_does_not_tell(recorded):
-    root = recorded("graviton3")
-    (root / "proc/sys/kernel/arch").unlink()
-    assert read_machine(root).architecture == "aarch64"
-
-
-def test_instruction_sets_have_the_kernels_names(recorded):
-    sets = read_machine(recorded("graviton3")).instruction_sets
-    assert {"asimd", "sve", "bf16", "i8mm"} <= sets
-
-
-def test_an_instruction_set_that_one_core_lacks_does_not_count(planted):
-    cpuinfo = "processor\t: 0\nflags\t\t: avx2 avx512_bf16\n\nprocessor\t: 1\nflags\t\t: avx2\n"
-    assert read_machine(planted({"/proc/cpuinfo": cpuinfo})).instruction_sets == {"avx2"}

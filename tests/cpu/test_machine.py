@@ -4,32 +4,9 @@ import json
 
 import pytest
 
-from nano_loop.cpu import LogicalCpu, Machine, read_machine
+from nano_loop.cpu import LogicalCpu, read_machine
 
-
-def machine_of(*cpus, **fields):
-    defaults = {"name": "test", "architecture": "x86_64", "allowed": tuple(cpu.id for cpu in cpus)}
-    return Machine(logical_cpus=cpus, **{**defaults, **fields})
-
-
-def test_a_quota_of_two_and_a_half_cpus_gives_two_threads(recorded):
-    assert read_machine(recorded("docker_quota_v2")).num_threads == 2
-
-
-@pytest.mark.parametrize(
-    ("machine", "threads"),
-    [
-        ("xeon_4309y_two_sockets", 16),
-        ("epyc_9v74_azure", 16),
-        ("graviton3", 16),
-        ("core_i7_1260p", 12),
-        ("docker_quota_v1", 3),
-        ("systemd_nested_quota", 4),
-        ("kubernetes_cpuset", 4),
-    ],
-)
-def test_a_recorded_machine_gets_one_thread_a_core_within_its_quota(recorded, machine, threads):
-    assert read_machine(recorded(machine)).num_threads == threads
+from .recording import machine_of
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(None, 4), (0.5, 1), (1.99, 1), (2.0, 2), (64.0, 4)])
@@ -42,11 +19,6 @@ def test_a_core_counts_once_however_many_of_its_siblings_are_allowed():
     assert machine_of(*cpus, allowed=(0, 4, 5)).physical_cores == ((0, 4), (5,))
 
 
-def test_a_cpuset_without_cpu_0_keeps_its_cores_and_siblings(recorded):
-    machine = read_machine(recorded("kubernetes_cpuset"))
-    assert machine.physical_cores == ((4, 20), (5, 21), (6, 22), (7, 23))
-
-
 def test_cores_stand_in_the_order_of_their_nodes():
     # Dell's servers count their CPUs over the sockets in turn.
     cpus = [LogicalCpu(i, i, package=i % 2, numa_node=i % 2, last_level_cache=i % 2) for i in range(6)]
@@ -56,13 +28,6 @@ def test_cores_stand_in_the_order_of_their_nodes():
 def test_cores_of_one_node_stand_in_the_order_of_their_caches():
     cpus = [LogicalCpu(i, i, last_level_cache=i % 2) for i in range(4)]
     assert machine_of(*cpus).physical_cores == ((0,), (2,), (1,), (3,))
-
-
-def test_performance_cores_come_first(recorded):
-    machine = read_machine(recorded("core_i7_1260p"))
-    performance, efficiency = machine.physical_cores[:4], machine.physical_cores[4:]
-    assert performance == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert efficiency == tuple((i,) for i in range(8, 16))
 
 
 @pytest.mark.parametrize(

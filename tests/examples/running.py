@@ -10,8 +10,8 @@ from pathlib import Path
 OF_THE_CPU = "this CPU has no bf16 instructions"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-# Runs the script that is named first among the arguments, in a Python that has no nano_loop.
-WITHOUT_NANO_LOOP = """
+# A Python that has no nano_loop.
+REFUSING = """
 import runpy, sys
 
 class Refuse:
@@ -20,6 +20,9 @@ class Refuse:
             raise ModuleNotFoundError("nano_loop was imported")
 
 sys.meta_path.insert(0, Refuse())
+"""
+# Runs the script that is named first among the arguments there.
+WITHOUT_NANO_LOOP = f"""{REFUSING}
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

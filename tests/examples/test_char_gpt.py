@@ -38,17 +38,12 @@ def resume(checkpoint, mode, folder):
     return results("char_gpt.py", *MODES[mode], *LONG, "--checkpoint", own_copy, "--resume", folder=folder)
 
 
-def test_accelerated_runs_with_nano_loop_alone():
-    process = run("char_gpt.py", *TINY, "--steps", 2, nano_loop=False)
-    assert process.returncode == 1
-    assert "nano_loop was imported" in process.stderr
-
-
 @pytest.mark.slow
 def test_plain_learns_where_there_is_no_nano_loop(uninterrupted):
     assert uninterrupted["plain"]["loss"] < 3.2  # of ln(128) = 4.85 at the start
 
 
+@pytest.mark.slow
 def test_fp32_trains_as_plain_does(uninterrupted):
     assert uninterrupted["accelerated"]["loss"] == pytest.approx(uninterrupted["plain"]["loss"], rel=1e-4)
 
@@ -73,6 +68,7 @@ def test_bf16_trains_as_plain_does(uninterrupted, tmp_path):
     assert accelerated["loss"] == pytest.approx(plain["loss"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_it_writes_a_text_and_says_what_was_applied(uninterrupted):
     assert "\ndef " in "\n" + uninterrupted["accelerated"]["stdout"]
     assert "fused_optimizer" in uninterrupted["accelerated"]["stderr"]

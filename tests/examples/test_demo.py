@@ -15,6 +15,7 @@ def test_both_runs_are_compared_and_their_progress_is_shown():
     assert process.stderr.count("23/23") >= 2
 
 
+@pytest.mark.slow
 def test_a_failed_run_fails_the_demo_with_its_message_and_exit_code():
     process = run("demo.py", "--epochs", "many")
     assert process.returncode == 2

@@ -8,12 +8,6 @@ BAND = 0.022
 SMALL = ("--width", 16, "--batch-size", 16, "--epochs", 4)
 
 
-def test_accelerated_runs_with_nano_loop_alone():
-    process = run("digits.py", "--width", 8, "--epochs", 1, nano_loop=False)
-    assert process.returncode == 1
-    assert "nano_loop was imported" in process.stderr
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """The results of the loop where there is no nano_loop."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .running import results, run
+from .running import results
 
 SMALL = {
     "load_forecast.py": ("--epochs", 1, "--width", 16),
@@ -17,13 +17,6 @@ def has_learned(script, result):
     if script == "tabular_transformer.py":
         return result["accuracy"] > 0.85
     return result["moves"] > 30  # at random it is 22
-
-
-@pytest.mark.parametrize("script", SMALL)
-def test_accelerated_runs_with_nano_loop_alone(script):
-    process = run(script, *SMALL[script], nano_loop=False)
-    assert process.returncode == 1
-    assert "nano_loop was imported" in process.stderr
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def test_functions_are_those_that_torch_has_of_mkl():
     assert found == set(FUNCTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is built without MKL")
 def test_first_run_of_a_process_calls_each_once_in_fp32_and_fp64():
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)

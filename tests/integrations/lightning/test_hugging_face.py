@@ -11,7 +11,6 @@ from distributed.launch.started import environment
 from torch.utils.data import Dataset
 
 import nano_loop
-from nano_loop import NanoConfigError
 
 transformers = pytest.importorskip("transformers", reason="it is in the environments of IPEX and of the benchmarks")
 
@@ -120,11 +119,6 @@ def test_after_the_run_the_trainer_predicts_as_without(plain, tmp_path):
     with nano_loop.accelerated(trained.model, exact=True, verbose=False):
         trained.train()
     assert (trained.predict(Sentences(2)).predictions == plain.predict(Sentences(2)).predictions).all()
-
-
-def test_several_processes_are_refused_with_the_way_that_works():
-    with pytest.raises(NanoConfigError, match=r"accelerated runs in one process.*@nano_loop.nano\(num_processes"):
-        nano_loop.accelerated(num_processes=2)
 
 
 UNDER_TORCHRUN = """

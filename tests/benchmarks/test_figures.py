@@ -1,0 +1,94 @@
+"""What the benchmarks compute of what they have measured: medians, ratios round by round, differences seed by seed."""
+
+import math
+
+import pytest
+
+from benchmarks import hosts, learning
+from benchmarks.attention import BLOCKS, TORCH, Shape, measure, row
+from benchmarks.libraries.__main__ import BEGIN, END, lower_end, page, written
+from benchmarks.losses import difference
+from benchmarks.training import End, markdown
+
+
+def test_ratio_of_attention_is_torchs_time_over_that_of_a_way():
+    found = {TORCH: [4.0, 6.0, 5.0], BLOCKS: [1.0, 1.0, 1.0]}
+    assert row(Shape(1, 2, 3, 4), found) == ["1, 2, 3, 4", "5", "1", "5 (4 to 6)"]
+    assert row(Shape(1, 2, 3, 4), {TORCH: [4.0]}) == ["1, 2, 3, 4", "4", "–", "–"]
+    assert TORCH in measure(Shape(1, 2, 64, 16, "causal"), 2)
+
+
+def test_difference_of_losses_is_the_largest_relative_one_or_no_number():
+    assert difference([2.0, 4.0], [2.0, 4.5]) == 0.125
+    assert difference([-2.0], [-1.0]) == 0.5
+    assert math.isnan(difference([1.0, 1.0, 1.0], [1.0, math.nan, 2.0]))
+
+
+def test_table_of_hosts_has_medians_and_the_ratios_of_each_round():
+    times = {way: [100.0, 200.0, 300.0] for way in hosts.WAYS} | {"buckets at the end": [150.0, 400.0, 300.0]}
+    rows = hosts.table({"lstm": times}).splitlines()
+    assert rows[0] == "| | lstm |"
+    assert "| buckets at the end | 300 ms, 1.50× (1.00 to 2.00) |" in rows
+    assert "| buckets | 200 ms, 1.00× (1.00 to 1.00) |" in rows
+
+
+def test_hosts_without_root_are_refused(monkeypatch):
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit, match="no two hosts here: network namespaces need root"):
+        hosts.main([])
+
+
+# --- libraries: seconds of fits by side; the machine was half as fast in the second round ---
+
+FITS = {"plain": [4.0, 8.0, 4.0], "fp32": [2.0, 4.0, 2.0], "auto": [1.0, 2.0, 2.0]}
+
+
+def results_of(fits):
+    return {side: [{"fit": value, "script": value + 4} for value in values] for side, values in fits.items()}
+
+
+def test_ratios_of_libraries_are_of_the_same_round_and_what_fails_has_no_part_in_the_means():
+    rows = page({"bert": results_of(FITS), "gcn": results_of({**FITS, "fp32": FITS["plain"]})}, 3).splitlines()
+    bert = next(row for row in rows if row.startswith("| transformers | BERT |"))
+    cells = ["2.00 (2.00)", "1.33 (1.33)", "4.00 (2.00)", "1.60 (1.33)", "2.00 (1.00)"]
+    assert [cell.strip() for cell in bert.split("|")[5:-1]] == cells
+    assert rows[-1].split("|")[5].strip() == "1.41 (1.00)"  # the geometric mean of 2 and 1, and the lowest
+    broken = {**results_of(FITS), "auto": [{"reason": "exit code 1: no such module"}] * 3}
+    rows = page({"bert": broken, "gcn": results_of(FITS)}, 3).splitlines()
+    assert "no such module" in next(row for row in rows if "BERT" in row)
+    assert rows[-1].split("|")[5].strip() == "2.00 (2.00)"
+    assert "mean" not in page({"bert": broken}, 3)
+
+
+def test_lower_end_is_below_the_median_and_not_below_all():
+    assert lower_end([1.0] * 7) == 1.0
+    assert 1.0 <= lower_end([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]) < 1.3
+
+
+def test_table_replaces_what_was_there():
+    text = f"before\n{BEGIN}old\n{END}\nafter\n"
+    assert written(text, "new\n") == f"before\n{BEGIN}new\n{END}\nafter\n"
+    with pytest.raises(SystemExit):
+        written("no marks", "new")
+
+
+# --- trainings and curves of several seeds ---
+
+
+def test_training_has_a_row_a_mode_with_the_differences_seed_by_seed_and_the_memory():
+    memory = {"parameters": 2_000_000, "gradients": 1_000_000, "state": 4_000_000, "resident": 500_000_000}
+    ends = {
+        mode: [End(each, memory) for each in found] for mode, found in (("fp32", (0.9, 0.92)), ("bf16", (0.91, 0.92)))
+    }
+    rows = markdown({"digits": ends}).splitlines()
+    assert rows[2] == "| digits | fp32 | 2 | accuracy 91.00% ± 1.41% |  | 2 | 1 | 4 | 500 |"
+    differences = "0.50% ± 0.71% (0.00% to 1.00%)"
+    assert rows[3] == f"| digits | bf16 | 2 | accuracy 91.50% ± 0.71% | {differences} | 2 | 1 | 4 | 500 |"
+    assert "loss 1.5000 ± – |" in markdown({"char_gpt": {"bf16": [End(1.5, memory)]}})  # one seed has no spread
+
+
+def test_differences_of_curves_are_those_of_each_seed_and_one_seed_has_no_error():
+    plain, nano = [[(2.0, 0.5)], [(2.2, 0.4)]], [[(1.0, 0.505)], [(1.0, 0.404)]]
+    row = learning.ends({"digits": {"plain": plain, "nano": nano}}).splitlines()[-1]
+    assert row.endswith("| 2 | 0.4500 | 0.4545 | +1.00% ± 0.00% | 2.10 |")
+    assert "| +1.00% | 2.00 |" in learning.ends({"digits": {"plain": plain[:1], "nano": nano[:1]}})

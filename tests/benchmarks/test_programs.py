@@ -1,0 +1,61 @@
+"""Each benchmark is run small as a person would run it, and refuses in a line what it cannot measure."""
+
+import re
+import shlex
+
+import pytest
+from command_line import OWN, run
+
+PLAIN_SECONDS = r"(-?\d|\d\d)\.\d\d"  # of one round, in which a process of the other side may have been disturbed
+#: Command lines, their exit codes, and how often each pattern is in the output or, after a failure, in the error.
+PROGRAMS = {
+    "attention --rounds 1 --shapes 2,2,32,16,dropout 1,2,64,32": (0, {r"\n": 4, r"\| 2, 2, 32, 16, dropout \|": 1}),
+    "attention --shapes 8,12,128": (2, {"8,12,128": ...}),
+    "attention --shapes 8,12,128,64,random": (2, {"8,12,128,64,random": ...}),
+    "losses --only OWNlinear --small --steps 20": (0, {r"\| OWNlinear \|": ...}),
+    "losses --only mlp --small --steps 20": (0, {r"\| mlp \|": ...}),
+    "losses --only OWNlinear --system OWNdrifting --steps 5": (
+        1,
+        {r"\Aoff by more than 1e-05 and than rounding explains: OWNlinear\n\Z": 1},
+    ),
+    "losses --only OWNlinear --system OWNfailing": (1, {"RuntimeError: this system is broken": ...}),
+    "lockstep --only OWNlinear --systems plain,OWNfailing --seconds 1": (1, {"ended": ...}),
+    "processes --only start --rounds 1": (
+        0,
+        {
+            rf"start of two processes, over {what}: {PLAIN_SECONDS} s \(median of 1\)": 1
+            for what in ("an import", "one process")
+        },
+    ),
+    "processes --only calls --rounds 1 --rows 320 --epochs 2": (
+        0,
+        {
+            "5 folds of 2 epochs over 320 rows, two processes, seconds": ...,
+            **{rf"^  {way} .* (?!0+\.0+×)\d+\.\d+× \(": 1 for way in ("one call", "a call a fold", "a call an epoch")},
+        },
+    ),
+    "averaging --rounds 1": (
+        0,
+        {rf"^  .*{way}.* \d+\.\d\d": 2 for way in ("shared memory", "process group", "gloo all_reduce")},
+    ),
+    "processes --rounds 0": (2, {"'0': a whole number, 1 or more": ...}),
+    "averaging --rounds 0": (2, {"'0': a whole number, 1 or more": ...}),
+    "training --only digits --seeds 1 '--digits=--epochs many'": (1, {"invalid int value: 'many'": ...}),
+}
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(each, marks=[pytest.mark.slow] * (each == "averaging --rounds 1")) for each in PROGRAMS]
+)
+def test_program_measures_or_says_why_not(line):
+    code, patterns = PROGRAMS[line]
+    program, *options = shlex.split(line.replace("OWN", OWN))
+    done = run(f"benchmarks.{program}", *options)
+    assert done.returncode == code, done.stderr
+    text = done.stderr if code else done.stdout
+    found = {each: len(re.findall(each.replace("OWN", OWN), text, re.MULTILINE)) for each in patterns}
+    assert {
+        each: count
+        for each, count in found.items()
+        if count != patterns[each] and not (count and patterns[each] is ...)
+    } == {}, text
