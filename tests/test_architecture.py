@@ -46,6 +46,7 @@ ROOMS = (
     ("compile",),
     ("precision.diagnostics", "precision.verification"),
     ("precision.autocast", "precision"),
+    ("runtime.trial",),
     ("autotune",),
     (
         "kernels.attention",
@@ -61,7 +62,7 @@ ROOMS = (
     ),
     ("kernels",),
     ("policy",),
-    ("runtime.objects",),
+    ("runtime.objects", "runtime.clock"),
     ("patching.calls", "patching.operators", "patching.objects"),
     ("patching", "optim"),
     ("config",),
