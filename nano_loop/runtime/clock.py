@@ -117,7 +117,7 @@ class StepClock:
         self._undoing.close()
 
     def _cancel(self, name: str, function: Any) -> None:
-        setattr(self, name, tuple(each for each in getattr(self, name) if each != function))
+        setattr(self, name, tuple(other for other in getattr(self, name) if other != function))
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Tell of a step that begins. torch takes what this hook returns as the arguments of the step."""
@@ -150,13 +150,10 @@ class StepClock:
     def _call_due(self) -> None:
         due = [key for key, (step, _) in self._due.items() if step <= self.steps]
         for key in due:
-            _, function = self._due.pop(key, (0, _nothing))  # one may cancel another
-            function()
+            if key in self._due:  # one may cancel another
+                _, function = self._due.pop(key)
+                function()
         self._next = min((step for step, _ in self._due.values()), default=math.inf)
-
-
-def _nothing() -> None:
-    pass
 
 
 class StepTimes:

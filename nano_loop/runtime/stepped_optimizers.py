@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -12,7 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import StepHook, closure_of, held_by, hook_before_steps, trained_by
 from nano_loop.patching.user_code import warn
@@ -73,8 +73,10 @@ class SteppedOptimizers:
         self._is_set_up = False  # whether anything is
         self._models: Any = WeakIdKeyDictionary()
         self._optimizers: Any = WeakIdKeyDictionary()  # those that were set up
-        self._clock, self._undoing = clock, undoing
-        self._stepped: set[int] = set()  # the ids of those that were looked at: each of their steps asks for it
+        self._clock = clock
+        # Those that were looked at, by their ids. Each of their steps asks for it, of which a weak dictionary makes
+        # several calls.
+        self._stepped: dict[int, weakref.ref[Optimizer]] = {}
         self._idle: dict[int, str] = {}  # by the ids of those that have stepped without gradients, the report's line
         self._remarks: dict[str, None] = {}
         self._is_first = True
@@ -113,7 +115,8 @@ class SteppedOptimizers:
         self.take = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._stepped:
+        known = self._stepped.get(id(optimizer))
+        if known is not None and known() is optimizer:
             return
         if not self._scope.is_here():
             self.saw_inner_run = True
@@ -127,22 +130,18 @@ class SteppedOptimizers:
         # Other ranks may not step an optimizer that this one does.
         if self._ranks.size == 1 and not self.trains_set_up_model(optimizer) and self.take is not None:
             if self.take(optimizer):
-                self._note(optimizer)
+                self._stepped[id(optimizer)] = weakref.ref(optimizer)
             return
         if self._ranks.size > 1 and not self._parameters().isdisjoint(map(id, held_by(optimizer))):
             self._clock.add(TrainingObjects(optimizers=[optimizer]).optimizers)
         if self._is_first:
             self._check(name)
             self._is_first = False
-        self._note(optimizer)
+        self._stepped[id(optimizer)] = weakref.ref(optimizer)
         if optimizer not in self._optimizers:
             self._remarks[f"{name} was not set up"] = None
         elif self._models and not has_closure and self._parameters().isdisjoint(map(id, trained)):
             self._remarks[f"{name} trains no model that was set up"] = None
-
-    def _note(self, optimizer: Optimizer) -> None:
-        undone_with(optimizer, self._undoing).callback(self._stepped.discard, id(optimizer))
-        self._stepped.add(id(optimizer))
 
     def _parameters(self) -> set[int]:
         """Return the ids of the parameters of the models that were set up."""

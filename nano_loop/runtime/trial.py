@@ -34,7 +34,7 @@ PATIENCE = 64
 _Setting = TypeVar("_Setting", bound=Hashable)
 
 #: In a thread, one setting is tried at a time: what steps take with another one would depend on it.
-_under_way: dict[int, StepTrial[Any]] = process_wide("trials under way, by thread", {})
+_measuring: dict[int, StepTrial[Any]] = process_wide("trials under way, by thread", {})
 
 
 class StepTrial(Generic[_Setting]):
@@ -113,7 +113,7 @@ class StepTrial(Generic[_Setting]):
     @property
     def is_under_way(self) -> bool:
         """Whether steps take turns."""
-        return _under_way.get(self._clock.thread) is self
+        return _measuring.get(self._clock.thread) is self
 
     @property
     def is_given_up(self) -> bool:
@@ -168,7 +168,7 @@ class StepTrial(Generic[_Setting]):
         known = self._known()
         if known is not None:
             self._settle(*known)
-        elif self._has_time() and _under_way.setdefault(self._clock.thread, self) is self:
+        elif self._has_time() and _measuring.setdefault(self._clock.thread, self) is self:
             self._waits = self._waits or Waits()
             self._set(self._next())
 
@@ -207,7 +207,7 @@ class StepTrial(Generic[_Setting]):
         is_faster = self._pays * medians[self._other] < medians[self.setting] and wins >= self._wins * len(ours)
         self.measured += 1
         setting = self._other if is_faster else self.setting
-        times = {str(each): seconds * 1e3 for each, seconds in medians.items()}
+        times = {str(tried): seconds * 1e3 for tried, seconds in medians.items()}
         self._choices.put(self._key(), Choice(str(setting), str(self.settings[0]), times))
         share = self._waits.share() if self._waits is not None else None
         self._choices.save(is_busy=share is not None and share >= BUSY)
@@ -249,7 +249,7 @@ class StepTrial(Generic[_Setting]):
 
     def _stop(self) -> None:
         if self.is_under_way:
-            del _under_way[self._clock.thread]
+            del _measuring[self._clock.thread]
 
     def _set(self, setting: _Setting) -> None:
         if setting != self._now:

@@ -15,7 +15,6 @@ from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.fp32 import always, by_guess, rule_of
 from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.runtime.clock import Cancel
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -102,7 +101,7 @@ class KernelStep(Step):
         self._models: Any = WeakIdKeyDictionary()
         self._calls = 0
         self._is_idle = False  # whether torch's kernels are in force again
-        self._stop_looking: Cancel = _nothing
+        self._looks = ExitStack()  # what the clock is to call
 
     @property
     @override
@@ -177,8 +176,8 @@ class KernelStep(Step):
                 self._in_force.enter_context(context())
         self._calls = kernels.kernel.calls
         if self._is_in_fp32:
-            self._stop_looking()
-            self._stop_looking = self.clock.at_doublings(self._look, LOOKS_FROM)
+            self._looks.close()
+            self._looks.callback(self.clock.at_doublings(self._look, LOOKS_FROM))
 
     @override
     def forget_times(self) -> None:
@@ -204,10 +203,6 @@ class KernelStep(Step):
 
     def _is_wanted(self, parts: TrainingObjects) -> bool:
         return self.required or any(map(self.kernels.is_for, parts.models))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _is_scripted(model: nn.Module) -> bool:
