@@ -46,6 +46,12 @@ FAULTS = (
         "tests/autotune",
     ),
     Fault(
+        "autotune/budget.py",
+        "        if clock.steps < 2 or not self._measures or not clock.is_here:\n",
+        "        if clock.steps < 2 or not self._measures:\n",
+        "tests/autotune/test_budget.py",
+    ),
+    Fault(
         "cli/software_checks.py",
         "            for instruction_set, words in _WORDS_FOR.items()\n",
         "            for instruction_set, words in [*_WORDS_FOR.items()][:2]\n",
@@ -477,6 +483,18 @@ FAULTS = (
         "tests/runtime/test_run_life.py tests/api/test_verification.py tests/steps/test_verify.py",
     ),
     Fault("steps/allocator.py", "        _set(_LEFT)\n", "        _set(SETTINGS)\n", "tests/steps/test_allocator.py"),
+    Fault(
+        "runtime/clock.py",
+        "        if id(optimizer) not in self._open:\n            return\n",
+        "",
+        "tests/runtime/test_clock.py",
+    ),
+    Fault(
+        "runtime/trial.py",
+        "        if self.measured or power == self._power:\n",
+        "        if self.measured:\n",
+        "tests/runtime/test_trial.py",
+    ),
     Fault(
         "steps/kernels/models.py",
         "parameters_of(module, recurse=False) if weight.numel() >= elements",

@@ -46,6 +46,7 @@ ROOMS = (
     ("compile",),
     ("precision.diagnostics", "precision.verification"),
     ("precision.autocast", "precision"),
+    ("runtime.trial",),
     ("autotune",),
     (
         "kernels.attention",
@@ -61,7 +62,7 @@ ROOMS = (
     ),
     ("kernels",),
     ("policy",),
-    ("runtime.objects",),
+    ("runtime.objects", "runtime.clock"),
     ("patching.calls", "patching.operators", "patching.objects"),
     ("patching", "optim"),
     ("config",),
@@ -115,8 +116,8 @@ BUDGETS = {
     "api": 1_300,
     "cli": 2_675,  # 2_100 is the goal
     "integrations": 1_600,
-    "runtime": 1_700,
-    "steps": 3_925,  # 3_300 is the goal
+    "runtime": 2_125,  # 1_700 is the goal: the clock and trials moved in
+    "steps": 3_675,  # 3_300 is the goal
     "policy": 400,
     "kernels": 9_925,  # 9_600 is the goal
     "autotune": 1_100,  # 1_000 is the goal

@@ -84,6 +84,7 @@ class Precision(Step):
                 backwards_under_autocast(CallUnderAutocast),
             ):
                 self.undoing.enter_context(context)
+            self.undoing.callback(self.clock.after(self._look))
         for model in parts.models:
             if _uncast_dtype(model):
                 continue
@@ -92,8 +93,6 @@ class Precision(Step):
             self._interceptors_of[model] = interceptor
             if _has_lstm(model) and not can_train_lstms(dtype):
                 interceptor.rules = {**interceptor.rules, **self._rules_of_lstms()}
-        for optimizer in parts.optimizers:
-            self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
         remarks = [_remark(model, dtype) for model in parts.models]
         return "; ".join([self.options.kind.summary, *dict.fromkeys(filter(None, remarks))])
 
@@ -112,7 +111,7 @@ class Precision(Step):
         detail = f"{names} was called by code compiled before the run"
         return StepResult(self.name, "skipped", detail, code="not_intercepted")
 
-    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _look(self, optimizer: Optimizer) -> None:
         """Warn about a model that this optimizer trains and whose calls were not intercepted."""
         for model, interceptor in [*self._interceptors_of.items()]:
             name = type(model).__name__
@@ -121,7 +120,7 @@ class Precision(Step):
             self._missed.append(name)
             got = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
             cause = "a function that was compiled before the run bypasses the steps"
-            warnings.warn(error_message(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
+            warnings.warn(error_message(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=3)
 
     def _warn(self) -> None:
         got = f"{self.options.as_written['precision']} on {self.machine.name}"

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.choices import Choice, Choices, choices_for
 from nano_loop.autotune.fp32_operators import FP32_OPERATORS
 from nano_loop.autotune.operators import OPERATORS
@@ -20,7 +19,6 @@ from nano_loop.patching.ownership import Rule
 from nano_loop.policy.policy import RULE
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.num_threads import HALF
 from nano_loop.steps.step import SkipReason, Step
 
 _FP32_RULES = frozenset(operator.rule for operator in FP32_OPERATORS)
@@ -145,12 +143,8 @@ class TuneOperators(Step):
         if self.ranks.rank == 0:
             self._waits = Waits()
             self.undoing.callback(self._save)
-            part = HALF if self.options.num_threads == "auto" else 1.0
-            budget = Budget(measures=True, at_turn=self._note_turn, part=part)  # now and then, for a run that is killed
-        else:
-            budget = Budget(measures=False)
-        self.undoing.callback(budget.close)
-        return Tuner(choices, budget)
+            self.undoing.callback(self.clock.at_doublings(self._note_turn))  # now and then, for a run that is killed
+        return Tuner(choices, self.budget)
 
     def _note_turn(self) -> None:
         """Save what was measured, and go on with choices for the number of threads that torch has now."""

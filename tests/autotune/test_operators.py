@@ -330,7 +330,7 @@ def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch
     monkeypatch.setattr(attention.blocked_attention.KERNEL, "unavailable", None)
     monkeypatch.setitem(attention.ALGORITHMS, attention.BLOCKS, attention.ALGORITHMS[attention.TORCH])
     monkeypatch.setattr(Tuner, "_measure", lambda self, *_: self.choices.all()[None])
-    monkeypatch.setattr(Tuner, "choose", lambda self, *_: attention.TORCH if self._budget.left(0.0) > 0 else None)
+    monkeypatch.setattr(Tuner, "choose", lambda self, *_: attention.TORCH if self._budget.left() > 0 else None)
     taken, algorithm = [], attention._algorithm
     monkeypatch.setattr(attention, "_algorithm", lambda call: taken.append(algorithm(call)) or taken[-1])
     torch.manual_seed(0)
@@ -339,7 +339,7 @@ def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch
     other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
 
     @nano(precision="bf16", verbose=False)
-    def train(model, optimizer):
+    def train(model, optimizer, other):
         other.step()
         for _ in range(2):
             before = model(tokens).square().mean()
@@ -348,7 +348,7 @@ def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch
             before.backward()
             optimizer.step()
 
-    train(model, optimizer)
+    train(model, optimizer, other)
     assert len(taken) == 2 * 2 * 2  # each is computed twice
     assert set(taken) == {attention.BLOCKS, attention.TORCH}  # the guess first, and then the fastest
 

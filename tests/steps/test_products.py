@@ -25,6 +25,7 @@ from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.patch_table import users
 from nano_loop.policy import products
 from nano_loop.policy.policy import Policy
+from nano_loop.runtime import trial
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import products as module
 
@@ -619,7 +620,7 @@ def test_trial_whose_optimizer_steps_no_more_is_given_up(clock, pairs):
     assert in_force()[0] == 0
     second_step = next(pairs)
     assert in_force()[0] == 1
-    for _ in range(module.PATIENCE + 1):
+    for _ in range(trial.PATIENCE + 1):
         clock.now += 1.0
         second_step()
     assert in_force()[0] == 2

@@ -99,8 +99,9 @@ class KernelStep(Step):
         self._has_calls = False  # whether a model that was set up calls the replaced operators
         self._in_force: ExitStack | None = None
         self._models: Any = WeakIdKeyDictionary()
-        self._optimizers: Any = WeakIdKeyDictionary()
-        self._steps = self._calls = 0
+        self._calls = 0
+        self._is_idle = False  # whether torch's kernels are in force again
+        self._looks = ExitStack()  # what the clock is to call
 
     @property
     @override
@@ -158,8 +159,6 @@ class KernelStep(Step):
         self._begin_with(models)
         for model in models:
             self._models[model] = True
-        if self._is_in_fp32:
-            self._watch(parts)
         reason = self.kernels.kernel.unavailable
         return self.kernels.says if reason is None else f"{self.kernels.says_without_kernel}{for_report(reason)}"
 
@@ -171,10 +170,14 @@ class KernelStep(Step):
                 rule = self.row.rule or (by_guess if self._is_in_fp32 else always)
                 interceptor.rules = {**interceptor.rules, rule_of(kernels.kernel): rule}
         if self._in_force is None:
+            self._is_idle = False
             self._in_force = self.undoing.enter_context(ExitStack())
             for context in (*kernels.contexts, *(replacement.in_force for replacement in kernels.replacements)):
                 self._in_force.enter_context(context())
-        self._steps, self._calls = 0, kernels.kernel.calls
+        self._calls = kernels.kernel.calls
+        if self._is_in_fp32:
+            self._looks.close()
+            self._looks.callback(self.clock.at_doublings(self._look, LOOKS_FROM))
 
     @override
     def forget_times(self) -> None:
@@ -184,25 +187,17 @@ class KernelStep(Step):
     @override
     def final_result(self) -> StepResult | None:
         """Return that torch's kernels are in force again, or None."""
-        if self._in_force is not None or self._steps < LOOKS_FROM:
+        if not self._is_idle:
             return None
         return StepResult(
             self.name, "measured", "torch's kernels, which are as fast for these tensors", code="too_small"
         )
 
-    def _watch(self, parts: TrainingObjects) -> None:
-        for optimizer in parts.optimizers:
-            if optimizer not in self._optimizers:
-                self._optimizers[optimizer] = True
-                self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
-
-    def _look(self, *_: object) -> None:
-        self._steps += 1
-        if self._steps < LOOKS_FROM or self._steps.bit_count() > 1 or self._in_force is None:
-            return
-        if self.kernels.kernel.calls == self._calls:
+    def _look(self) -> None:
+        """Put torch's kernels back if no call has used a function since this was called last."""
+        if self._in_force is not None and self.kernels.kernel.calls == self._calls:
             self._in_force.close()
-            self._in_force = None
+            self._in_force, self._is_idle = None, True
             self.interceptors.release(self.name)
         self._calls = self.kernels.kernel.calls
 
