@@ -6,7 +6,6 @@ import pytest
 
 from nano_loop.config.leftovers import REMOVED_OTHERS
 
-
 # Those of Lightning's modules are tested where Lightning is imported.
 NAMES = [name for name in REMOVED_OTHERS if name.startswith("nano_loop.") and "lightning" not in name]
 
