@@ -121,11 +121,6 @@ def compiled_default(call: Call) -> str:
     return _default_in_fp32()
 
 
-def torch_default(call: Call) -> str:
-    """Return torch's kernel as the first guess."""
-    return TORCH
-
-
 def by_kernel(call: Call) -> Any:
     """Compute a call by torch's kernel, which takes its tensors and numbers."""
     assert call.kernel is not None
@@ -247,18 +242,9 @@ class Override(NamedTuple):
 
 
 def choose(rules: Rules, call: Call, algorithms: Callable[[], Mapping[str, Compute]], guess: str) -> str:
-    """Return the name of the algorithm that computes a call.
+    """Return the name of the algorithm that computes a call by a model's rules: a guess, where nothing is measured.
 
-    Parameters
-    ----------
-    rules : Rules
-        Those of the model.
-    call : Call
-        The call.
-    algorithms : callable
-        Returns the algorithms by name, and `REFERENCE` where torch's kernel is not it.
-    guess : str
-        The name of the one that is taken without a measurement.
+    `algorithms` returns them by name, and `REFERENCE` where torch's kernel is not it.
     """
     return guess if rules.chooser is None else rules.chooser.algorithm(call, algorithms, guess)
 

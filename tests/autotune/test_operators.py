@@ -40,11 +40,10 @@ def attention_call(batch=2, length=40, dropout=0.0, mask=None):
         return attention._supports(None, *tensors, mask, dropout)
 
 
-def convolution_call(images=5, channels=16, outputs=24, groups=1, layout=NHWC, dtype=torch.bfloat16):
+def convolution_call(images=5, channels=16, outputs=24, groups=1, layout=NHWC):
     inputs, weight = normal(images, channels, 9, 9), normal(outputs, channels // groups, 3, 3)
-    tensors = [
-        each.to(dtype).contiguous(memory_format=layout) for each in (normal(images, outputs, 9, 9), inputs, weight)
-    ]
+    gradient = normal(images, outputs, 9, 9)
+    tensors = [each.contiguous(memory_format=layout) for each in (gradient, inputs, weight)]
     geometry = ([outputs], [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
     return convolution._supports(ATEN.convolution_backward, *tensors, *geometry, (True, True, True))
 

@@ -70,7 +70,9 @@ def test_report_says_what_was_measured_and_a_later_run_starts_with_it(measuring,
 def test_run_computes_as_the_stored_choices_say(measuring, monkeypatch):
     """A cache that says "torch everywhere" gives the bits of a run without measurements, and others are followed."""
     taken, by_plan = set(), convolution._by_plan
-    monkeypatch.setattr(convolution, "_by_plan", lambda plan, *args: taken.add(plan.name) or by_plan(plan, *args))
+    monkeypatch.setattr(
+        convolution, "_by_plan", lambda call, plan, *args: taken.add(plan.name) or by_plan(call, plan, *args)
+    )
     weights()
     (path,) = measuring.glob("operators-*.json")
     keys = [*stored(measuring)]

@@ -45,11 +45,8 @@ def computed(function: str, *tensors: Tensor) -> Tensor:
     return out
 
 
-def _computed(call: Call) -> Tensor:
-    return computed(call.details, *call.tensors)
-
-
+_ALGORITHM = Algorithm(COMPILED, lambda call: computed(call.details, *call.tensors), BF16, is_raced=False)
 OVERRIDES = tuple(
-    Override(operator, (Algorithm(COMPILED, _computed, BF16, is_raced=False),), functools.partial(_supports, operator))
+    Override(operator, (_ALGORITHM,), functools.partial(_supports, operator))
     for operator in ("tanh", "gelu", "gelu_backward")
 )

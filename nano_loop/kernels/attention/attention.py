@@ -86,10 +86,6 @@ def _by_torch(call: Call) -> Tensor:
         return torch_attention.by_torch(*call.tensors, *call.details)
 
 
-def _fits_blocks(call: Call) -> bool:
-    return blocked_attention.supports(*call.tensors[:3])
-
-
 def _without_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args: Any, **how: Any
 ) -> Any:
@@ -105,12 +101,12 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.dtype in _DTYPES else tensor
 
 
+def _fits_blocks(call: Call) -> bool:
+    return blocked_attention.supports(*call.tensors[:3])
+
+
+_ALGORITHM = Algorithm(BLOCKS, _in_blocks, BF16, supports=_fits_blocks, has_reference=True)
 OVERRIDE = Override(
-    "scaled_dot_product_attention",
-    (Algorithm(BLOCKS, _in_blocks, BF16, supports=_fits_blocks, has_reference=True),),
-    _supports,
-    lambda call: BLOCKS,
-    _by_torch,
-    "AutocastCPU",
+    *("scaled_dot_product_attention", (_ALGORITHM,), _supports, lambda call: BLOCKS, _by_torch, "AutocastCPU"),
     otherwise=_without_kernel,
 )

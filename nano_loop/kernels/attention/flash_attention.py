@@ -7,7 +7,9 @@ that is faster. Where torch computes attention by single products instead, as wi
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from nano_loop.kernels.attention import blocked_attention, fp32_attention
 from nano_loop.kernels.memory import is_plain
-from nano_loop.kernels.override import COMPILED, FP32, ROUNDED, Algorithm, Call, Override, torch_default
+from nano_loop.kernels.override import COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.torch_private import FLASH_KERNEL
 from nano_loop.policy import policy
@@ -109,14 +111,8 @@ def _narrow(call: Call) -> tuple[Any, ...]:
     return *narrow, mask, None, 0.0, call.details.is_causal, call.details.scale
 
 
-def _compiled(call: Call) -> tuple[Tensor, Tensor]:
-    arguments: tuple[Any, ...] = (*call.tensors, call.details.is_causal, call.details.scale)
-    return fp32_attention.forward(*arguments)
-
-
-def _gradients_compiled(call: Call) -> tuple[Tensor, ...]:
-    arguments: tuple[Any, ...] = (*call.tensors, call.details.is_causal, call.details.scale)
-    return fp32_attention.backward(*arguments)
+def _compiled(function: Callable[..., Any], call: Call) -> Any:
+    return function(*call.tensors, call.details.is_causal, call.details.scale)
 
 
 def _supports_rounding(call: Call) -> bool:
@@ -129,25 +125,27 @@ def _supports_rounding(call: Call) -> bool:
     return blocked_attention.share_heads(query, key) and blocked_attention.supports(query, key, value)
 
 
-def _supports_fp32(call: Call) -> bool:
-    return fp32_attention.supports(*call.tensors[-4:])
-
-
 OVERRIDES = tuple(
     Override(
         operator,
         (
             Algorithm(ROUNDED, rounded, FP32, is_exact=False, supports=_supports_rounding),
-            Algorithm(COMPILED, compiled, FP32, supports=_supports_fp32, kernel=fp32_attention.KERNEL.name),
+            Algorithm(
+                COMPILED,
+                functools.partial(_compiled, compiled),
+                FP32,
+                supports=lambda call: fp32_attention.supports(*call.tensors[-4:]),
+                kernel=fp32_attention.KERNEL.name,
+            ),
         ),
         supports,
-        torch_default,
+        lambda call: TORCH,
         _by_torch,
         product=ATTENTION,
         factors=factors,
     )
     for operator, supports, rounded, compiled, factors in (
-        (FLASH_KERNEL, _forward, _rounded, _compiled, 3),
-        (f"{FLASH_KERNEL}_backward", _backward, _gradients_rounded, _gradients_compiled, 4),
+        (FLASH_KERNEL, _forward, _rounded, fp32_attention.forward, 3),
+        (f"{FLASH_KERNEL}_backward", _backward, _gradients_rounded, fp32_attention.backward, 4),
     )
 )

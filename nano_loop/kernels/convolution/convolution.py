@@ -87,9 +87,7 @@ def _by_plans(call: Call, *, rounds_inputs: bool = False) -> _Gradients | None:
     return _by_plan(call, Plan(*chosen.split("/")), rounds_inputs)
 
 
-def _can_round(call: Call) -> bool:
-    arguments = Arguments(*call.tensors, *call.numbers)
-    return can_round(arguments.inputs, arguments.weight, arguments.groups)
+_by_rounded_plans = functools.partial(_by_plans, rounds_inputs=True)
 
 
 def _of_rounded(call: Call, factors: Sequence[Tensor]) -> _Gradients:
@@ -105,7 +103,7 @@ OVERRIDES = (
         "convolution_backward",
         (
             Algorithm(
-                ROUNDED, functools.partial(_by_plans, rounds_inputs=True), FP32, is_exact=False, supports=_can_round
+                ROUNDED, _by_rounded_plans, FP32, False, lambda call: can_round(*call.tensors[1:], call.numbers[-2])
             ),
             Algorithm("plans", _by_plans, (torch.bfloat16, torch.float32), is_raced=False),
         ),

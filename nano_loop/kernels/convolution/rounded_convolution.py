@@ -41,15 +41,18 @@ def _rounded(call: Call) -> Tensor:
     return out if bias is None else out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
 
 
-def _may_round(call: Call) -> bool:
-    inputs, weight, _ = call.tensors
-    return can_round(inputs, weight, call.numbers[-1])
-
-
 OVERRIDES = (
     Override(
         "convolution",
-        (Algorithm(ROUNDED, _rounded, FP32, is_exact=False, supports=_may_round),),
+        (
+            Algorithm(
+                ROUNDED,
+                _rounded,
+                FP32,
+                is_exact=False,
+                supports=lambda call: can_round(*call.tensors[:2], call.numbers[-1]),
+            ),
+        ),
         _supports,
         product=CONVOLUTION,
         factors=2,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.kernels.embedding.row_gradient import KERNEL, Lookups, RowGradient, tracked
-from nano_loop.kernels.memory import has_tangent
+from nano_loop.kernels.memory import CONTIGUOUS, computes_now, has_tangent, is_plain
 from nano_loop.kernels.override import FP32, Algorithm, Call, Override
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.operators.operators import Kernel
-from nano_loop.patching.torch_private import BAGS_KERNEL, in_dispatch_mode, in_functorch, sums_of_bags
+from nano_loop.patching.torch_private import BAGS_KERNEL, sums_of_bags
 
 #: Fewest elements of a table. torch fills a smaller one with zeros in the time that Python takes for a lookup.
 MIN_ELEMENTS = 1 << 18
@@ -43,8 +43,8 @@ def _embedding_bag(
     with_last_offset: bool = False,
     padding: int = -1,
 ) -> Call | None:
-    is_plain = not by_frequency and mode == _SUM and not sparse and sample_weights is None
-    if not (is_plain and _is_supported(weight, indices)):
+    is_simple = not by_frequency and mode == _SUM and not sparse and sample_weights is None
+    if not (is_simple and _is_supported(weight, indices)):
         return None
     arguments = (indices, offsets, by_frequency, mode, sparse, sample_weights, with_last_offset, padding)
     return Call("embedding_bag", (weight,), arguments)
@@ -63,17 +63,11 @@ def _is_supported(weight: Tensor, indices: Tensor) -> TypeGuard[nn.Parameter]:
         and weight.numel() >= MIN_ELEMENTS
         and weight.requires_grad
         and torch.is_grad_enabled()
-        and weight.dtype is torch.float32
         and weight.dim() == 2
-        and weight.is_cpu
-        and weight.is_contiguous()
-        and type(indices) is Tensor
-        and indices.dtype in (torch.int64, torch.int32)
-        and indices.is_cpu
+        and is_plain(weight, FP32, CONTIGUOUS)
+        and is_plain(indices, (torch.int64, torch.int32))
         and not is_exporting()
-        and not torch.compiler.is_compiling()
-        and not in_functorch()
-        and not in_dispatch_mode()
+        and computes_now()
         and not has_tangent(weight)
     )
 

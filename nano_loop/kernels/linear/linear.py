@@ -38,9 +38,9 @@ def _supports(
     if (not is_fp32 and a.dtype is not torch.bfloat16) or a.dim() != dimensions or b.dim() != dimensions:
         return None
     multiplications = a.numel() * b.size(-1)
-    fewest = (
-        min(fp32_product.MIN_MULTIPLICATIONS, policy.MIN_MULTIPLICATIONS[PRODUCT]) if is_fp32 else MIN_MULTIPLICATIONS
-    )
+    fewest = MIN_MULTIPLICATIONS
+    if is_fp32:
+        fewest = min(fp32_product.MIN_MULTIPLICATIONS, policy.MIN_MULTIPLICATIONS[PRODUCT])
     if multiplications < fewest:
         return None
     scales = () if alpha == beta == 1 else (beta, alpha)
@@ -70,6 +70,10 @@ def _in_blocks(call: Call) -> Tensor:
     return product.product(*call.tensors, out=call.details.get("out"))
 
 
+def _in_fp32(call: Call) -> Tensor:
+    return fp32_product.product(*call.tensors)
+
+
 def _rounded(call: Call) -> Tensor:
     """Return the product of factors in bf16, to which fp32 is added."""
     (a, b, bias), (beta, alpha) = call.tensors, call.numbers or (1, 1)
@@ -80,10 +84,6 @@ def _rounded(call: Call) -> Tensor:
     if bias is not None and row is None and beta != 0:
         result.add_(bias, alpha=beta)
     return result
-
-
-def _in_fp32(call: Call) -> Tensor:
-    return fp32_product.product(*call.tensors)
 
 
 def _supports_blocks(call: Call) -> bool:

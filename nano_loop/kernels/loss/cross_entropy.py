@@ -16,12 +16,12 @@ from torch import Tensor
 from nano_loop.kernels import override
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.double_backward import gradients_of
-from nano_loop.kernels.memory import BF16, FP32, INT64, empty
+from nano_loop.kernels.memory import BF16, FP32, INT64, computes_now, empty, is_plain
 from nano_loop.kernels.override import COMPILED, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.operators.upcasts import Upcast, upcast_of
 from nano_loop.patching.ownership import Rules, rules_now, rules_of_node
-from nano_loop.patching.torch_private import below_autocast, in_dispatch_mode, in_functorch
+from nano_loop.patching.torch_private import below_autocast
 from nano_loop.patching.torch_private_autograd import node_number
 
 _KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -54,7 +54,7 @@ def _under_autocast(kernel: Kernel, logits: Tensor, target: Tensor, *args: Any, 
 
 
 def _outside_autocast(kernel: Kernel, logits: Tensor, target: Tensor, *args: Any) -> Call | None:
-    if logits.numel() < MIN_LOGITS or logits.dtype is not torch.float32 or not _is_plain(logits, target):
+    if logits.numel() < MIN_LOGITS or logits.dtype is not torch.float32 or not supports(logits, target):
         return None
     return Call("cross_entropy", (logits, target), args, kernel, details={}, leaves=1, timed=_timed)
 
@@ -73,10 +73,6 @@ def _computed(call: Call) -> Tensor | None:
 def _below_autocast(call: Call) -> Tensor | None:
     with below_autocast():
         return _computed(call)
-
-
-def _supports(call: Call) -> bool:
-    return supports(*call.tensors)
 
 
 def _rules_of(call: Call) -> Rules | None:
@@ -108,7 +104,7 @@ OVERRIDES = (
     ),
     Override(
         "cross_entropy_loss",
-        (Algorithm(COMPILED, _computed, override.FP32, supports=_supports, kernel=KERNEL.name),),
+        (Algorithm(COMPILED, _computed, override.FP32, kernel=KERNEL.name),),
         _outside_autocast,
         dispatch_key="AutogradCPU",
         rules=_rules_of,
@@ -148,7 +144,7 @@ def cross_entropy(
     """
     if weight is not None or not 0 <= label_smoothing <= 1:
         return None
-    if not (_is_plain(logits, target) and supports(logits, target)):
+    if not supports(logits, target):
         return None
     rows = logits if logits.dim() == 2 else logits.movedim(1, -1).flatten(0, -2)
     upcast = upcast_of(rows, logits) if logits.dtype is torch.float32 else None
@@ -166,27 +162,15 @@ def cross_entropy(
 
 
 def supports(logits: Tensor, target: Tensor) -> bool:
-    """Whether the kernel supports the dtypes and shapes of a call. torch handles all other calls, and all errors."""
+    """Whether the kernel computes a call, which nobody traces. torch handles all other calls, and all errors."""
     return (
-        logits.dim() >= 2
+        is_plain(logits, tuple(_KINDS))
+        and is_plain(target, (torch.int64,))
+        and computes_now()
+        and logits.dim() >= 2
         and (*logits.shape[:1], *logits.shape[2:]) == target.shape
-        and logits.dtype in _KINDS
-        and target.dtype is torch.int64
         and logits.numel() > 0
-        and logits.layout is target.layout is torch.strided
         and (logits if logits.dim() == 2 else logits.movedim(1, -1)).is_contiguous()
-        and logits.device.type == target.device.type == "cpu"
-    )
-
-
-def _is_plain(logits: Tensor, target: Tensor) -> bool:
-    """Whether a call computes now, with numbers, and nobody traces or transforms it."""
-    return (
-        type(logits) is Tensor
-        and type(target) is Tensor
-        and not torch.compiler.is_compiling()
-        and not in_functorch()
-        and not in_dispatch_mode()
     )
 
 

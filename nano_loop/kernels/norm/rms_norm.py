@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.double_backward import gradients_of
-from nano_loop.kernels.memory import empty, has_tangent, is_plain
+from nano_loop.kernels.memory import computes_now, empty, has_tangent, is_plain
 from nano_loop.kernels.norm.norm_arguments import rows_of, supports_rows
 from nano_loop.kernels.norm.norms import KERNEL
 from nano_loop.kernels.override import COMPILED, FP32, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
-from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 
 #: Minimum number of elements. Below it, the Python of autograd's function takes as long as torch's operators.
 MIN_ELEMENTS = 1 << 14
@@ -42,7 +41,7 @@ def _supports(
 def _is_taken(call: Call) -> bool:
     (x,), (shape, weight, _) = call.tensors, call.numbers
     tensors = [tensor for tensor in (x, weight) if tensor is not None]
-    if in_functorch() or in_dispatch_mode() or any(map(has_tangent, tensors)) or not supports_rows(x, shape):
+    if not computes_now() or any(map(has_tangent, tensors)) or not supports_rows(x, shape):
         return False
     if not all(is_plain(tensor, FP32) for tensor in tensors) or not x.is_contiguous():
         return False
@@ -53,14 +52,8 @@ def _computed(call: Call) -> Tensor:
     return rms_norm(*call.tensors, *call.numbers)
 
 
-OVERRIDES = (
-    Override(
-        "rms_norm",
-        (Algorithm(COMPILED, _computed, FP32, supports=_is_taken, kernel=KERNEL.name),),
-        _supports,
-        dispatch_key="AutogradCPU",
-    ),
-)
+_ALGORITHM = Algorithm(COMPILED, _computed, FP32, supports=_is_taken, kernel=KERNEL.name)
+OVERRIDES = (Override("rms_norm", (_ALGORITHM,), _supports, dispatch_key="AutogradCPU"),)
 
 
 class _RmsNorm(torch.autograd.Function):

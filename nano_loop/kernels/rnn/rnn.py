@@ -16,13 +16,13 @@ from torch import Tensor
 
 from nano_loop.kernels import denormals, override
 from nano_loop.kernels.linear import product
-from nano_loop.kernels.memory import has_tangent, is_plain
+from nano_loop.kernels.memory import computes_now, has_tangent, is_plain
 from nano_loop.kernels.override import COMPILED, REFERENCE, ROUNDED, TORCH, Algorithm, Call, Compute, Override, choose
 from nano_loop.kernels.rnn import recurrence, recurrent_layer
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Recurrence
 from nano_loop.patching.operators.operators import Kernel, overridden
 from nano_loop.patching.ownership import NO_RULES, ProductPolicy, Rules, belongs_to_set_up_model, rules_now
-from nano_loop.patching.torch_private import below_autocast, below_torch_functions, in_dispatch_mode, in_functorch
+from nano_loop.patching.torch_private import below_autocast, below_torch_functions
 from nano_loop.policy import policy
 
 #: Number of steps of an LSTM that are measured, or of multiplications if that is more steps: what a call takes besides
@@ -258,7 +258,7 @@ def _by_layers(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
 def _layer(call: Arguments, rules: Rules) -> Recurrence | None:
     """Return what all layers of a call have in common, or None where torch computes it."""
     tensors = (call.inputs, *call.states, *call.weights)
-    if in_functorch() or in_dispatch_mode() or any(map(has_tangent, tensors)):
+    if not computes_now() or any(map(has_tangent, tensors)):
         return None
     if not all(is_plain(tensor, _DTYPES) for tensor in tensors):
         return None

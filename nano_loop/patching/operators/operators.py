@@ -1,6 +1,6 @@
 """Replaces torch's kernels by Python functions during a run. A function can call the kernel that it replaces.
 
-Under autocast, a call into a set-up model may have a rule for an operator, which then decides about the function. One
+Under autocast, the rules of a set-up model may list an operator, and then decide about the function. One
 operator can have several functions, of several runs: the last one is called, and all of them call torch's own kernel.
 """
 
