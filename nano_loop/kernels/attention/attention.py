@@ -44,11 +44,13 @@ def _supports(
     enable_gqa: bool = False,
 ) -> Call | None:
     """Return a call under autocast to bf16 that another algorithm may compute, and that is large enough."""
+    if torch.compiler.is_compiling():  # which would guard the sizes that are asked for
+        return None
     tensors, mask = (query, key, value), attn_mask
     if min(tensor.dim() for tensor in tensors) < 3 or math.prod(query.shape[:-1]) * key.size(-2) < MIN_SCORES:
         return None
     # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
-    if torch.compiler.is_compiling() or in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+    if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return None
     if torch.get_autocast_dtype("cpu") is not torch.bfloat16:
         return None
