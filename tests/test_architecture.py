@@ -117,11 +117,11 @@ BUDGETS = {
     "integrations": 1_600,
     "runtime": 1_700,
     "steps": 3_925,  # 3_300 is the goal
-    "policy": 400,
+    "policy": 130,
     "kernels": 9_925,  # 9_600 is the goal
-    "autotune": 1_100,  # 1_000 is the goal
+    "autotune": 730,
     "optimizers": 600,
-    "patching": 3_225,  # 3_100 is the goal
+    "patching": 3_280,  # 3_100 is the goal
     "precision": 2_075,  # 2_000 is the goal
     "data": 1_400,
     "distributed": 12_875,  # 9_800 is the goal
