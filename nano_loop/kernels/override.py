@@ -200,7 +200,11 @@ class Override(NamedTuple):
         rounds = bool(self.product) and policy is not None and dtype is torch.float32
         if policy is not None and rounds:
             rounds = policy.may_round(self.product, call.multiplications)
-            if rounds and policy.dtype is torch.float16 and all(is_plain(each, FP32) for each in self._factors(call)):
+            if (
+                rounds
+                and policy.dtype is torch.float16
+                and all(is_plain(factor, FP32) for factor in self._factors(call))
+            ):
                 policy.note(self.product, call.multiplications, 0)
                 return self._in_fp16(call)
             rounds = rounds and policy.dtype is torch.bfloat16
@@ -213,7 +217,7 @@ class Override(NamedTuple):
                 result = attempt(algorithm.compute, call)
                 if result is not None:
                     if policy is not None and not algorithm.is_exact:
-                        packed = sum(each.numel() for each in self._factors(call)) if self.packs else 0
+                        packed = sum(factor.numel() for factor in self._factors(call)) if self.packs else 0
                         policy.note(self.product, call.multiplications, packed)
                     return result
         return None

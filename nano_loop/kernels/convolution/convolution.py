@@ -64,7 +64,7 @@ def _by_plans(call: Call, *, rounds_inputs: bool = False) -> _Gradients | None:
     if in_fp32 and arguments.output_mask[1]:
         guess = Plan("torch", "depthwise")
     if in_fp32:
-        return _by_plan(call, guess, False)
+        return _by_plan(call, guess)
 
     def algorithms() -> dict[str, Compute]:
         wanted = {*plans(arguments), guess}
@@ -84,7 +84,7 @@ def _by_plans(call: Call, *, rounds_inputs: bool = False) -> _Gradients | None:
 
     asked = call._replace(operator=f"{call.operator}, rounded") if rounds_inputs else call
     chosen = choose(rules_now() or NO_RULES, asked._replace(numbers_in="bf16", timed=timed), algorithms, guess.name)
-    return _by_plan(call, Plan(*chosen.split("/")), rounds_inputs)
+    return _by_plan(call, Plan(*chosen.split("/")), rounds_inputs=rounds_inputs)
 
 
 _by_rounded_plans = functools.partial(_by_plans, rounds_inputs=True)
@@ -102,9 +102,7 @@ OVERRIDES = (
     Override(
         "convolution_backward",
         (
-            Algorithm(
-                ROUNDED, _by_rounded_plans, FP32, False, lambda call: can_round(*call.tensors[1:], call.numbers[-2])
-            ),
+            Algorithm(ROUNDED, _by_rounded_plans, FP32, False, lambda call: can_round(call, 1, call.numbers[-2])),
             Algorithm("plans", _by_plans, (torch.bfloat16, torch.float32), is_raced=False),
         ),
         _supports,

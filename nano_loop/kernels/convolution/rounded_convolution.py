@@ -46,11 +46,7 @@ OVERRIDES = (
         "convolution",
         (
             Algorithm(
-                ROUNDED,
-                _rounded,
-                FP32,
-                is_exact=False,
-                supports=lambda call: can_round(*call.tensors[:2], call.numbers[-1]),
+                ROUNDED, _rounded, FP32, is_exact=False, supports=lambda call: can_round(call, 0, call.numbers[-1])
             ),
         ),
         _supports,
@@ -60,8 +56,9 @@ OVERRIDES = (
 )
 
 
-def can_round(inputs: Tensor, weight: Tensor, groups: int) -> bool:
-    """Whether a convolution of these, or its gradients, can be faster with products that round to bf16."""
+def can_round(call: Call, first: int, groups: int) -> bool:
+    """Whether a convolution can be faster with products that round to bf16: of the tensors from this one on."""
+    inputs, weight = call.tensors[first : first + 2]
     if groups != 1 or not all(is_plain(tensor, FP32) for tensor in (inputs, weight)):
         return False
     layout = _LAYOUTS.get(inputs.dim())

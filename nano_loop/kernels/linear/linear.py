@@ -67,7 +67,8 @@ def _by_torch(call: Call) -> Any:
 
 
 def _in_blocks(call: Call) -> Tensor:
-    return product.product(*call.tensors, out=call.details.get("out"))
+    a, b, bias = call.tensors
+    return product.product(a, b, bias, call.details.get("out"))
 
 
 def _in_fp32(call: Call) -> Tensor:
