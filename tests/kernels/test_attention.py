@@ -28,7 +28,7 @@ def attention(*args, **kwargs):
     return OVERRIDE.make(None)(None, *args, **kwargs)
 
 
-OVERRIDE = module.OVERRIDE._replace(rules=lambda call: NO_RULES)
+OVERRIDE = module.OVERRIDES[0]._replace(rules=lambda call: NO_RULES)
 
 
 @pytest.fixture(autouse=True, params=[BLOCKS, *["blocks by AVX-512"] * blocked_attention.KERNEL.uses_amx])

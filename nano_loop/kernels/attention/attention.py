@@ -89,11 +89,11 @@ def _by_torch(call: Call) -> Tensor:
 
 
 def _without_kernel(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args: Any, **how: Any
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **how: Any
 ) -> Any:
     dtype = torch.get_autocast_dtype("cpu")
     query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))
-    mask = None if mask is None else _cast(mask, dtype)
+    mask = None if attn_mask is None else _cast(attn_mask, dtype)
     with torch.autocast("cpu", enabled=False):
         return scaled_dot_product_attention(query, key, value, mask, *args, **how)
 
@@ -108,7 +108,9 @@ def _fits_blocks(call: Call) -> bool:
 
 
 _ALGORITHM = Algorithm(BLOCKS, _in_blocks, BF16, supports=_fits_blocks, has_reference=True)
-OVERRIDE = Override(
-    *("scaled_dot_product_attention", (_ALGORITHM,), _supports, lambda call: BLOCKS, _by_torch, "AutocastCPU"),
-    otherwise=_without_kernel,
+OVERRIDES = (
+    Override(
+        *("scaled_dot_product_attention", (_ALGORITHM,), _supports, lambda call: BLOCKS, _by_torch, "AutocastCPU"),
+        otherwise=_without_kernel,
+    ),
 )

@@ -34,7 +34,7 @@ ATTENTION = Row(
     "fast_attention",
     Kernels(
         blocked_attention.KERNEL,
-        (attention.OVERRIDE,),
+        attention.OVERRIDES,
         is_for=models.has_attention,
         says="in blocks, by a kernel in C",
         absent=SkipReason("no_attention", "no attention was found in the model"),
