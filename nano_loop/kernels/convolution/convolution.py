@@ -82,8 +82,8 @@ def _by_plans(call: Call, *, rounds_inputs: bool = False) -> _Gradients | None:
         differ = len({plan.inputs for plan in (*plans(arguments), guess)}) > 1
         return call._replace(numbers=(*geometry, [needs_inputs and differ, *others])) if call.is_measurable else None
 
-    asked = call._replace(operator=f"{call.operator}, rounded") if rounds_inputs else call
-    chosen = choose(rules_now() or NO_RULES, asked._replace(numbers_in="bf16", timed=timed), algorithms, guess.name)
+    as_timed = call._replace(operator=f"{call.operator}, rounded") if rounds_inputs else call
+    chosen = choose(rules_now() or NO_RULES, as_timed._replace(numbers_in="bf16", timed=timed), algorithms, guess.name)
     return _by_plan(call, Plan(*chosen.split("/")), rounds_inputs=rounds_inputs)
 
 
@@ -137,7 +137,7 @@ def _by_plan(of: Call, plan: Plan, rounds_inputs: bool = False) -> _Gradients:
         ours[1] = _weight_gradient(call, torch.bfloat16 if rounds_inputs else dtype)
     elif plan.weight == "blocks":
         ours[1] = weight_gradient.weight_gradient(*for_blocks(call), in_nchw=call.weight.is_contiguous())
-    # oneDNN computes the weight's gradient again where the bias's is asked for.
+    # oneDNN computes the weight's gradient again where the bias's is as_timed for.
     if needs_bias and (rounds_inputs or plan.weight != "torch" or call.transposed):
         ours[2] = _sum_of_pixels(exact)
     if any(fp32):
@@ -178,7 +178,7 @@ def _are_plain(dtype: torch.dtype, *tensors: Tensor) -> bool:
 
 
 def _partly_in_fp32(kernel: Kernel, call: Arguments, mask: tuple[bool, bool]) -> _Gradients:
-    """Return the gradients of inputs and weight that are asked for, computed in fp32."""
+    """Return the gradients of inputs and weight that are as_timed for, computed in fp32."""
     gradient, inputs, weight = call[:3]
     inputs = inputs.float() if mask[1] else _shaped_like(inputs, torch.float32)
     gradients: _Gradients = kernel(gradient.float(), inputs, weight.float(), *call.geometry, [*mask, False])
