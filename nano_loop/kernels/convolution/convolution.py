@@ -137,7 +137,7 @@ def _by_plan(of: Call, plan: Plan, rounds_inputs: bool = False) -> _Gradients:
         ours[1] = _weight_gradient(call, torch.bfloat16 if rounds_inputs else dtype)
     elif plan.weight == "blocks":
         ours[1] = weight_gradient.weight_gradient(*for_blocks(call), in_nchw=call.weight.is_contiguous())
-    # oneDNN computes the weight's gradient again where the bias's is as_timed for.
+    # oneDNN computes the weight's gradient again where the bias's is asked for.
     if needs_bias and (rounds_inputs or plan.weight != "torch" or call.transposed):
         ours[2] = _sum_of_pixels(exact)
     if any(fp32):
@@ -178,7 +178,7 @@ def _are_plain(dtype: torch.dtype, *tensors: Tensor) -> bool:
 
 
 def _partly_in_fp32(kernel: Kernel, call: Arguments, mask: tuple[bool, bool]) -> _Gradients:
-    """Return the gradients of inputs and weight that are as_timed for, computed in fp32."""
+    """Return the gradients of inputs and weight that are asked for, computed in fp32."""
     gradient, inputs, weight = call[:3]
     inputs = inputs.float() if mask[1] else _shaped_like(inputs, torch.float32)
     gradients: _Gradients = kernel(gradient.float(), inputs, weight.float(), *call.geometry, [*mask, False])
