@@ -40,9 +40,9 @@ FAULTS = (
         "tests/api/test_decorator.py",
     ),
     Fault(
-        "autotune/decisions.py",
-        "            return guess() if before else known.algorithm\n",
-        "            return known.algorithm\n",
+        "autotune/generation.py",
+        "self._settled.get(kind) or self._guessed.get(kind)",
+        "self._settled.get(kind)",
         "tests/autotune",
     ),
     Fault(
@@ -315,10 +315,10 @@ FAULTS = (
         "tests/kernels/test_cross_entropy.py",
     ),
     Fault(
-        "kernels/fp32.py",
-        "return rule is not None and rule(",
-        "return rule is None or rule(",
-        "tests/kernels/test_fp32.py",
+        "kernels/override.py",
+        "if algorithm.kernel is not None and algorithm.kernel not in rules.kernels:",
+        "if False:",
+        "tests/steps/kernels/test_training.py",
     ),
     Fault(
         "kernels/embedding/row_gradient.py",
@@ -397,6 +397,12 @@ FAULTS = (
         "            delattr(self.owner, self.name)\n",
         "            pass\n",
         "tests/patching/test_attributes.py",
+    ),
+    Fault(
+        "patching/calls/calls.py",
+        "rules = self.rules if of_node is None or of_node.owner != self.rules.owner else of_node",
+        "rules = self.rules",
+        "tests/autotune/test_operators.py",
     ),
     Fault(
         "patching/calls/calls.py",

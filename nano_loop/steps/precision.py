@@ -19,7 +19,7 @@ from nano_loop.patching.calls.custom_functions import backwards_under_autocast
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import Substitution, map_tensors, shares_memory
 from nano_loop.patching.objects.optimizers import trained_by
-from nano_loop.patching.ownership import Rule
+from nano_loop.patching.ownership import OperatorRule
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.autocast.default_ops import in_force
@@ -92,11 +92,12 @@ class Precision(Step):
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
             if _has_lstm(model) and not can_train_lstms(dtype):
-                interceptor.rules = {**interceptor.rules, **self._rules_of_lstms()}
+                rules = {**interceptor.rules.operators, **self._rules_of_lstms()}
+                interceptor.rules = interceptor.rules._replace(operators=rules)
         remarks = [_remark(model, dtype) for model in parts.models]
         return "; ".join([self.options.kind.summary, *dict.fromkeys(filter(None, remarks))])
 
-    def _rules_of_lstms(self) -> Mapping[str, Rule]:
+    def _rules_of_lstms(self) -> Mapping[str, OperatorRule]:
         """Return the rules by which LSTMs run in fp32."""
         lists = OpLists((), ("lstm",))
         self.undoing.enter_context(lists.registered())

@@ -20,13 +20,13 @@ from nano_loop.kernels.attention import blocked_attention, flash_attention
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.linear import linear, product
-from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import shared_change
-from nano_loop.policy.policy import ATTENTION, CONVOLUTION, LSTM, PRODUCT, RULE, Policy, line_searches_in_fp32
+from nano_loop.policy.policy import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
@@ -51,7 +51,7 @@ class _Kind(NamedTuple):
     ----------
     name : str
         A key of `nano_loop.policy.policy.MIN_MULTIPLICATIONS`.
-    replacements : tuple of Replacement
+    overrides : tuple of Override
         What replaces torch's kernels; those of no other kind. None for LSTMs, which `fast_rnn` replaces.
     is_for : callable
         Whether a model may have such products that are large.
@@ -60,7 +60,7 @@ class _Kind(NamedTuple):
     """
 
     name: str
-    replacements: tuple[Replacement, ...]
+    overrides: tuple[Override, ...]
     is_for: Callable[[nn.Module], bool]
     kernel: CompiledKernel | None = None
 
@@ -74,9 +74,9 @@ def _has_lstms(model: nn.Module) -> bool:
 
 
 _KINDS = (
-    _Kind(PRODUCT, linear.REPLACEMENTS, _has_large_weights, product.KERNEL),
-    _Kind(CONVOLUTION, (*convolution.REPLACEMENTS, *rounded_convolution.REPLACEMENTS), has_convolutions),
-    _Kind(ATTENTION, flash_attention.REPLACEMENTS, has_attention, blocked_attention.KERNEL),
+    _Kind(PRODUCT, linear.OVERRIDES, _has_large_weights, product.KERNEL),
+    _Kind(CONVOLUTION, (*convolution.OVERRIDES, *rounded_convolution.OVERRIDES), has_convolutions),
+    _Kind(ATTENTION, flash_attention.OVERRIDES, has_attention, blocked_attention.KERNEL),
     _Kind(LSTM, (), _has_lstms, recurrence.KERNEL),
 )
 
@@ -118,7 +118,7 @@ class Products(Step):
     def begin(self) -> None:
         self._policy = Policy(self.options.kind.products or torch.float32, record_product)
         self._kinds: set[_Kind] = set()
-        self._in_force: dict[Replacement, ExitStack] = {}
+        self._in_force: dict[Override, ExitStack] = {}
         self._looks = ExitStack()  # what the clock is to call
         self._models: Any = WeakIdKeyDictionary()
         self._names: dict[str, None] = {}  # of their classes
@@ -168,11 +168,10 @@ class Products(Step):
         """Let all products round that are large, until it is seen again which do and whether that pays."""
         if self._trial is not None:
             self._trial.leave(self)
-        rule: Any = self._policy  # asked, and not called
         for model in [*self._models]:
             self._kinds |= {kind for kind in _KINDS if kind.is_for(model) and self._is_ready(kind)}
             interceptor = self.interceptors.for_model(model, self.name)
-            interceptor.rules = {**interceptor.rules, RULE: rule}
+            interceptor.rules = interceptor.rules._replace(policy=self._policy)
         self._medians = {}
         self._policy.forget()
         self._looks.close()
@@ -212,12 +211,12 @@ class Products(Step):
     def _replace_kernels(self) -> None:
         """Have those kernels replaced whose products may round now, and no others."""
         kinds = [kind for kind in self._kinds if self._policy.may_any_round(kind.name) and not self._policy.is_paused]
-        wanted = {replacement for kind in kinds for replacement in kind.replacements}
-        for replacement in self._in_force.keys() - wanted:
-            self._in_force.pop(replacement).close()
-        for replacement in wanted - self._in_force.keys():
-            self._in_force[replacement] = self.undoing.enter_context(ExitStack())
-            self._in_force[replacement].enter_context(replacement.in_force())
+        wanted = {replaced for kind in kinds for replaced in kind.overrides}
+        for replaced in self._in_force.keys() - wanted:
+            self._in_force.pop(replaced).close()
+        for replaced in wanted - self._in_force.keys():
+            self._in_force[replaced] = self.undoing.enter_context(ExitStack())
+            self._in_force[replaced].enter_context(replaced.in_force())
         if self._models and not self._may_round():
             self.interceptors.release(self.name)
 

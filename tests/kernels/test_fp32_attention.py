@@ -5,14 +5,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps.kernels.cases import compute_in_c
 from torch import nn
 from torch.autograd import forward_ad
 
 from nano_loop import accelerated
-from nano_loop.kernels import fp32
 from nano_loop.kernels.attention import fp32_attention as module
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.steps.kernels import kernel_step
 
 pytestmark = pytest.mark.skipif(module.KERNEL.unavailable is not None, reason=str(module.KERNEL.unavailable))
 in_runs = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
@@ -164,7 +163,7 @@ class SelfAttention(nn.Module):
 def every_attention(monkeypatch):
     """Let the functions compute all attention of a run that may be in C."""
     monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(kernel_step, "by_guess", fp32.always)
+    compute_in_c(monkeypatch)
 
 
 def trained(model, x, **options):
@@ -210,8 +209,8 @@ def test_what_torchs_flash_kernel_does_not_compute_is_torchs(called, every_atten
 
 
 @in_runs
-def test_function_is_not_taken_unless_it_was_measured_to_be_faster(called, every_attention, monkeypatch):
-    monkeypatch.setattr(kernel_step, "by_guess", fp32.by_guess)
+def test_function_is_not_taken_unless_it_was_measured_to_be_faster(called, monkeypatch):
+    monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 1)
     model = SelfAttention()
     with accelerated(model, verbose=False, tune_operators=False):
         model(torch.randn(4, 20, 48)).sum().backward()

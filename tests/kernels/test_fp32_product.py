@@ -6,15 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps.kernels.cases import compute_in_c
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import accelerated
-from nano_loop.kernels import fp32
 from nano_loop.kernels.linear import fp32_product as module
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.steps.kernels import kernel_step, models
+from nano_loop.steps.kernels import models
 
 pytestmark = pytest.mark.skipif(module.KERNEL.unavailable is not None, reason=str(module.KERNEL.unavailable))
 in_runs = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
@@ -109,7 +109,7 @@ def every_product(monkeypatch):
     """Let the function compute every product of a run that may be in C."""
     monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(models, "LARGE_IN_FP32", 1)
-    monkeypatch.setattr(kernel_step, "by_guess", fp32.always)
+    compute_in_c(monkeypatch)
 
 
 def results(model, x, **options):
@@ -187,8 +187,9 @@ def test_other_products_are_torchs_to_the_bit(called, every_product, call):
 
 
 @in_runs
-def test_function_is_not_taken_unless_it_was_measured_to_be_faster(called, every_product, monkeypatch):
-    monkeypatch.setattr(kernel_step, "by_guess", fp32.by_guess)
+def test_function_is_not_taken_unless_it_was_measured_to_be_faster(called, monkeypatch):
+    monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(models, "LARGE_IN_FP32", 1)
     model = Layers()
     with accelerated(model, verbose=False, tune_operators=False, fast_dropout=False):
         model(torch.randn(20, 40)).sum().backward()

@@ -5,14 +5,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps.kernels.cases import compute_in_c
 from torch import nn
 from torch.autograd import forward_ad
 
 from nano_loop import accelerated
-from nano_loop.kernels import fp32
 from nano_loop.kernels.norm import rms_norm as module
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.steps.kernels import kernel_step
 
 pytestmark = pytest.mark.skipif(
     module.KERNEL.unavailable is not None or not gives_kernels(), reason=f"torch 2.9: {module.KERNEL.unavailable}"
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 def every_norm(monkeypatch):
     """Let the functions compute every norm of a run that may be in C."""
     monkeypatch.setattr(module, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(kernel_step, "by_guess", fp32.always)
+    compute_in_c(monkeypatch)
 
 
 def normal(*sizes, seed=0):

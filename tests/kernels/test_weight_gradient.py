@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nano_loop.kernels import build
-from nano_loop.kernels.convolution import weight_gradient
-from nano_loop.kernels.convolution.convolution import faster_backward
+from nano_loop.kernels.convolution import convolution, weight_gradient
 from nano_loop.kernels.convolution.gradient_plans import Arguments, Plan, first_guess, for_blocks, plans
 
 NHWC = torch.channels_last
@@ -53,17 +52,17 @@ def arguments(
     return Arguments(some(*out.shape), inputs, weight, *geometry, mask)
 
 
-def by_torch(keys, *given):
+def by_torch(*given):
     """torch's kernel."""
     return torch.ops.aten.convolution_backward(*given)
 
 
 def gradients(given, weight="blocks", **options):
-    return faster_backward(by_torch, lambda *_: Plan(weight=weight).name, **options)(None, *given)
+    return convolution._by_plan(convolution._supports(by_torch, *given), Plan(weight=weight), **options)
 
 
 def exact(given):
-    return by_torch(None, *(each.double() for each in given[:3]), *given[3:])[1]
+    return by_torch(*(each.double() for each in given[:3]), *given[3:])[1]
 
 
 def error(found, reference):
@@ -72,7 +71,7 @@ def error(found, reference):
 
 def assert_as_exact_as_torch(given):
     reference = exact(given)
-    ours, torchs = gradients(given)[1], by_torch(None, *given)[1]
+    ours, torchs = gradients(given)[1], by_torch(*given)[1]
     assert ours.shape == torchs.shape
     # Where torch is exact by chance, on a few small numbers, an error of one rounding is allowed.
     rounding = 2**-9 * reference.square().mean().sqrt().item()
@@ -174,7 +173,7 @@ def test_numbers_in_fp32_are_rounded_and_sums_are_not(**sizes):
     assert error(found[1], reference) <= 1e-5 * reference.square().mean().sqrt().item()
     assert all(each is None or each.dtype is torch.float32 for each in found)
     if found[0] is not None:
-        assert torch.equal(found[0], by_torch(None, *rounded)[0].float())
+        assert torch.equal(found[0], by_torch(*rounded)[0].float())
     if found[2] is not None:
         assert torch.equal(found[2], tensors[0].sum([0, 2, 3]))
 
@@ -182,10 +181,10 @@ def test_numbers_in_fp32_are_rounded_and_sums_are_not(**sizes):
 def test_the_bias_is_the_sum_of_the_gradient_and_nothing_is_asked_of_torch():
     given = arguments(images=4)
 
-    def not_called(keys, *given):
+    def not_called(*given):
         raise AssertionError("torch's kernel was called")
 
-    _, _, bias = faster_backward(not_called, lambda *_: Plan(weight="blocks").name)(None, *given)
+    _, _, bias = convolution._by_plan(convolution._supports(not_called, *given), Plan(weight="blocks"))
     assert torch.equal(bias, given.gradient.sum([0, 2, 3]))
 
 

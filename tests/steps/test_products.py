@@ -19,11 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import nano_loop
 from nano_loop import TorchNano, nano
 from nano_loop.autotune import budget
+from nano_loop.kernels import override
 from nano_loop.kernels.linear import linear, product
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.patch_table import users
-from nano_loop.policy import products
 from nano_loop.policy.policy import Policy
 from nano_loop.runtime import trial
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -552,7 +551,7 @@ def clock(monkeypatch):
     made = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: made.now)
     monkeypatch.setattr(budget, "SHARE", 100.0)
-    monkeypatch.setattr(products, "rule_for", lambda name: None if name == products.ALGORITHM else rule_for(name))
+    monkeypatch.setattr(override, "choose", lambda rules, call, algorithms, guess: guess)
     monkeypatch.setattr(module.Products, "_may_measure", lambda self: True)  # to fp16 too, which any CPU rounds
     return made
 

@@ -12,8 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.kernels.build import CompiledKernel, for_report
-from nano_loop.kernels.fp32 import always, by_guess, rule_of
-from nano_loop.kernels.replacement import Choose, Replacement
+from nano_loop.kernels.override import Override
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -30,7 +29,7 @@ class Kernels(NamedTuple):
     ----------
     kernel : CompiledKernel
         The compiled functions.
-    replacements : tuple of Replacement
+    overrides : tuple of Override
         What replaces torch's kernels.
     is_for : callable
         Whether a model calls the replaced operators.
@@ -40,19 +39,21 @@ class Kernels(NamedTuple):
     absent : SkipReason or None
         Why models without such operators are skipped. None: they have no line in the report.
     contexts : tuple of callable
-        Return the contexts in which the kernels are replaced, besides those of `replacements`.
-    calls_torchs_kernels : bool
-        Whether the replacements call torch's own kernels, which torch returns from 2.9 on.
+        Return the contexts in which the kernels are replaced, besides those of `overrides`.
     """
 
     kernel: CompiledKernel
-    replacements: tuple[Replacement, ...] = ()
+    overrides: tuple[Override, ...] = ()
     is_for: Callable[[nn.Module], bool] = lambda model: True
     says: str = ""
     says_without_kernel: str | None = None
     absent: SkipReason | None = None
     contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
-    calls_torchs_kernels: bool = True
+
+    @property
+    def calls_torchs_kernels(self) -> bool:
+        """Whether torch's own kernels compute the rest, which torch returns from 2.9 on."""
+        return any(override.otherwise is None for override in self.overrides)
 
 
 class Row(NamedTuple):
@@ -64,8 +65,6 @@ class Row(NamedTuple):
         The name of the step and of its option.
     kernels, in_fp32 : Kernels
         Those of runs in reduced precision, and in fp32, where None stands for none.
-    rule : callable, optional
-        The models' rule that selects functions for fp32 tensors, until `tune_operators` measures.
     finds_all : bool
         Whether `is_for` finds every model that calls the operators, so that a run without one cannot apply the step.
     is_for_all_code : bool
@@ -75,7 +74,6 @@ class Row(NamedTuple):
     name: str
     kernels: Kernels
     in_fp32: Kernels | None = None
-    rule: Choose | None = None
     finds_all: bool = False
     is_for_all_code: bool = False
 
@@ -167,12 +165,12 @@ class KernelStep(Step):
         for model in models:
             interceptor = self.interceptors.for_model(model, self.name)
             if self.row.in_fp32 is not None:
-                rule = self.row.rule or (by_guess if self._is_in_fp32 else always)
-                interceptor.rules = {**interceptor.rules, rule_of(kernels.kernel): rule}
+                names = interceptor.rules.kernels | {kernels.kernel.name}
+                interceptor.rules = interceptor.rules._replace(kernels=names, takes_kernels=not self._is_in_fp32)
         if self._in_force is None:
             self._is_idle = False
             self._in_force = self.undoing.enter_context(ExitStack())
-            for context in (*kernels.contexts, *(replacement.in_force for replacement in kernels.replacements)):
+            for context in (*kernels.contexts, *(replaced.in_force for replaced in kernels.overrides)):
                 self._in_force.enter_context(context())
         self._calls = kernels.kernel.calls
         if self._is_in_fp32:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import accelerated
-from nano_loop.kernels import fp32
+from nano_loop.kernels import override
 from nano_loop.kernels.norm import norm_arguments
 from steps.kernels.cases import BY_NAME, NORMS, assert_near, images, trained, use_for_all_sizes
 
@@ -137,7 +137,7 @@ def derived(kind, derivatives, dtype, **options):
 @pytest.mark.parametrize("kind", DIFFERENTIATED)
 @pytest.mark.parametrize("derivatives", [penalty, hessian_products, batched_gradients, by_functions])
 def test_second_derivatives_of_a_norm_that_is_called_twice_are_torchs(monkeypatch, kind, derivatives):
-    monkeypatch.setattr(fp32, "_guess", lambda: fp32.COMPILED)
+    monkeypatch.setattr(override, "_default_in_fp32", lambda: override.COMPILED)
     mine, plain = (derived(kind, derivatives, torch.float32, **options) for options in ({"precision": 32}, {}))
     if isinstance(plain, str):
         assert mine == plain
