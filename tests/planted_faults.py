@@ -46,10 +46,10 @@ FAULTS = (
         "tests/autotune",
     ),
     Fault(
-        "cli/software_checks.py",
+        "cli/checks.py",
         "            for instruction_set, words in _WORDS_FOR.items()\n",
         "            for instruction_set, words in [*_WORDS_FOR.items()][:2]\n",
-        "tests/cli/test_software_checks.py",
+        "tests/cli/test_checks.py",
     ),
     Fault(
         "cli/script.py",

@@ -113,7 +113,7 @@ FILES_THAT_MAY_IMPORT = {
 BUDGETS = {
     "": 430,
     "api": 1_300,
-    "cli": 2_675,  # 2_100 is the goal
+    "cli": 2_625,  # 2_100 is the goal
     "integrations": 1_600,
     "runtime": 1_700,
     "steps": 3_925,  # 3_300 is the goal
@@ -127,7 +127,7 @@ BUDGETS = {
     "distributed": 12_900,  # 9_800 is the goal
     "profiling": 300,
     "compile": 200,
-    "config": 1_350,  # 1_300 is the goal
+    "config": 1_325,  # 1_300 is the goal
     "cpu": 1_350,  # 1_250 is the goal
     "storage": 400,  # 350 is the goal
 }
