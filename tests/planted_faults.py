@@ -501,7 +501,7 @@ FAULTS = (
 def is_found(fault: Fault) -> bool:
     """Whether the tests of a fault fail in a copy of the checkout that has it."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        for name in ("nano_loop", "tests", "setup.cfg", "benchmarks", "examples"):
+        for name in ("nano_loop", "tests", "docs", "scripts", "setup.cfg", "benchmarks", "examples"):
             copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copied(ROOT / name, Path(folder) / name)
         path = Path(folder) / "nano_loop" / fault.file
