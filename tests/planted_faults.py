@@ -52,10 +52,10 @@ FAULTS = (
         "tests/autotune/test_budget.py",
     ),
     Fault(
-        "cli/software_checks.py",
+        "cli/checks.py",
         "            for instruction_set, words in _WORDS_FOR.items()\n",
         "            for instruction_set, words in [*_WORDS_FOR.items()][:2]\n",
-        "tests/cli/test_software_checks.py",
+        "tests/cli/test_checks.py",
     ),
     Fault(
         "cli/script.py",
@@ -525,7 +525,7 @@ FAULTS = (
 def is_found(fault: Fault) -> bool:
     """Whether the tests of a fault fail in a copy of the checkout that has it."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        for name in ("nano_loop", "tests", "setup.cfg", "benchmarks", "examples"):
+        for name in ("nano_loop", "tests", "docs", "scripts", "setup.cfg", "benchmarks", "examples"):
             copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copied(ROOT / name, Path(folder) / name)
         path = Path(folder) / "nano_loop" / fault.file
