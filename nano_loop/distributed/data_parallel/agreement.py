@@ -11,7 +11,6 @@ from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel import checksums
 from nano_loop.distributed.data_parallel.comparison import Comparison
-from nano_loop.distributed.data_parallel.duplicate_work import gradient_checksum, note_duplicate_work
 from nano_loop.distributed.data_parallel.fingerprint import NOTHING, Fingerprint, Purpose, refuse_divergence
 from nano_loop.distributed.data_parallel.gradients import AveragedGradients, kind_of
 from nano_loop.distributed.data_parallel.initial_sync import make_equal
@@ -66,15 +65,14 @@ class Agreement:
             added_parameters=len(self._parameters.added_parameters),
             rates=tuple(_as_number(group.get("lr")) for group in groups),
             arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
-            gradients=gradient_checksum(in_order) if compares_work else (0.0, 0.0),
+            gradients=checksums.gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=overlap,
         )
         packed = self._ranks.channel.gather(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
         refuse_divergence(fingerprints)
         if compares_work:
-            work = [fingerprint.gradients for fingerprint in fingerprints]
-            note_duplicate_work(self._ranks, work, self.averagings)
+            self._comparison.of_work([fingerprint.gradients for fingerprint in fingerprints], self.averagings)
         return fingerprints
 
     def sync_added_parameters(self) -> None:

@@ -17,7 +17,7 @@ from nano_loop.distributed.data_parallel.gradients import (
     by_kind,
 )
 from nano_loop.distributed.data_parallel.overlap import NONE, Overlap
-from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
+from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
 
 Transport = SharedMemoryTransport | GroupTransport
 
