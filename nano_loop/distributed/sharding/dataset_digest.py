@@ -7,7 +7,7 @@ import weakref
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import date, timedelta
 from decimal import Decimal
@@ -104,17 +104,17 @@ class Digest:
                 self._add_contents(value, depth + 1)
 
     def _add_contents(self, value: Any, depth: int) -> None:
-        if isinstance(value, (list, tuple, deque)):
-            self._add_items([*value] if isinstance(value, deque) else value, depth)
-        elif isinstance(value, dict):
-            self._add_items([*value.items()], depth)
+        if isinstance(value, _NAMED):
+            self._note(value.__qualname__)
         elif isinstance(value, (set, frozenset)):
             plain = [repr(item) for item in value if isinstance(item, (*_PLAIN, str, bytes))]
             self._note(repr(len(value) if len(value) > _ITEMS else (len(value), sorted(plain))))
-        elif isinstance(value, _NAMED):
-            self._note(value.__qualname__)
         elif hasattr(type(value), "iloc"):  # a table of pandas, which has its values in no attribute
             self._note(_ADDRESS.sub("", repr(value)))
+        elif isinstance(value, (deque, dict)):
+            self._add_items([*value.items()] if isinstance(value, dict) else [*value], depth)
+        elif isinstance(value, (list, tuple)):
+            self._add_items(value, depth)
         elif not isinstance(value, GENERATORS):
             self._add_items(self._state_of(value), depth)
 
@@ -127,9 +127,10 @@ class Digest:
                 return [*parts[1:3], *(list(items) for items in parts[3:5] if items is not None)]
         return sorted(named_attributes_of(value), key=lambda item: str(item[0]))
 
-    def _add_items(self, items: list[Any] | tuple[Any, ...], depth: int) -> None:
+    def _add_items(self, items: Sequence[Any], depth: int) -> None:
         self._note(repr(len(items)))
-        for item in _sample(items, _ITEMS):
+        # About so many, from the first to the last.
+        for item in items if len(items) <= _ITEMS else [*items[:: 1 + len(items) // _ITEMS], items[-1]]:
             self._add(item, depth)
 
     def _add_tensor(self, value: torch.Tensor) -> None:
@@ -165,8 +166,3 @@ def digest(*values: Any) -> int:
 def _pickles_itself(kind: type) -> bool:
     """Whether a class says in Python how its objects are pickled."""
     return any(isinstance(getattr(kind, name, None), FunctionType) for name in _PICKLING)
-
-
-def _sample(items: Any, count: int) -> Iterable[Any]:
-    """Return about so many items, from the first to the last."""
-    return items if len(items) <= count else [*items[:: 1 + len(items) // count], items[-1]]

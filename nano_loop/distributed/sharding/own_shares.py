@@ -15,6 +15,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.sharding.dataset_digest import Digest, Known
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.user_code import warn_once
+from nano_loop.patching.walk import items_of
 
 _FIRST = 64  # items that are compared one by one
 _MOST = 1 << 16  # samples of a loader that are looked for among the other ranks' first ones
@@ -195,31 +196,20 @@ def _digests(items: Sequence[Any], batched: bool) -> Iterator[int]:
 
 def _samples(batch: Any) -> Sequence[Any]:
     """Return the samples of a batch, by its columns or as they are in a list; or the batch, if it has none."""
-    count = _rows(batch)
-    if count is not None:
-        return [_row(batch, place) for place in range(count)]
+    columns = [*_columns(batch)]
+    counts = {None if column is None else len(column) for column in columns}
+    if len(counts) == 1 and None not in counts:
+        return [*zip(*columns, strict=True)]
     return batch if isinstance(batch, (list, tuple)) else [batch]
 
 
-def _rows(value: Any) -> int | None:
-    """Return how many rows a column has, or columns that have as many each; None where it is neither."""
-    if isinstance(value, _ARRAYS):
-        return len(value) if value.ndim else None
-    parts = _parts(value)
-    if parts is None:
-        return len(value) if isinstance(value, (list, tuple)) else None
-    counts = {_rows(part) for part in parts}
-    return counts.pop() if len(counts) == 1 else None
-
-
-def _row(value: Any, place: int) -> Any:
-    parts = None if isinstance(value, _ARRAYS) else _parts(value)
-    return value[place] if parts is None else [_row(part, place) for part in parts]
-
-
-def _parts(value: Any) -> list[Any] | None:
-    """Return the columns of a dict, or of a list that has some; None for others."""
-    if isinstance(value, dict):
-        return [*value.values()]
+def _columns(value: Any) -> Iterator[Any]:
+    """Yield the arrays and lists that a batch consists of, and None for what is neither."""
     is_several = isinstance(value, (list, tuple)) and any(isinstance(item, _COLUMNS) for item in value)
-    return [*value] if is_several else None
+    if isinstance(value, dict) or is_several:
+        for part in items_of(value):
+            yield from _columns(part)
+    elif isinstance(value, _ARRAYS):
+        yield value if value.ndim else None
+    else:
+        yield value if isinstance(value, (list, tuple)) else None
