@@ -17,8 +17,7 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
 
 if TYPE_CHECKING:
-    from nano_loop.distributed.data_parallel.averaging import Averaging
-    from nano_loop.distributed.data_parallel.means import Transport
+    from nano_loop.distributed.data_parallel.averaging import Averaging, Transport
 
 _FILE = "averaging-gradients"
 _AT_END, _DURING = "at the end of each backward", "during each backward"

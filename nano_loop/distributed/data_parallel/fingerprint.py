@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import struct
+import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from nano_loop.errors import NanoWorkerError, error_message
 
@@ -15,14 +14,11 @@ NOTHING, DENSE, SPARSE = range(3)
 #: To average gradients, or to make equal what the loop has added to a model.
 Purpose = Literal["average", "sync"]
 
-#: The purpose, averagings, steps, added parameters, overlap, learning rates, and the checksum of gradients.
-_COUNTS = struct.Struct("<7s5q2d")
 _PLACES = {"average": "ended a backward", "sync": "called a model with added parameters"}
 _ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
 
 
-@dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(NamedTuple):
     """One rank's state just before a collective operation.
 
     Parameters
@@ -56,20 +52,12 @@ class Fingerprint:
 
     def pack(self) -> bytes:
         """Return it as bytes."""
-        purpose = self.purpose.encode()
-        states = self.averagings, self.steps, self.added_parameters, self.overlap
-        counts = _COUNTS.pack(purpose, *states, len(self.rates), *self.gradients)
-        rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
-        return b"".join([counts, rates, self.arrived])
+        return pickle.dumps(tuple(self))
 
     @classmethod
     def unpack(cls, content: bytes) -> Fingerprint:
         """Make one from what `pack` returned."""
-        purpose, averagings, steps, added, overlap, count, total, norm = _COUNTS.unpack_from(content)
-        rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
-        arrived = content[_COUNTS.size + 8 * count :]
-        name: Any = purpose.rstrip(b"\0").decode()
-        return cls(name, averagings, steps, added, rates, arrived, (total, norm), overlap)
+        return cls(*pickle.loads(content))
 
 
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
