@@ -184,8 +184,8 @@ FAULTS = (
     ),
     Fault(
         "distributed/data_parallel/gradients.py",
-        "values = torch.cat([values for _, values in pairs]) / ranks.size",
-        "values = torch.cat([values for _, values in pairs])",
+        "values = torch.cat([gradient.values() for gradient in parts]) / ranks.size",
+        "values = torch.cat([gradient.values() for gradient in parts])",
         "tests/distributed/data_parallel",
     ),
     Fault(

@@ -166,7 +166,7 @@ class Averaging:
         self._undoing.close()
 
     def _average(self, fingerprints: Sequence[Fingerprint]) -> None:
-        """Give parameters the mean of all ranks' gradients, if any rank has one, in the same order on all. Collective."""
+        """Give parameters the mean of all ranks' gradients, if any rank has one. Collective."""
         arrived = [fingerprint.arrived for fingerprint in fingerprints]
         dense, sparse = by_kind(self._parameters.in_order, arrived)
         done = self._overlap.finish([fingerprint.overlap for fingerprint in fingerprints])

@@ -1,4 +1,4 @@
-"""The functions of `os` and `io` for files as they are without nano_loop, their errors, and what stands in their place."""
+"""Functions of `os` and `io` for files as they are without nano_loop, their errors, and what stands in their place."""
 
 from __future__ import annotations
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import weakref
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from datetime import date, timedelta
 from decimal import Decimal
@@ -35,23 +34,6 @@ _PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
-class Known:
-    """Objects that were alike on all ranks. They may differ by now in what they cache, which has no meaning."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[Any]] = {}
-
-    def __contains__(self, value: object) -> bool:
-        reference = self._references.get(id(value))
-        return reference is not None and reference() is value
-
-    def add(self, values: Iterable[Any]) -> None:
-        """Add those of the values that have attributes. They are not kept alive."""
-        for value in values:
-            if hasattr(type(value), "__weakref__") and value not in self:
-                self._references[id(value)] = weakref.ref(value)
-
-
 class Digest:
     """A number that is equal on two ranks that hold the same values, and almost surely differs otherwise.
 
@@ -63,7 +45,7 @@ class Digest:
     ----------
     *values : object
         The values.
-    known : Known, optional
+    known : container of object
         Objects of which only the kind counts, too.
     pickled : bool
         Whether all objects count as they are pickled, as is right for items: an image, a record of a table.
@@ -79,11 +61,11 @@ class Digest:
     """
 
     def __init__(
-        self, *values: Any, known: Known | None = None, pickled: bool = False, elements: int = _ELEMENTS
+        self, *values: Any, known: Container[Any] = (), pickled: bool = False, elements: int = _ELEMENTS
     ) -> None:
         self.crc = 0
         self.seen: dict[int, Any] = {}
-        self._known = known or Known()
+        self._known = known
         self._pickled = pickled
         self._elements = elements
         self._add(values, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from nano_loop.distributed.comm.channel import ITERATION
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.sharding.dataset_digest import Digest, Known
+from nano_loop.distributed.sharding.dataset_digest import Digest
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.user_code import warn_once
 from nano_loop.patching.walk import items_of
@@ -72,8 +73,9 @@ class OwnShares:
     ----------
     ranks : Ranks
         Who compares.
-    known : Known
-        What the ranks of this run have found to be alike, in all of its loaders.
+    known : WeakIdKeyDictionary
+        Has the objects that were alike on all ranks, in all loaders of this run. They may differ by now in what they
+        cache, which has no meaning.
     loader : int
         The loader's place among those that were set up, from 1 on; 0 for others.
 
@@ -85,7 +87,7 @@ class OwnShares:
         How many items each of them then takes, where all know how many they have; else 0.
     """
 
-    def __init__(self, ranks: Ranks, known: Known, loader: int = 0) -> None:
+    def __init__(self, ranks: Ranks, known: Any, loader: int = 0) -> None:
         self.apart = False
         self.steps = 0
         self._ranks = ranks
@@ -126,7 +128,9 @@ class OwnShares:
         if len({one.dataset for one in by_rank}) > 1:
             return []
         if is_new:
-            self._known.add(looked.seen.values())
+            for value in looked.seen.values():
+                with suppress(TypeError):  # of one that cannot be held weakly
+                    self._known[value] = True
         return [one.samples for one in by_rank]
 
     def take_all(self, items: Iterator[Any], source: Source, first: list[list[int]]) -> Iterator[Any]:

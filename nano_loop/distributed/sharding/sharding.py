@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.data.random_states import diverge_rng, generators_of
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.sharding.dataset_digest import Known
 from nano_loop.distributed.sharding.own_shares import OwnShares, Source
 from nano_loop.distributed.sharding.shared_sampler_rng import AgreedItems, AgreedState
 from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start
@@ -38,7 +38,7 @@ class BatchSharding(LoaderChange):
         eval mode.
     shard : bool or None
         True to shard always, False never; None leaves it to the models' mode, and to whether gradients are on.
-    known : Known, optional
+    known : WeakIdKeyDictionary, optional
         See `OwnShares`.
     number : int
         The loader's place among those that were set up, from 1 on; 0 for others.
@@ -54,13 +54,13 @@ class BatchSharding(LoaderChange):
         models: Collection[nn.Module],
         shard: bool | None = None,
         *,
-        known: Known | None = None,
+        known: Any = None,
         number: int = 0,
     ) -> None:
         self.ranks = ranks
         self.models = models
         self.shard = shard
-        self.own_shares = OwnShares(ranks, known or Known(), number)
+        self.own_shares = OwnShares(ranks, WeakIdKeyDictionary() if known is None else known, number)
         self.number = number
         self.last_was_whole: bool | None = None  # how the most recent batch was served
 

@@ -1,6 +1,5 @@
 """Ranks share loaders out for as long as the run of their step lasts, with fast_fetch too."""
 
-import multiprocessing
 import sys
 
 import cloudpickle
@@ -103,18 +102,6 @@ def test_a_run_within_a_run_shares_once(team):
 
     shares = [[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]
     assert team(2)(loop) == [(share, share, None, 5) for share in shares]
-
-
-def test_persistent_workers_end_with_the_run(team):
-    def loop(ranks):
-        loader, sharding = numbers(num_workers=1, persistent_workers=True), made(Sharding, ranks)
-        sharding.apply(TrainingObjects(loaders=[loader]))
-        seen(loader)
-        alive = len(multiprocessing.active_children())
-        sharding.undo()
-        return alive, len(multiprocessing.active_children())
-
-    assert team(2)(loop) == [(1, 0)] * 2
 
 
 def test_counts_of_an_evaluation_are_summed_over_ranks_with_shard_alone(team):

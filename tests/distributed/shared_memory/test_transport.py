@@ -188,3 +188,27 @@ def test_a_rank_that_is_killed_ends_the_wait_of_the_others(team, tmp_path, kind)
     expected = "rank 1 was killed" if kind == "shared memory" else "rank 0: Traceback"
     assert expected in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_buffers_are_used_again(team):
+    def run(ranks):
+        made, original = [], torch.empty
+
+        def counting(*args, **kwargs):
+            made.append(args)
+            return original(*args, **kwargs)
+
+        transport = opened("process group", ranks, None)
+        counts = []
+        torch.empty = counting
+        try:
+            for _ in range(3):
+                transport.average([torch.ones(3000), torch.ones(3000, dtype=torch.bfloat16)])
+                counts.append(len(made))
+        finally:
+            torch.empty = original
+        transport.close()
+        return counts
+
+    for first, second, third in team(2)(run):
+        assert 0 < first == second == third
