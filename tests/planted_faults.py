@@ -231,7 +231,7 @@ FAULTS = (
         "tests/distributed/shared_memory/test_transport.py",
     ),
     Fault(
-        "distributed/payload/edited_modules.py",
+        "distributed/payload/reached_modules.py",
         "        return not codes <= {*code_in(",
         "        return not codes <= codes | {*code_in(",
         "tests/distributed/payload",

@@ -58,6 +58,7 @@ class Agreement:
         self._ranks = ranks
         self._parameters = parameters
         self._compares = compare
+        self._buffers_differ = False  # which is warned of once
         self.averagings = 0
         self.steps = 0
 
@@ -134,13 +135,13 @@ class Agreement:
                 checksums.refuse_unequal(self._gathered(rest), rest)
 
     def _compare_buffers(self) -> None:
-        if _BUFFER in self._ranks.context.sharding.warnings_given:
+        if self._buffers_differ:
             return
         buffers = _compared_buffers(self._parameters.models)
         unequal = checksums.first_unequal(self._gathered(buffers), buffers)
-        if unequal is not None:
-            got = f"the buffer {unequal[0]} is no longer the same on all ranks"
-            warn_once_a_run(self._ranks, error_message(got, _BUFFER, _MEAN), _BUFFER)
+        self._buffers_differ = unequal is not None
+        if unequal is not None and self._ranks.rank == 0:
+            warn(error_message(f"the buffer {unequal[0]} is no longer the same on all ranks", _BUFFER, _MEAN))
 
     def _note_work(self, gradients: Sequence[tuple[float, float]]) -> None:
         """Note in ``ranks.context.sharding`` whether all ranks have computed the same; warn once if they go on to.
@@ -179,15 +180,6 @@ def _compared_buffers(models: Sequence[nn.Module]) -> list[Named]:
         for name, buffer in named_buffers(models)
         if id(buffer) in saved - of_norms and buffer.layout is torch.strided and not buffer.is_quantized
     ]
-
-
-def warn_once_a_run(ranks: Ranks, message: str, kind: str) -> None:
-    """Warn on rank 0, of each kind once a run. Every rank knows then that the warning was given."""
-    warnings_given = ranks.context.sharding.warnings_given
-    if kind not in warnings_given:
-        warnings_given.add(kind)
-        if ranks.rank == 0:
-            warn(message)
 
 
 def _as_number(rate: Any) -> float:

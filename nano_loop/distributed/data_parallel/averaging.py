@@ -26,7 +26,7 @@ from nano_loop.config.protocol import AVERAGING_EVENT
 from nano_loop.data.random_states import diverge_rng
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.data_parallel.agreement import Agreement, warn_once_a_run
+from nano_loop.distributed.data_parallel.agreement import Agreement
 from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.data_parallel.checksums import checksums
 from nano_loop.distributed.data_parallel.fingerprint import Fingerprint
@@ -47,6 +47,7 @@ from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import closure_of, held_by, hook_after_steps, hook_before_steps, with_closure
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 from nano_loop.patching.torch_private_optimizers import is_profiling
+from nano_loop.patching.user_code import warn
 
 Transport = SharedMemoryTransport | GroupTransport
 
@@ -89,6 +90,7 @@ class Averaging:
         self._paused: list[nn.Module] = []
         self._task = -1  # graph task id of the pending end-of-backward callback
         self._noted = False  # whether anything arrived in it
+        self._has_warned = False
         self._has_trained = False  # whether a model was called with gradients on
         self._at_step: Any = WeakIdKeyDictionary()  # averagings before the last step, by the optimizer
         self._undoing = ExitStack()
@@ -213,9 +215,11 @@ class Averaging:
         self._parameters.refresh()
         held = {id(parameter) for parameter in held_by(optimizer) if parameter.requires_grad}
         averaged = set(map(id, self._parameters.in_order))
-        if not averaged.issuperset(held) and threading.get_ident() == self._thread:
+        is_foreign = not averaged.issuperset(held) and threading.get_ident() == self._thread
+        if is_foreign and not self._has_warned and self._ranks.rank == 0:
+            self._has_warned = True
             got = f"{type(optimizer).__name__} steps parameters that were not set up"
-            warn_once_a_run(self._ranks, error_message(got, _OWN, _SET_UP), _OWN)
+            warn(error_message(got, _OWN, _SET_UP))
         return not averaged.isdisjoint(held)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -148,17 +148,23 @@ ROWS = (
 )
 
 
+def assert_steps(team, step, make=net, given=None, **kwargs):
+    """Hold that a loop of such steps ends alike on ranks and in one process, with what the last step has returned."""
+
+    def loop(setup):
+        model, optimizer = ready(setup, make(), **kwargs)
+        for number, batch in enumerate(given or batches()):
+            optimizer.zero_grad()
+            last = step(Step(setup, model, optimizer, batch, number))
+            optimizer.step()
+        return model, last
+
+    assert_pair(team, loop)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
 def test_ranks_do_what_one_process_does(team, row):
-    def loop(setup):
-        model, optimizer = ready(setup)
-        for number, batch in enumerate(batches()):
-            optimizer.zero_grad()
-            row(Step(setup, model, optimizer, batch, number))
-            optimizer.step()
-        return model
-
-    assert_pair(team(3 if row in (clip_norm, clip_value) else 2), loop)
+    assert_steps(team(3 if row in (clip_norm, clip_value) else 2), row)
 
 
 # --- optimizers and what loops do with gradients ---
@@ -242,17 +248,12 @@ def test_one_of_two_models_can_be_paused(team):
 
 
 def test_what_arrived_while_paused_is_averaged_with_the_next_backward_that_reaches_others(team):
-    def loop(setup):
-        model, optimizer = ready(setup, nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]))
-        for x, y in batches():
-            with setup.paused(model):
-                mse_loss(model[0](setup.share(x)), setup.share(y)).backward()
-            mse_loss(model[1](setup.share(x)), setup.share(y)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model
+    def step(step):
+        with step.setup.paused(step.model):
+            step.backward(step.model[0])
+        step.backward(step.model[1])
 
-    assert_pair(team(2), loop)
+    assert_steps(team(2), step, lambda: nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]))
 
 
 def test_paused_model_may_take_steps_of_its_own(team):
@@ -338,18 +339,15 @@ def test_parameter_that_only_an_optimizer_holds_is_averaged(team):
 
 
 def test_parameter_that_one_rank_alone_used_counts_on_all(team):
-    def loop(setup):
-        model, optimizer = ready(setup, nn.ModuleList([nn.Linear(6, 3) for _ in range(3)]), momentum=0.9)
-        for x, y in batches(size=4):
-            optimizer.zero_grad()
-            parts = zip(x.chunk(2), y.chunk(2), strict=True)  # the first half is for one layer, the second for another
-            for number, (x_part, y_part) in enumerate(parts):
-                if setup.ranks.size == 1 or number == setup.rank:
-                    (mse_loss(model[number](x_part), y_part) / (2 / setup.ranks.size)).backward()
-            optimizer.step()
-        return model, model[2].weight.grad is None
+    def step(step):
+        parts = zip(*(each.chunk(2) for each in step.batch), strict=True)  # one half for one layer, one for another
+        for number, (x, y) in enumerate(parts):
+            if step.size == 1 or number == step.rank:
+                (mse_loss(step.model[number](x), y) / (2 / step.size)).backward()
+        return step.model[2].weight.grad is None
 
-    assert_pair(team(2), loop)
+    layers = lambda: nn.ModuleList([nn.Linear(6, 3) for _ in range(3)])  # noqa: E731
+    assert_steps(team(2), step, layers, [*batches(size=4)], momentum=0.9)
 
 
 def test_parameter_that_no_rank_used_keeps_the_gradient_it_has(team):
@@ -452,44 +450,31 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sparse_gradients_stay_sparse(team, size):
+    def step(step):
+        words = step.setup.share((torch.arange(12) * 7 + step.number) % 20)
+        for _ in range(2):  # accumulated
+            step.model.out(step.model.first(words)).square().mean().backward()
+        gradient = step.model.first.weight.grad
+        assert gradient.is_sparse
+        return gradient, step.model.second.weight.grad is None
+
+    assert_steps(team(size), step, Words)
+
+
+def test_sparse_gradient_of_one_rank_reaches_ranks_without_and_becomes_dense_where_one_is(team):
     def loop(setup):
         model, optimizer = ready(setup, Words())
-        for step in range(4):
-            words = (torch.arange(12) * 7 + step) % 20
-            optimizer.zero_grad()
-            for _ in range(2):  # accumulated
-                model.out(model.first(setup.share(words))).square().mean().backward()
-            optimizer.step()
-        return model, model.first.weight.grad, model.second.weight.grad is None, model.first.weight.grad.is_sparse
-
-    assert_pair(team(size), loop)
-    assert trained(ALONE, loop)[2:] == [True, True]
-
-
-def test_sparse_gradient_of_one_rank_reaches_ranks_without(team):
-    def loop(setup):
-        model, optimizer = ready(setup, Words())
-        if setup.ranks.size == 1 or setup.rank == 1:
+        words, is_last = torch.arange(6), setup.rank == setup.ranks.size - 1
+        if is_last:
             (model.out(model.second(torch.tensor([3, 5, 3]))).sum() * setup.ranks.size).backward()
         else:
             (model.out(torch.zeros(1, 4)).sum() * 0).backward()
+        share = model.first(words) if setup.ranks.size == 1 else None
+        if share is None:
+            share = embedding(setup.share(words), model.first.weight, sparse=setup.rank == 0)
+        (model.out(share).sum() * setup.ranks.size).backward()
         optimizer.step()
-        return model, model.second.weight.grad.is_sparse
-
-    assert_pair(team(2), loop)
-
-
-def test_gradient_that_is_sparse_on_one_rank_and_dense_on_another_becomes_dense(team):
-    def loop(setup):
-        model, optimizer = ready(setup, Words())
-        words = torch.arange(6)
-        if setup.ranks.size == 1:
-            model.out(model.first(words)).sum().backward()
-        else:
-            sparse = setup.rank == 0
-            (model.out(embedding(setup.share(words), model.first.weight, sparse=sparse)).sum() * 2).backward()
-        optimizer.step()
-        return model.first.weight, model.first.weight.grad.to_dense()
+        return model, model.second.weight.grad.is_sparse, model.first.weight.grad.to_dense()
 
     assert_pair(team(2), loop)
 
@@ -588,33 +573,22 @@ class Segments(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpoints(team, reentrant):
-    def loop(setup):
-        model, optimizer = ready(setup, Segments(reentrant))
-        for x, _ in batches():
-            optimizer.zero_grad()
-            model(setup.share(x).requires_grad_()).square().mean().backward()
-            optimizer.step()
-        return model, len(setup.transport.counts) if setup.ranks.size > 1 else 4
+    def step(step):
+        step.model(step.x.requires_grad_()).square().mean().backward()
+        return len(step.setup.transport.counts) if step.size > 1 else step.number + 1
 
-    assert_pair(team(2), loop)
+    assert_steps(team(2), step, lambda: Segments(reentrant))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_ranks_may_use_different_checkpointed_segments(team, reentrant):
-    orders = (0, 1), (2, 0, 1)
+    def step(step):
+        for rank, part in enumerate(step.batch[0].chunk(2)):
+            if step.size == 1 or step.rank == rank:
+                out = step.model(part.requires_grad_(), ((0, 1), (2, 0, 1))[rank])
+                (out.square().mean() * step.size / 2).backward()
 
-    def loop(setup):
-        model, optimizer = ready(setup, Segments(reentrant))
-        for x, _ in batches(size=4):
-            optimizer.zero_grad()
-            for rank, part in enumerate(x.chunk(2)):
-                if setup.ranks.size == 1 or setup.rank == rank:
-                    out = model(part.requires_grad_(), orders[rank])
-                    (out.square().mean() * setup.ranks.size / 2).backward()
-            optimizer.step()
-        return model
-
-    assert_pair(team(2), loop)
+    assert_steps(team(2), step, lambda: Segments(reentrant), [*batches(size=4)])
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

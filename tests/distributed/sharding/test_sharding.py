@@ -460,11 +460,15 @@ def test_rank_0_may_evaluate_alone(team, name):
     assert team(2)(loop) == [plain_epochs(make, 1)[0], None]
 
 
-def test_one_model_in_train_mode_is_enough_for_sharing(team):
+def test_one_model_in_train_mode_is_enough_and_what_is_decided_at_the_start_holds_to_the_end(team):
     def loop(ranks):
         frozen, trained = nn.Linear(1, 1).eval(), nn.Linear(1, 1)
         with sharing(ranks, DataLoader(Numbers(), 4), models=[frozen, trained]) as loader:
-            return epochs(loader, 1)[0]
+            batches = iter(loader)
+            first = next(batches).tolist()
+            trained.eval()
+            with torch.no_grad():
+                return [first, *(batch.tolist() for batch in batches)]
 
     assert team(2)(loop) == shares_of(plain_epochs(LOADERS["in order"], 1)[0][0], 2)
 
@@ -498,19 +502,6 @@ def test_asked_for_sharing_and_wholeness_win_over_modes(team, make):
         return counts
 
     assert team(2)(loop) == [[3, 3, 3, 6, 6, 6]] * 2
-
-
-def test_what_is_decided_when_the_iteration_starts_holds_to_its_end(team):
-    def loop(ranks):
-        model = nn.Linear(1, 1)
-        with sharing(ranks, DataLoader(Numbers(), 4), models=[model]) as loader:
-            batches = iter(loader)
-            next(batches)
-            model.eval()
-            with torch.no_grad():
-                return 1 + len(list(batches))
-
-    assert team(2)(loop) == [3, 3]
 
 
 # --- streams ---

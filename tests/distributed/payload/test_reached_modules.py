@@ -44,7 +44,7 @@ def send(modules, tmp_path):
 
     def sent(make):
         (tmp_path / "sent").mkdir()
-        dump(make(modules), tmp_path / "sent", {}, with_modules=True)
+        dump(make(modules), tmp_path / "sent", {})
 
     return sent
 
