@@ -77,7 +77,8 @@ class ReachedModules:
         """
         codes: dict[str, set[CodeType]] = defaultdict(set)
         for module, function in self._functions:
-            loader = getattr(module.__spec__, "loader", None)  # another one may compile in another way, as pytest's does
+            # Another loader may compile in another way, as pytest's does.
+            loader = getattr(module.__spec__, "loader", None)
             if type(loader) is SourceFileLoader and function.__code__.co_filename == loader.path:  # not of a decorator
                 codes[loader.path].add(function.__code__)
         for path, known in codes.items():

@@ -53,16 +53,6 @@ class Source(NamedTuple):
         return type(self.dataset).__qualname__
 
 
-class _Seen(NamedTuple):
-    """What one rank is about to divide."""
-
-    loader: int
-    dataset: int
-    items: int
-    samples: list[int]
-    length: int | None
-
-
 class OwnShares:
     """Compares what the ranks have of one loader, at the start of each of its iterations.
 
@@ -120,18 +110,18 @@ class OwnShares:
         dataset = Digest(self._dataset, *_indices(source.dataset)).crc
         items = Digest(ahead, pickled=True, elements=_ELEMENTS).crc
         samples = [*itertools.islice(_digests(ahead, source.batched), _FIRST)]
-        by_rank = self._ranks.gather(_Seen(self._loader, dataset, items, samples, source.length), ITERATION)
-        self._check_loaders([one.loader for one in by_rank])
+        by_rank = self._ranks.gather((self._loader, dataset, items, samples, source.length), ITERATION)
+        loaders, datasets, _, samples_by_rank, lengths = zip(*by_rank, strict=True)
+        self._check_loaders(loaders)
         self.apart = len({one[:3] for one in by_rank}) > 1
-        lengths = [one.length for one in by_rank]
-        self.steps = max(lengths) if self.apart and None not in lengths else 0  # type: ignore[type-var,assignment]
-        if len({one.dataset for one in by_rank}) > 1:
+        self.steps = max(lengths) if self.apart and None not in lengths else 0
+        if len(set(datasets)) > 1:
             return []
         if is_new:
             for value in looked.seen.values():
                 with suppress(TypeError):  # of one that cannot be held weakly
                     self._known[value] = True
-        return [one.samples for one in by_rank]
+        return [*samples_by_rank]
 
     def take_all(self, items: Iterator[Any], source: Source, first: list[list[int]]) -> Iterator[Any]:
         """Yield all that this rank has, and its first items again where other ranks have more.
@@ -170,7 +160,7 @@ class OwnShares:
             met |= others.intersection(samples)
         return any(2 * len(met) > len(others) for others, met in common)
 
-    def _check_loaders(self, loaders: list[int]) -> None:
+    def _check_loaders(self, loaders: Sequence[int]) -> None:
         if len(set(loaders)) > 1:
             iterated = ", ".join(f"rank {rank} loader {loader}" for rank, loader in enumerate(loaders))
             got = f"the ranks iterate different loaders of those that were set up: {iterated}"

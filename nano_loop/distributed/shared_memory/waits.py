@@ -56,6 +56,7 @@ class Waits:
         self._thread = 0
         self._serial = 0
         self._usable = True
+        self._is_there = False  # whether this rank has a file
 
     def begin(self, other: int, what: str) -> Wait:
         """Return the wait that this rank begins, for rank `other` in a collective."""
@@ -69,10 +70,9 @@ class Waits:
             self._usable = False
             self.erase()
         if self._usable:
-            path = self._path(self.rank)
             try:
-                path.with_suffix(".new").write_text(json.dumps(note))
-                os.replace(path.with_suffix(".new"), path)
+                self._write(note, os.O_CREAT * (not self._is_there))
+                self._is_there = True
             except OSError:  # no room, or the run has ended: a deadlock then ends with the timeout
                 self._usable = False
         return self._usable
@@ -80,13 +80,23 @@ class Waits:
     def erase(self) -> None:
         """Note that this rank waits no more."""
         with suppress(OSError):
-            self._path(self.rank).unlink()
+            self._write(None)
 
     def note_of(self, rank: int) -> Note | None:
         """Return what a rank has written down; None if it does not wait, or not for long."""
-        with suppress(OSError):
-            return Note(*json.loads(self._path(rank).read_text()))
+        with suppress(OSError, ValueError):  # it is being written
+            note = json.loads(self._path(rank).read_bytes().partition(b"\n")[0])
+            return None if note is None else Note(*note)
         return None
+
+    def _write(self, note: Note | None, flags: int = 0) -> None:
+        # The file is made once: whoever deletes the folder finds no new one in it.
+        descriptor = os.open(self._path(self.rank), os.O_WRONLY | flags, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)  # whatever the umask
+            os.write(descriptor, json.dumps(note).encode() + b"\n")
+        finally:
+            os.close(descriptor)
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"wait-{rank}"

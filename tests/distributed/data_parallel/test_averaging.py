@@ -758,7 +758,9 @@ def test_different_numbers_of_steps_raise_on_every_rank(team):
     assert team(2)(trained, loop) == [True] * 2
 
 
-@pytest.mark.parametrize(("adds", "counts"), [(False, "rank 0 has 4, rank 1 has 2"), (True, "rank 0 has 4, rank 1 has 6")])
+@pytest.mark.parametrize(
+    ("adds", "counts"), [(False, "rank 0 has 4, rank 1 has 2"), (True, "rank 0 has 4, rank 1 has 6")]
+)
 def test_layer_that_one_rank_adds_or_removes_alone_raises_on_every_rank(team, adds, counts):
     def loop(setup):
         model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])

@@ -85,9 +85,7 @@ FOUND = {
     "unseen": ["PermissionError", -1],
     # A worker that is behind rank 0 does not stumble over what is done.
     "behind": [
-        dict.fromkeys(
-            ("mkdir", "makedirs", "exclusive", "remove", "rmdir", "rmtree", "remove in a folder", "replace")
-        )
+        dict.fromkeys(("mkdir", "makedirs", "exclusive", "remove", "rmdir", "rmtree", "remove in a folder", "replace"))
         | {"replace, to nowhere": "FileNotFoundError", "symlink": "FileExistsError"},
         None,
         ["a", "b", "before", "f", "link"],

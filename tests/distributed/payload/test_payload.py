@@ -637,6 +637,10 @@ def closing_over(lock):
     return lambda: lock
 
 
+def with_default(lock):
+    return lambda x=lock: x
+
+
 module_lock = threading.Lock()
 
 
@@ -657,7 +661,7 @@ CULPRITS = {
         lambda: functools.partial(print, x=threading.Lock()),
         f"its attribute `keywords`, its item 'x', {LOCK}",
     ),
-    "default": (lambda: lambda x=threading.Lock(): x, f"its attribute `__defaults__`, its item 0, {LOCK}"),
+    "default": (lambda: with_default(threading.Lock()), f"its attribute `__defaults__`, its item 0, {LOCK}"),
     "state": (Kept, f"argument `it`, its attribute `inner`, its item 'list', its item 1, {LOCK}"),
     "method": (lambda: Kept().__getstate__, "argument `it`, its attribute `__self__`, its attribute `inner`"),
     "refusing": (Refusing, f"argument `it` is a {__name__}.Refusing and cannot be pickled (OSError: not this one)"),

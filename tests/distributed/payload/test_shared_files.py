@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nano_loop import NanoError
-from nano_loop.distributed.payload.shared_files import mapped
 from nano_loop.distributed.payload.payload import dump, load
+from nano_loop.distributed.payload.shared_files import mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory map of a process is Linux's")
 
