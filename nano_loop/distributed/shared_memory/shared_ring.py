@@ -137,7 +137,7 @@ class SharedMemoryTransport:
             packing = pack(signature, self._chunk)
             length = -(-len(packing.batches) // self._slots) * self._slots
             counts = [*range(1, len(packing.batches)), length]  # the last batch counts for the slots that are left out
-            stages = [self._stage(*each) for each in zip(packing.batches, range(length), counts, strict=False)]
+            stages = [self._stage(*batch) for batch in zip(packing.batches, range(length), counts, strict=False)]
             cut = {index for stage in stages for index in stage.cut}
             whole = replace(packing, split=tuple(sorted({*packing.split, *cut})))
             self._plans[signature] = _Plan(whole, stages, length)
