@@ -218,7 +218,7 @@ ROWS = {
     "synchronized batch norm": Row(
         normalized(nn.SyncBatchNorm, 16, track_running_stats=False),
         (6, 16),
-        ("sync_batch_norm._Normalize", "sync_batch_norm._RankSum"),
+        ("sync_batch_norm._RankSum",),
         around=group_of_one,
     ),
     "averaged gradient": Row(without_layer(lambda x: gradients._Mean.apply(x, x.detach())), (4,), ("gradients._Mean",)),

@@ -50,7 +50,7 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path) -> None
                 where = " in worker_init"
                 load(sent_by_rank_0 / WORKER_INIT)()
                 where = ""
-            assignment: Assignment = load(sent_by_rank_0 / PAYLOAD, with_modules=True)
+            assignment: Assignment = load(sent_by_rank_0 / PAYLOAD)
         task = assignment.task
         guard_files()  # what is in the payload may be mapped from rank 0's descriptors, which it shuts off
         gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
