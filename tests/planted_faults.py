@@ -222,7 +222,7 @@ FAULTS = (
         "distributed/launch/interrupts.py",
         "            if is_echo or len(self._held) == 1:\n",
         "            if is_echo:\n",
-        "tests/distributed/launch_local/test_interrupts.py",
+        "tests/distributed/launch_local/test_interrupts.py tests/distributed/launch_local/test_interrupted_launch.py",
     ),
     Fault(
         "distributed/launch/workers.py",
