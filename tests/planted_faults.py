@@ -219,6 +219,18 @@ FAULTS = (
         "tests/distributed/launch tests/distributed/test_ranks.py",
     ),
     Fault(
+        "distributed/launch/stream.py",
+        "            if len(self._received) < after:\n                return\n",
+        "",
+        "tests/distributed/launch/test_stream.py",
+    ),
+    Fault(
+        "distributed/launch/interrupts.py",
+        "            if is_echo or len(self._held) == 1:\n",
+        "            if is_echo:\n",
+        "tests/distributed/launch_local/test_interrupts.py tests/distributed/launch_local/test_interrupted_launch.py",
+    ),
+    Fault(
         "distributed/launch/workers.py",
         "max(_GRACE, self.latest_news) if failure.kind is Kind.ECHO else _GRACE",
         "_GRACE",

@@ -15,7 +15,7 @@ from nano_loop.distributed.files.private_files import explaining, guard_files, r
 from nano_loop.distributed.launch.active_runs import of_ranks, running, whole_process
 from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment
 from nano_loop.distributed.launch.failure import flush_output
-from nano_loop.distributed.launch.reports import Reporter
+from nano_loop.distributed.launch.stream import Reporter
 from nano_loop.distributed.payload.payload import load
 from nano_loop.integrations.fabric.rank_zero import note_rank
 from nano_loop.storage.trusted_files import opened_folder, path_of
