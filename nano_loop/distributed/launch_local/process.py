@@ -56,14 +56,14 @@ class WorkerProcess(Worker):
             own.callback(ours.close)
             others.callback(other.close)
             self._stream = Stream(ours)
-            given = [other.fileno()]
+            descriptors = [other.fileno()]
             for shown in (sys.stdout if verbose else None, sys.stderr):
                 reading, writing = pipe()
                 own.callback(os.close, reading)
                 others.callback(os.close, writing)
                 self._outputs.append(Output(reading, shown, f"[rank {self.rank}] "))
-                given.append(writing)
-            self._number = server.fork(start_of(slot), given)
+                descriptors.append(writing)
+            self._number = server.fork(start_of(slot), descriptors)
             self._told = server.news[self._number]
             own.callback(server.news.pop, self._number)
             self._resources = own.pop_all()
