@@ -19,6 +19,8 @@ from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
+#: What computes without a choice.
+_NOT_MEASURED = frozenset((row_gradient.KERNEL.name,))
 #: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
 _FIRST_SHARING = 4
 
@@ -92,7 +94,7 @@ class TuneOperators(Step):
         """Whether steps before this one have given a model in fp32 kernels or a policy that choose."""
         rules = self.interceptors.rules_of(model)
         has_policy = self._rounds_to_bf16 and rules.policy is not None
-        return has_policy or bool(rules.kernels - {row_gradient.KERNEL.name})
+        return has_policy or bool(rules.kernels - _NOT_MEASURED)
 
     def _own_reason(self) -> SkipReason | None:
         if not self._is_for_precision:
