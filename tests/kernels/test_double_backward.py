@@ -27,6 +27,7 @@ from nano_loop.steps.kernels import kernel_step
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
     # torch's own, where an operator has no rule for batches
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
 ]
 
@@ -114,6 +115,11 @@ def batched_twice(call, leaves):
     return torch.autograd.grad(sum(each.square().sum() for each in firsts), leaves, materialize_grads=True)
 
 
+def hessian_products(call, leaves):
+    (slope,) = torch.autograd.grad(loss_of_output(call(leaves[0])), leaves[:1], create_graph=True)
+    return torch.autograd.grad(slope, leaves[:1], vectors(slope), is_grads_batched=True)
+
+
 def negative(call, leaves):
     y = call(leaves[0])
     vector = vectors(y)[0]
@@ -164,6 +170,7 @@ WAYS = {
     "create_graph": second,
     "is_grads_batched": batched,
     "is_grads_batched, create_graph": batched_twice,
+    "is_grads_batched, of a gradient": hessian_products,
     "negative bit": negative,
     "vmap": mapped,
     "func.grad of a gradient": of_gradient,
@@ -173,6 +180,14 @@ WAYS = {
     "checkpoint, create_graph": checkpointed(second, False),
     "reentrant checkpoint": checkpointed(by_backward, True),
 }
+
+
+#: In bf16, what is left of these is noise.
+IN_FP32 = {"is_grads_batched, of a gradient"}
+
+
+def ways_of(row):
+    return [way for way in WAYS if way not in IN_FP32 or "precision" not in row.options]
 
 
 #: Functions that only a second derivative calls.
@@ -277,7 +292,7 @@ def test_derivatives_of_what_is_called_twice_are_torchs(everything_in_c, called,
     row = row_of(name)
     found = [*differences(row, "first", "twice")]
     assert row.calls is None or row.calls in called
-    for way in [*WAYS][1:]:
+    for way in ways_of(row)[1:]:
         found += differences(row, way, "twice")
     assert not found
 
@@ -317,4 +332,5 @@ def test_logits_that_are_a_copy_have_second_derivatives(everything_in_c, called)
 @pytest.mark.parametrize("calls", [calls for calls in CALLS if calls != "twice"])
 @pytest.mark.parametrize("name", ROWS)
 def test_derivatives_are_torchs(everything_in_c, name, calls):
-    assert not [difference for way in WAYS for difference in differences(row_of(name), way, calls)]
+    row = row_of(name)
+    assert not [difference for way in ways_of(row) for difference in differences(row, way, calls)]
