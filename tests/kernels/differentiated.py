@@ -126,12 +126,12 @@ def looking_up(kind, **settings):
     return lambda: Layer(function, kind(512, 6, **settings))
 
 
-def loss_of(dtype=None):
-    target = torch.tensor([3, 0, 999, 7])
+def loss_of(dtype=None, smoothing=0.1):
+    target = torch.tensor([3, 0, 999, 7 if smoothing else -100])
 
     def function(x, layer):
         logits = layer(x)  # held, so that what it was cast from is known
-        return x * F.cross_entropy(logits if dtype is None else logits.to(dtype), target, label_smoothing=0.1) / 7
+        return x * F.cross_entropy(logits if dtype is None else logits.to(dtype), target, label_smoothing=smoothing) / 7
 
     return lambda: Layer(function, nn.Linear(6, 1000))
 
@@ -193,6 +193,7 @@ ROWS = {
     "gru of two layers": RECURRENT(recurrent(nn.GRU, num_layers=2), (5, 4, 6)),
     "gru with one bias": RECURRENT(with_one_bias, (5, 4, 6)),
     "gru in bf16": RECURRENT(recurrent(nn.GRU), (5, 4, 6), options=BF16),
+    "lstm in bf16": Row(recurrent(nn.LSTM), (5, 4, 6), options=BF16),  # on some CPUs, by oneDNN
     "lstm by oneDNN": Row(recurrent(nn.LSTM), (3, 4, 6), operators=("mkldnn_rnn_layer_backward",)),
     "rms norm": Row(normalized(nn.RMSNorm, 20), (3, 4, 20), RMS, ("rms_norm",), "layer_norm_backward"),
     "rms norm without weights": Row(
@@ -209,7 +210,17 @@ ROWS = {
             ("instance", functools.partial(nn.InstanceNorm2d, affine=True), (16,), "batch_norm"),
         )
     },
+    "layer norm and activation in bf16": Row(
+        lambda: Layer(
+            lambda x, layers: layers(x),
+            nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(approximate="tanh"), nn.Linear(64, 16)),
+        ),
+        (6, 16),
+        calls="layer_norm",
+        options=BF16,
+    ),
     "cross-entropy": Row(loss_of(), (4, 6), LOSSES, ("cross_entropy_loss",), "gradient_float_to_float"),
+    "cross-entropy without smoothing": Row(loss_of(smoothing=0.0), (4, 6), LOSSES, calls="gradient_float_to_float"),
     "cross-entropy in bf16": Row(loss_of(), (4, 6), LOSSES, calls="gradient_bf16_to_bf16", options=BF16),
     "cross-entropy of a copy": Row(
         loss_of(torch.float32),

@@ -16,15 +16,16 @@ VARIANTS = [
 ]
 
 
-def of_each(what):
-    """Test each row with each of what it has under a name."""
+def of_each(what, quick=None):
+    """Test each row with each of what it has under a name; after so many of a row they are slow."""
 
     def params():
         for variant in VARIANTS:
-            row, _ = variant.values[0]
-            having = getattr(row, what)
-            for name, value in having.items() if isinstance(having, dict) else ((str(each), each) for each in having):
-                yield pytest.param(variant.values[0], value, id=f"{variant.id}, {name}")
+            having = getattr(variant.values[0][0], what)
+            having = having if isinstance(having, dict) else {str(each): each for each in having}
+            for place, (name, value) in enumerate(having.items()):
+                marks = [pytest.mark.slow] * (quick is not None and place >= quick)
+                yield pytest.param(variant.values[0], value, id=f"{variant.id}, {name}", marks=marks)
 
     return pytest.mark.parametrize(("row", "given"), [*params()], indirect=["row"])
 
@@ -60,7 +61,7 @@ def test_calls_of_a_kind_are_as_exact_as_torchs(row, given):
     assert_as_exact_as_torch(row, given)
 
 
-@of_each("large")
+@of_each("large", quick=2)
 def test_results_are_exact_and_do_not_depend_on_the_number_of_threads(threads, row, given):
     call, first = row.make(**given), None
     for count in row.threads:

@@ -235,7 +235,7 @@ def test_transforms_of_torch_func_forward_mode_and_hooks_see_the_same(called, na
         torch.manual_seed(1)
         out = model(x, is_causal=False, dropout_p=0.5) if is_attention else model(x)
         batched = torch.autograd.grad(
-            out, [x], torch.stack([out.detach()] * 3), is_grads_batched=True, retain_graph=True
+            out, [x, *model.parameters()], torch.stack([out.detach()] * 3), is_grads_batched=True, retain_graph=True
         )
         seen, weight = [], next(model.parameters())
         handle, weight.grad = weight.register_hook(seen.append), None

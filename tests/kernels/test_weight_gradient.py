@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels.compared.convolutions import NHWC, WEIGHT_GRADIENT, arguments, by_torch, gradients, is_in_blocks
 from kernels.compared.oracle import rms
 from nano_loop.kernels import build
-from nano_loop.kernels.convolution import weight_gradient
+from nano_loop.kernels.convolution import blocked_convolution, weight_gradient
 from nano_loop.kernels.convolution.convolution import faster_backward
 from nano_loop.kernels.convolution.gradient_plans import Plan, first_guess
 
@@ -22,8 +22,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True, params=["AVX-512", *["AMX"] * weight_gradient.KERNEL.uses_amx])
 def instructions(request, monkeypatch):
-    """Have gradients computed by these instructions."""
+    """Have the weight's gradients computed by these instructions, and those of inputs by torch."""
     monkeypatch.setattr(weight_gradient.KERNEL, "uses_amx", request.param == "AMX")
+    monkeypatch.setattr(blocked_convolution.KERNEL, "uses_amx", False)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from kernels.compared.convolutions import NHWC, PAIRS, SEEDS, STRIDES
-from kernels.compared.oracle import Row, at_least
+from kernels.compared.convolutions import NHWC, SEEDS, STRIDES
+from kernels.compared.oracle import Row, at_least, drawn, pairs
 from nano_loop.kernels.convolution import convolution, depthwise, gradient_plans
 from nano_loop.patching.operators.operators import gives_kernels, overridden
 
@@ -73,18 +73,15 @@ def by_torch(call, dtype=torch.bfloat16):
 
 
 EVERY_SIZE = [(gradient_plans, "MIN_MULTIPLICATIONS", 1), (gradient_plans, "MIN_ELEMENTS", 1)]
-SIZES = st.fixed_dictionaries(
-    {
-        "images": st.integers(1, 5),
-        # torch takes images of one channel for NCHW
-        "channels": st.integers(2, 40), "outputs": st.integers(2, 40),
-        "size": st.tuples(st.integers(5, 14), st.integers(5, 14)),
-        "kernel": PAIRS["kernel"],
-        "geometry": st.fixed_dictionaries(
-            {"stride": STRIDES, "padding": PAIRS["padding"], "dilation": PAIRS["dilation"]}
-        ),
-        "seed": SEEDS,
-    }
+SIZES = drawn(
+    # torch takes images of one channel for NCHW
+    images=(1, 5),
+    channels=(2, 40),
+    outputs=(2, 40),
+    size=pairs(5, 14),
+    kernel=pairs(1, 3),
+    geometry=drawn(stride=STRIDES, padding=pairs(0, 2), dilation=pairs(1, 2)),
+    seed=SEEDS,
 )
 row_of = functools.partial(
     Row,

@@ -6,21 +6,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from kernels.compared.oracle import Row, at_least, rms
+from kernels.compared.oracle import Row, at_least, drawn, pairs, rms
 from nano_loop.kernels.convolution import blocked_convolution, depthwise, weight_gradient
 from nano_loop.kernels.convolution.convolution import faster_backward
 from nano_loop.kernels.convolution.gradient_plans import Arguments, Plan, for_blocks, plans
 from nano_loop.kernels.convolution.weight_gradient import Geometry
 
 NHWC = torch.channels_last
-PAIRS = {
-    "size": st.tuples(st.integers(5, 17), st.integers(5, 17)),
-    "kernel": st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    "padding": st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    "dilation": st.tuples(st.integers(1, 2), st.integers(1, 2)),
-}
-STRIDES = st.tuples(st.integers(1, 3), st.integers(1, 3))
-SEEDS = st.integers(0, 1000)
+STRIDES, SEEDS = pairs(1, 3), (0, 1000)
+OF_KERNEL = {"kernel": pairs(1, 3), "padding": pairs(0, 2), "dilation": pairs(1, 2), "seed": SEEDS}
 
 
 def within_reach(sizes):
@@ -93,14 +87,8 @@ def replaced(call, place, change):
     return tuple(change(each) if number == place else each for number, each in enumerate(call))
 
 
-SIZES = PAIRS | {
-    "threads": st.sampled_from([1, 2, 5]),
-    "images": st.integers(1, 5),
-    "channels": st.integers(16, 70),
-    "outputs": st.integers(16, 70),
-    "weight_in_nhwc": st.booleans(),
-    "seed": SEEDS,
-}
+OF_IMAGES = {"images": (1, 5), "channels": (16, 70), "outputs": (16, 70), "size": pairs(5, 17)}
+SIZES = OF_KERNEL | OF_IMAGES | {"weight_in_nhwc": [False, True], "threads": [1, 2, 5]}
 FORWARD = Row(
     make=case,
     ours=lambda call: [blocked_convolution.convolution(*call, places_of(call))],
@@ -110,7 +98,7 @@ FORWARD = Row(
     # Equal but for the order of sums.
     bound=lambda theirs, truth, call, place: 1e-5 * largest(truth),
     also=is_in_fp32,
-    sizes=st.fixed_dictionaries(SIZES | {"stride": STRIDES, "with_bias": st.booleans()}),
+    sizes=drawn(**SIZES, stride=STRIDES, with_bias=[False, True]),
     large=[
         {"images": 16, "channels": 512, "outputs": 40, "size": (7, 7)},
         {"images": 2, "channels": 16, "size": (60, 200)},
@@ -154,11 +142,8 @@ INPUT_GRADIENT = Row(
     bound=FORWARD.bound,
     also=is_in_fp32,
     # A kernel of one position may have a stride.
-    sizes=st.one_of(
-        st.fixed_dictionaries(SIZES).map(within_reach),
-        st.fixed_dictionaries(
-            SIZES | {"stride": STRIDES, **{name: st.just((1, 1)) for name in ("kernel", "dilation")}}
-        ).map(within_reach),
+    sizes=st.one_of(drawn(**SIZES), drawn(**SIZES | {"stride": STRIDES, "kernel": [(1, 1)], "dilation": [(1, 1)]})).map(
+        within_reach
     ),
     supports=supports_gradient,
     others={
@@ -227,11 +212,12 @@ of_weight = functools.partial(
     kernel=weight_gradient.KERNEL,
 )
 WEIGHT_GRADIENT = of_weight(
-    sizes=st.fixed_dictionaries(
-        PAIRS
-        | {"images": st.integers(1, 7), "channels": st.integers(8, 70), "outputs": st.integers(8, 70)}
-        | {"size": st.tuples(st.integers(5, 16), st.integers(5, 16)), "stride": STRIDES}
-        | {"transposed": st.booleans(), "seed": SEEDS}
+    sizes=drawn(
+        images=(1, 7),
+        channels=(8, 70),
+        outputs=(8, 70),
+        size=pairs(5, 16),
+        **{"stride": STRIDES, "transposed": [False, True], **OF_KERNEL},
     ).map(reachable),
     large=[
         {"images": 16, "channels": 64, "outputs": 96, "size": (7, 7)},
@@ -265,19 +251,17 @@ WEIGHT_GRADIENT = of_weight(
 )
 #: They are counted with the columns of the kernel.
 WEIGHT_GRADIENT_OF_FEW_CHANNELS = of_weight(
-    sizes=st.fixed_dictionaries(
-        {
-            "images": st.integers(1, 5),
-            "channels": st.integers(1, 7),
-            "outputs": st.integers(8, 40),
-            "size": st.tuples(st.integers(9, 16), st.integers(9, 16)),
-            "kernel": st.tuples(st.integers(1, 4), st.integers(8, 9)),
-            "stride": STRIDES,
-            "padding": st.tuples(st.integers(0, 2), st.integers(0, 3)),
-            "dilation": st.tuples(st.integers(1, 2), st.just(1)),
-            "transposed": st.booleans(),
-            "seed": SEEDS,
-        }
+    sizes=drawn(
+        images=(1, 5),
+        channels=(1, 7),
+        outputs=(8, 40),
+        size=pairs(9, 16),
+        stride=STRIDES,
+        kernel=st.tuples(st.integers(1, 4), st.integers(8, 9)),
+        padding=st.tuples(st.integers(0, 2), st.integers(0, 3)),
+        dilation=st.tuples(st.integers(1, 2), st.just(1)),
+        transposed=[False, True],
+        seed=SEEDS,
     ).map(few)
 )
 
@@ -334,18 +318,16 @@ DEPTHWISE = Row(
     torchs=depthwise_by_torch,
     bound=depthwise_bound,
     also=has_the_layout_of_inputs_and_weight,
-    sizes=st.fixed_dictionaries(
-        {
-            "images": st.sampled_from([1, 2, 5, 17]),
-            "channels": st.sampled_from([16, 24, 40, 72, 100, 160]),
-            "sizes": pairs_of(7, 9, 12, 15),
-            "kernel": st.tuples(st.sampled_from([1, 2, 3, 5, 7]), st.sampled_from([3, 5, 7])),
-            "stride": pairs_of(1, 2, 3),
-            "padding": pairs_of(0, 1, 2, 3),
-            "dilation": pairs_of(1, 2),
-            "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
-            "seed": st.integers(0, 99),
-        }
+    sizes=drawn(
+        images=[1, 2, 5, 17],
+        channels=[16, 24, 40, 72, 100, 160],
+        sizes=pairs_of(7, 9, 12, 15),
+        kernel=st.tuples(st.sampled_from([1, 2, 3, 5, 7]), st.sampled_from([3, 5, 7])),
+        stride=pairs_of(1, 2, 3),
+        padding=pairs_of(0, 1, 2, 3),
+        dilation=pairs_of(1, 2),
+        dtype=[torch.float32, torch.bfloat16],
+        seed=(0, 99),
     ).map(with_outputs),
     large=[
         {"images": 3, "channels": 40, "sizes": (33, 20), "dtype": dtype} for dtype in (torch.float32, torch.bfloat16)

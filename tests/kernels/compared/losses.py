@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from kernels.compared.oracle import Row
+from kernels.compared.oracle import Row, drawn
 from nano_loop.kernels.loss.cross_entropy import KERNEL, cross_entropy
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -53,16 +53,14 @@ CROSS_ENTROPY = Row(
     ours=lambda call: with_gradient(ours, *call[:2], **call[2]),
     torchs=lambda call: with_gradient(by_torch, *call[:2], **call[2]),
     bound=bound,
-    sizes=st.fixed_dictionaries(
-        {
-            "rows": st.integers(1, 40),
-            "width": st.one_of(st.integers(1, 70), st.integers(500, 1600)),
-            "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
-            "scale": st.sampled_from([0.01, 1.0, 10.0, 80.0]),
-            "reduction": st.sampled_from(REDUCTIONS),
-            "smoothing": st.sampled_from([0.0, 0.1, 1.0]),
-            "seed": st.integers(0, 99),
-        }
+    sizes=drawn(
+        rows=(1, 40),
+        width=st.one_of(st.integers(1, 70), st.integers(500, 1600)),
+        dtype=[torch.float32, torch.bfloat16],
+        scale=[0.01, 1.0, 10.0, 80.0],
+        reduction=[*REDUCTIONS],
+        smoothing=[0.0, 0.1, 1.0],
+        seed=(0, 99),
     ),
     large=[{"rows": 33, "width": 5003, "dtype": torch.bfloat16, "ignored": False}],
     threads=(1, 2, 2),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from kernels.compared.oracle import Row, assert_alike, in_fp64, rms
+from kernels.compared.oracle import Row, assert_alike, drawn, in_fp64, rms
 from nano_loop.kernels.norm import norms, rms_norm
 
 ATEN = torch.ops.aten
@@ -120,32 +120,16 @@ def undefined(kind, value, dtype):
     return case
 
 
-OF_NUMBERS = {
-    "scale": st.sampled_from([0.01, 1.0, 30.0]),
-    "offset": st.sampled_from([0.0, 3.0]),
-    "affine": st.booleans(),
-    "seed": st.integers(0, 99),
-}
-OF_IMAGES = st.fixed_dictionaries(
-    {
-        "kind": st.sampled_from(KINDS[:2]),
-        "images": st.integers(1, 5),
-        "channels": st.sampled_from([16, 24, 40, 64, 72, 100, 136]),
-        "sizes": st.lists(st.integers(5, 14), min_size=1, max_size=2),
-        "nhwc": st.booleans(),
-        "dtype": st.sampled_from(DTYPES),
-        "groups": st.sampled_from([1, 4, "each"]),
-        **OF_NUMBERS,
-    }
+OF_NUMBERS = {"scale": [0.01, 1.0, 30.0], "offset": [0.0, 3.0], "affine": [False, True], "seed": (0, 99)}
+OF_IMAGES = drawn(
+    kind=[*KINDS[:2]],
+    images=(1, 5),
+    channels=[16, 24, 40, 64, 72, 100, 136],
+    sizes=st.lists(st.integers(5, 14), min_size=1, max_size=2),
+    **{"nhwc": [False, True], "dtype": [*DTYPES], "groups": [1, 4, "each"], **OF_NUMBERS},
 ).map(of_images)
-OF_ROWS = st.fixed_dictionaries(
-    {
-        "kind": st.just("layer_norm"),
-        "shape": st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(16, 300)),
-        "dtype": st.sampled_from(DTYPES),
-        **OF_NUMBERS,
-    }
-).map(scaled)
+SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(16, 300))
+OF_ROWS = drawn(kind=["layer_norm"], shape=SHAPES, dtype=[*DTYPES], **OF_NUMBERS).map(scaled)
 FAR_AWAY = {"far_away": True, "shape": (3, 32, 20, 30), "dtype": torch.float32, "offset": 1000.0}
 IMAGES = Row(
     make=made,
@@ -227,14 +211,7 @@ OF_RMS = Row(
     torchs=computed(F.rms_norm),
     exact=exact,
     bound=lambda theirs, truth, call, place: 1.2 * theirs + 2**-24 * max(rms(truth), 1e-3 / call.scale),
-    sizes=st.fixed_dictionaries(
-        {
-            "shape": st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(16, 300)),
-            "dimensions": st.integers(1, 2),
-            "eps": st.sampled_from([None, 1e-5]),
-            **OF_NUMBERS,
-        }
-    ),
+    sizes=drawn(shape=SHAPES, dimensions=(1, 2), eps=[None, 1e-5], **OF_NUMBERS),
     large=[{}],
     kernel=rms_norm.KERNEL,
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
@@ -41,73 +42,59 @@ def nothing_else(call: Any, ours: Results, torchs: Results) -> None:
     """Compare nothing but errors and shapes."""
 
 
+def drawn(**numbers: Any) -> SearchStrategy[dict[str, Any]]:
+    """Give arguments by name: a number from a least one to a largest, given as a tuple, or one of a list."""
+
+    def strategy(given: Any) -> SearchStrategy[Any]:
+        if isinstance(given, SearchStrategy):
+            return given
+        return st.sampled_from(given) if isinstance(given, list) else st.integers(*given)
+
+    return st.fixed_dictionaries({name: strategy(given) for name, given in numbers.items()})
+
+
+def pairs(least: int, largest: int) -> SearchStrategy[tuple[int, int]]:
+    return st.tuples(*[st.integers(least, largest)] * 2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A kernel, and the calls of it.
+    """A kernel, and the calls of it."""
 
-    Attributes
-    ----------
-    make : callable
-        Returns a call of some sizes.
-    ours, torchs : callable
-        Compute the results of a call, with its gradients.
-    exact : callable
-        As `torchs`, in fp64. It may return fewer results: the last ones are for `also`.
-    bound : callable
-        Returns how large an error may be: from torch's error, what is right, the call, and the number of the result.
-    error : callable
-        Returns the size of an error.
-    also : callable
-        Asserts what else holds of a call, our results and torch's.
-    sizes : SearchStrategy
-        Gives what `make` takes. "threads" is the number of threads.
-    cases : mapping
-        What `make` takes, by name, where random sizes do not meet it.
-    large : sequence of mappings
-        What `make` takes, of which the results have the same bits with each of the numbers of `threads`.
-    same_bits : bool
-        False where the bits are the same for the same number of threads alone.
-    ends : sequence of mappings
-        What `make` takes, of which nothing may be written behind the memory.
-    behind : callable or None
-        Computes these calls. None is `ours`.
-    memories : int or None
-        How many tensors such a call makes, with its results.
-    supports : callable
-        Returns whether the kernel computes a call.
-    others : mapping
-        Changes of a call, by name, after which torch computes it.
-    undefined : mapping
-        What puts numbers that are none into a call, by name.
-    kernel : CompiledKernel
-        What computes. Where it uses AMX, it is tested without, too, unless it `needs_amx`.
-    needs_kernel : bool
-        False where something else computes, where it is unavailable.
-    patches : sequence of tuples
-        Places, names and values that are set for the tests.
-    """
-
+    #: Returns a call of some sizes.
     make: Callable[..., Any]
+    #: Compute the results of a call, with its gradients.
     ours: Compute
     torchs: Compute
-    bound: Callable[..., float]
-    sizes: SearchStrategy
-    kernel: Any
+    #: As `torchs`, in fp64. It may return fewer results: the last ones are for `also`.
     exact: Compute | None = None
     error: Callable[[Tensor], float] = rms
+    #: Returns how large an error may be: from torch's, what is right, the call, and the number of the result.
+    bound: Callable[..., float]
+    #: Asserts what else holds of a call, our results and torch's.
     also: Callable[[Any, Results, Results], None] = nothing_else
+    #: What `make` takes: at random, where "threads" is their number, and by name, where random sizes do not meet it.
+    sizes: SearchStrategy[dict[str, Any]]
     cases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    #: What `make` takes, of which the results have the same bits for these numbers of threads, or for each of them.
     large: Sequence[Mapping[str, Any]] = ()
     threads: Sequence[int] = (1, 2, 3)
     same_bits: bool = True
+    #: What `make` takes, of which nothing may be written behind the memory, what computes it, and how many tensors that
+    #: makes, where this is known.
     ends: Sequence[Mapping[str, Any]] = ()
     behind: Callable[[Any], Any] | None = None
     memories: int | None = None
+    #: Whether the kernel computes a call, and changes of one after which torch does.
     supports: Callable[[Any], bool] = lambda call: True
     others: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    #: Make calls with numbers that are none.
     undefined: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    #: What computes. Where it uses AMX, it is tested without, too, unless it needs that. Others may stand in for it.
+    kernel: Any
     needs_kernel: bool = True
     needs_amx: bool = False
+    #: Places, names and values that are set for the tests.
     patches: Sequence[tuple[Any, str, Any]] = ()
 
     def of_fp64(self, call: Any) -> Results:

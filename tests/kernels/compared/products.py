@@ -4,12 +4,10 @@ import functools
 import itertools
 
 import torch
-from hypothesis import strategies as st
 
-from kernels.compared.oracle import Row, assert_alike, plus
+from kernels.compared.oracle import Row, assert_alike, drawn, plus
 from nano_loop.kernels.linear import fp32_product, product
 
-SEEDS = st.integers(0, 1000)
 #: The order of a matrix in memory: by rows, by columns, and with gaps between rows, columns or both.
 ORDERS = ("rows", "columns", "rows with gaps", "columns with gaps", "gaps")
 
@@ -38,9 +36,10 @@ def sized(*sizes, **named):
 
 
 def sizes_from(least, orders):
-    sizes = {name: st.integers(least, 150) for name in ("rows", "depth", "columns")}
-    order = st.sampled_from(orders)
-    return st.fixed_dictionaries(sizes | {"a": order, "b": order, "with_bias": st.booleans(), "seed": SEEDS})
+    numbers, order = (least, 150), [*orders]
+    return drawn(
+        rows=numbers, depth=numbers, columns=numbers, a=order, b=order, with_bias=[False, True], seed=(0, 1000)
+    )
 
 
 def of_each_order(sizes, *orders):
