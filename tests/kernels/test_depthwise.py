@@ -30,5 +30,6 @@ def test_results_are_near_each_other_at_every_level_of_instructions(monkeypatch,
 
 @pytest.mark.parametrize(("groups", "fewest"), [(12, 1), (24, 1 << 20)])
 def test_other_groups_and_few_elements_are_left_to_torch(monkeypatch, groups, fewest):
+    assert depthwise.KERNEL.unavailable is None
     monkeypatch.setattr(depthwise, "MIN_ELEMENTS", fewest)
     assert not depthwise.supports(*depthwise_case(channels=24), groups)

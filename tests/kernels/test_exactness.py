@@ -16,15 +16,16 @@ VARIANTS = [
 ]
 
 
-def of_each(what, quick=None):
-    """Test each row with each of what it has under a name; after so many of a row they are slow."""
+def of_each(what):
+    """Test each row with each of what it has under a name. For teams of many threads, most are slow."""
 
     def params():
         for variant in VARIANTS:
-            having = getattr(variant.values[0][0], what)
+            row, _ = variant.values[0]
+            having = getattr(row, what)
             having = having if isinstance(having, dict) else {str(each): each for each in having}
             for place, (name, value) in enumerate(having.items()):
-                marks = [pytest.mark.slow] * (quick is not None and place >= quick)
+                marks = [pytest.mark.slow] * (what == "large" and max(row.threads) > 4 and place >= 2)
                 yield pytest.param(variant.values[0], value, id=f"{variant.id}, {name}", marks=marks)
 
     return pytest.mark.parametrize(("row", "given"), [*params()], indirect=["row"])
@@ -61,7 +62,7 @@ def test_calls_of_a_kind_are_as_exact_as_torchs(row, given):
     assert_as_exact_as_torch(row, given)
 
 
-@of_each("large", quick=2)
+@of_each("large")
 def test_results_are_exact_and_do_not_depend_on_the_number_of_threads(threads, row, given):
     call, first = row.make(**given), None
     for count in row.threads:

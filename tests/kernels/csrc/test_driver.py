@@ -98,7 +98,6 @@ def test_functions_are_exact_at_every_level_of_instructions(recorder, tmp_path, 
     assert printed == f"{count} calls, 0 wrong\n"
 
 
-@pytest.mark.slow
 def test_functions_read_and_write_their_arguments_alone(recorder, tmp_path):
     recorded_calls.some_calls(recorder)
     if product.KERNEL.unavailable is None:
