@@ -1,6 +1,7 @@
 """The weight's gradient in blocks is laid out as the weight, rounds fp32 numbers, and is a guess where it pays."""
 
 import ctypes
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.compared.convolutions import NHWC, WEIGHT_GRADIENT, arguments, by_torch, gradients, is_in_blocks
-from kernels.compared.oracle import rms
+from kernels.compared.oracle import drawn, pairs, rms
 from nano_loop.kernels import build
 from nano_loop.kernels.convolution import blocked_convolution, weight_gradient
 from nano_loop.kernels.convolution.convolution import faster_backward
@@ -20,6 +21,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+ANY_SIZES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
 @pytest.fixture(autouse=True, params=["AVX-512", *["AMX"] * weight_gradient.KERNEL.uses_amx])
 def instructions(request, monkeypatch):
     """Have the weight's gradients computed by these instructions, and those of inputs by torch."""
@@ -27,23 +31,25 @@ def instructions(request, monkeypatch):
     monkeypatch.setattr(blocked_convolution.KERNEL, "uses_amx", False)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@ANY_SIZES
 @given(
-    images=st.integers(1, 4),
-    channels=st.integers(8, 70),
-    outputs=st.integers(8, 40),
-    size=st.tuples(st.integers(7, 12), st.integers(7, 12)),
-    kernel=st.tuples(st.integers(1, 6), st.integers(1, 6)),
-    transposed=st.booleans(),
-    seed=st.integers(0, 1000),
+    drawn(
+        images=(1, 4),
+        channels=(8, 70),
+        outputs=(8, 40),
+        size=pairs(7, 12),
+        kernel=pairs(1, 6),
+        transposed=[False, True],
+        seed=(0, 1000),
+    )
 )
-def test_gradient_has_the_layout_of_its_weight(kernel, transposed, **sizes):
-    given = arguments(kernel=kernel, transposed=transposed, **sizes)
+def test_gradient_has_the_layout_of_its_weight(sizes):
+    given = arguments(**sizes)
     expected = gradients(given)[1]
     found = gradients(given._replace(weight=given.weight.contiguous()))[1]
     assert torch.equal(found, expected)
     assert expected.is_contiguous(memory_format=NHWC)
-    assert found.is_contiguous() == (kernel[0] * kernel[1] <= 25)
+    assert found.is_contiguous() == (math.prod(sizes["kernel"]) <= 25)
 
 
 def test_parts_of_larger_tensors_are_read_where_they_lie():
@@ -54,18 +60,20 @@ def test_parts_of_larger_tensors_are_read_where_they_lie():
     assert torch.equal(gradients(given._replace(gradient=gradient, inputs=inputs))[1], gradients(given)[1])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@ANY_SIZES
 @given(
-    images=st.integers(1, 5),
-    channels=st.integers(8, 70),
-    outputs=st.integers(8, 70),
-    size=st.tuples(st.integers(5, 12), st.integers(5, 12)),
-    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    transposed=st.booleans(),
-    mask=st.tuples(st.booleans(), st.just(True), st.booleans()),
-    seed=st.integers(0, 1000),
+    drawn(
+        images=(1, 5),
+        channels=(8, 70),
+        outputs=(8, 70),
+        size=pairs(5, 12),
+        stride=pairs(1, 3),
+        mask=st.tuples(st.booleans(), st.just(True), st.booleans()),
+        transposed=[False, True],
+        seed=(0, 1000),
+    )
 )
-def test_numbers_in_fp32_are_rounded_and_sums_are_not(**sizes):
+def test_numbers_in_fp32_are_rounded_and_sums_are_not(sizes):
     given = arguments(**sizes)
     tensors = [tensor + 1e-3 * tensor.float() for tensor in given[:3]]  # no numbers in bf16
     found = gradients(given._replace(**dict(zip(given._fields, tensors, strict=False))), rounds_inputs=True)
