@@ -287,7 +287,13 @@ def row_of(name):
     return row
 
 
-@pytest.mark.parametrize("name", ROWS)
+#: With those of rare layers only where slow tests run.
+EACH_ROW = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("both ways")) for name in ROWS]
+)
+
+
+@EACH_ROW
 def test_derivatives_of_what_is_called_twice_are_torchs(everything_in_c, called, name):
     row = row_of(name)
     found = [*differences(row, "first", "twice")]
@@ -297,7 +303,7 @@ def test_derivatives_of_what_is_called_twice_are_torchs(everything_in_c, called,
     assert not found
 
 
-@pytest.mark.parametrize("name", ROWS)
+@EACH_ROW
 def test_second_derivatives_of_two_models_are_torchs(everything_in_c, name):
     assert not [*differences(row_of(name), "create_graph", "in two models")]
 
@@ -330,7 +336,7 @@ def test_logits_that_are_a_copy_have_second_derivatives(everything_in_c, called)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", [calls for calls in CALLS if calls != "twice"])
-@pytest.mark.parametrize("name", ROWS)
+@EACH_ROW
 def test_derivatives_are_torchs(everything_in_c, name, calls):
     row = row_of(name)
     assert not [difference for way in ways_of(row) for difference in differences(row, way, calls)]
