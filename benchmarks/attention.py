@@ -19,11 +19,13 @@ import torch
 from benchmarks.experts import keep_memory
 from benchmarks.markdown import table
 from benchmarks.names import at_least_one
-from nano_loop.kernels.attention import blocked_attention
-from nano_loop.kernels.attention.attention import ALGORITHMS, BLOCKS, TORCH, Arguments
+from nano_loop.kernels.attention import blocked_attention, torch_attention
+from nano_loop.kernels.attention.attention import BLOCKS
 from nano_loop.kernels.dropout.bernoulli import vectorized_draws
+from nano_loop.kernels.override import TORCH
 
 CALLS, DROPOUT = 4, 0.1
+ALGORITHMS = {TORCH: torch_attention.by_torch, BLOCKS: blocked_attention.blocked_attention}
 
 
 class Shape(NamedTuple):
@@ -62,7 +64,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, list[float]]:
     tensors = [torch.randn(sizes).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]
     gradient = torch.randn(sizes).bfloat16().transpose(1, 2)
     dropout = DROPOUT if shape.kind == "dropout" else 0.0
-    given = Arguments(*tensors, None, dropout, shape.kind == "causal", shape.width**-0.5)
+    given = (*tensors, None, dropout, shape.kind == "causal", shape.width**-0.5)
 
     def milliseconds(way: str) -> float:
         start = time.perf_counter()

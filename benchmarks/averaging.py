@@ -29,7 +29,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_file import map_together
-from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
+from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, INNER, LAYERS, WORDS = 768, 3072, 12, 30522  # of BERT-base

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from distributed.team import Team
 from hypothesis import settings
 from leaks import affinity_masks, changes, moved_threads, process_state
@@ -16,6 +17,7 @@ from nano_loop.autotune import budget, choices
 from nano_loop.autotune.budget import SHARE
 from nano_loop.autotune.choices import Choices
 from nano_loop.config.environment import KERNELS
+from nano_loop.runtime import trial
 from nano_loop.runtime.mkl_functions import resolve_mkl_functions
 from nano_loop.steps import tune_operators
 
@@ -85,7 +87,8 @@ def nothing_is_measured(nothing_leaks, monkeypatch):
     """Let runs in the test's process compute by the first guesses, or what a test shows would depend on times."""
     monkeypatch.setattr(budget, "STEPS", -1)
     monkeypatch.setattr(budget, "SHARE", -1)
-    monkeypatch.setattr(tune_operators, "choices_for", lambda machine: Choices(None))
+    for module in (tune_operators, trial):
+        monkeypatch.setattr(module, "choices_for", lambda machine: Choices(None))
 
 
 @pytest.fixture
@@ -93,11 +96,19 @@ def measuring(nothing_is_measured, monkeypatch, tmp_path):
     """Let runs measure, with time for all shapes and an empty cache folder; return the folder."""
     monkeypatch.setattr(budget, "STEPS", 1e6)
     monkeypatch.setattr(budget, "SHARE", SHARE)
-    monkeypatch.setattr(tune_operators, "Waits", lambda: SimpleNamespace(share=lambda: 0.0))
-    monkeypatch.setattr(tune_operators, "choices_for", choices.choices_for)
+    for module in (tune_operators, trial):
+        monkeypatch.setattr(module, "Waits", lambda: SimpleNamespace(share=lambda: 0.0))
+        monkeypatch.setattr(module, "choices_for", choices.choices_for)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choices, "_opened", {})
     return tmp_path / "nano_loop"
+
+
+@pytest.fixture
+def deterministic():
+    """Return what switches torch's deterministic mode on, as a loop may do at any time. The test ends without it."""
+    yield lambda: torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -40,16 +40,22 @@ FAULTS = (
         "tests/api/test_decorator.py",
     ),
     Fault(
-        "autotune/decisions.py",
-        "            return guess() if before else known.algorithm\n",
-        "            return known.algorithm\n",
+        "autotune/generation.py",
+        "self._settled.get(kind) or self._guessed.get(kind)",
+        "self._settled.get(kind)",
         "tests/autotune",
     ),
     Fault(
-        "cli/software_checks.py",
+        "autotune/budget.py",
+        "        if clock.steps < 2 or not self._measures or not clock.is_here:\n",
+        "        if clock.steps < 2 or not self._measures:\n",
+        "tests/autotune/test_budget.py",
+    ),
+    Fault(
+        "cli/checks.py",
         "            for instruction_set, words in _WORDS_FOR.items()\n",
         "            for instruction_set, words in [*_WORDS_FOR.items()][:2]\n",
-        "tests/cli/test_software_checks.py",
+        "tests/cli/test_checks.py",
     ),
     Fault(
         "cli/script.py",
@@ -184,8 +190,8 @@ FAULTS = (
     ),
     Fault(
         "distributed/data_parallel/gradients.py",
-        "values = torch.cat([values for _, values in pairs]) / ranks.size",
-        "values = torch.cat([values for _, values in pairs])",
+        "values = torch.cat([gradient.values() for gradient in parts]) / ranks.size",
+        "values = torch.cat([gradient.values() for gradient in parts])",
         "tests/distributed/data_parallel",
     ),
     Fault(
@@ -213,6 +219,18 @@ FAULTS = (
         "tests/distributed/launch tests/distributed/test_ranks.py",
     ),
     Fault(
+        "distributed/launch/stream.py",
+        "            if len(self._received) < after:\n                return\n",
+        "",
+        "tests/distributed/launch/test_stream.py",
+    ),
+    Fault(
+        "distributed/launch/interrupts.py",
+        "            if is_echo or len(self._held) == 1:\n",
+        "            if is_echo:\n",
+        "tests/distributed/launch_local/test_interrupts.py tests/distributed/launch_local/test_interrupted_launch.py",
+    ),
+    Fault(
         "distributed/launch/workers.py",
         "max(_GRACE, self.latest_news) if failure.kind is Kind.ECHO else _GRACE",
         "_GRACE",
@@ -231,7 +249,7 @@ FAULTS = (
         "tests/distributed/shared_memory/test_transport.py",
     ),
     Fault(
-        "distributed/payload/edited_modules.py",
+        "distributed/payload/reached_modules.py",
         "        return not codes <= {*code_in(",
         "        return not codes <= codes | {*code_in(",
         "tests/distributed/payload",
@@ -309,10 +327,10 @@ FAULTS = (
         "tests/kernels/test_exactness.py",
     ),
     Fault(
-        "kernels/fp32.py",
-        "return rule is not None and rule(",
-        "return rule is None or rule(",
-        "tests/kernels/test_fp32.py",
+        "kernels/override.py",
+        "if algorithm.kernel is not None and algorithm.kernel not in rules.kernels:",
+        "if False:",
+        "tests/steps/kernels/test_training.py",
     ),
     Fault(
         "kernels/embedding/row_gradient.py",
@@ -391,6 +409,12 @@ FAULTS = (
         "            delattr(self.owner, self.name)\n",
         "            pass\n",
         "tests/patching/test_attributes.py",
+    ),
+    Fault(
+        "patching/calls/calls.py",
+        "rules = self.rules if of_node is None or of_node.owner != self.rules.owner else of_node",
+        "rules = self.rules",
+        "tests/autotune/test_operators.py",
     ),
     Fault(
         "patching/calls/calls.py",
@@ -478,6 +502,18 @@ FAULTS = (
     ),
     Fault("steps/allocator.py", "        _set(_LEFT)\n", "        _set(SETTINGS)\n", "tests/steps/test_allocator.py"),
     Fault(
+        "runtime/clock.py",
+        "        if id(optimizer) not in self._open:\n            return\n",
+        "",
+        "tests/runtime/test_clock.py",
+    ),
+    Fault(
+        "runtime/trial.py",
+        "        if self.measured or power == self._power:\n",
+        "        if self.measured:\n",
+        "tests/runtime/test_trial.py",
+    ),
+    Fault(
         "steps/kernels/models.py",
         "parameters_of(module, recurse=False) if weight.numel() >= elements",
         "parameters_of(module, recurse=False)",
@@ -501,7 +537,7 @@ FAULTS = (
 def is_found(fault: Fault) -> bool:
     """Whether the tests of a fault fail in a copy of the checkout that has it."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        for name in ("nano_loop", "tests", "setup.cfg", "benchmarks", "examples"):
+        for name in ("nano_loop", "tests", "docs", "scripts", "setup.cfg", "benchmarks", "examples"):
             copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copied(ROOT / name, Path(folder) / name)
         path = Path(folder) / "nano_loop" / fault.file

@@ -32,7 +32,7 @@ OLD = frozenset(
         *("meanwhile", "sameness", "alike", "taken_lengths", "agreed_randomness", "noted_calls", "whereabouts"),
         *("Whereabouts", "parting", "culprit", "replicas", "meeting", "connecting", "throwaway", "lifeline", "sweep"),
         *("own_slice", "works", "nested", "division", "under_way", "commanded", "command_note", "run_note", "picture"),
-        *("clock", "live", "pump", "_meet", "_bury", "_moved", "nobody_sees", "of_inputs", "of_outputs"),
+        *("live", "pump", "_meet", "_bury", "_moved", "nobody_sees", "of_inputs", "of_outputs"),
     )
 )
 

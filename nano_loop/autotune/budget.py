@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
-from nano_loop.patching.objects.optimizers import hook_after_steps
+from nano_loop.runtime.clock import StepClock
 
 #: How long measurements may take: this many steps, and from then on this share of the time of the run. One that would
 #: take longer is given up when that is seen, so a hundred steps take less than 3% more.
@@ -15,65 +12,45 @@ STEPS, SHARE = 1.8, 0.018
 
 
 class Budget:
-    """The time for measurements in the loop of this thread, from its third step until it is closed.
+    """The time for all measurements of a run, in its thread: of operators, and of steps in other settings.
+
+    It begins with the third step.
 
     Parameters
     ----------
+    clock : StepClock
+        Counts and times the steps.
     measures : bool
-        Whether there is any.
-    at_turn : callable, optional
-        Is called when `turn` changes.
-    part : float
-        How much of it there is, where another budget has the rest.
-    in_advance : bool
-        Whether there is time before the share of the run is as long as some steps. Kernels that are not measured within
-        the first steps are given up.
+        Whether there is any time. Rank 0 measures for all ranks.
     """
 
-    def __init__(
-        self,
-        measures: bool,
-        at_turn: Callable[[], None] = lambda: None,
-        part: float = 1.0,
-        in_advance: bool = True,
-    ) -> None:
-        #: Changes when there may be time again for what had to wait, or choices of rank 0: the more steps there were,
-        #: the more seldom, since to ask again takes time too.
-        self.turn = 0
-        self._measures = measures
-        self._at_turn = at_turn
-        self._part, self._in_advance = part, in_advance
-        self._thread = threading.get_ident()
-        self._first = self._last = 0.0
-        self._steps = 0
-        self._step = float("inf")
-        self._hook = hook_after_steps(self._note)
+    def __init__(self, clock: StepClock, measures: bool = True) -> None:
+        self.clock, self._measures = clock, measures
+        self._spent = 0.0
 
-    def left(self, spent: float) -> float:
-        """Return how many seconds measurements may still take, where `spent` have been spent before."""
-        if self._steps < 2 or not self._measures or threading.get_ident() != self._thread:
+    @property
+    def turn(self) -> int:
+        """Changes when there may be time again for what had to wait, or choices of rank 0: after 1, 2, 4, 8, … steps.
+
+        To ask again takes time, too.
+        """
+        return self.clock.steps.bit_length()
+
+    def left(self, in_advance: bool = True) -> float:
+        """Return how many seconds measurements may still take.
+
+        Parameters
+        ----------
+        in_advance : bool
+            Whether there is time before the share of the run is as long as some steps.
+        """
+        clock = self.clock
+        if clock.steps < 2 or not self._measures or not clock.is_here:
             return 0.0
-        seconds = SHARE * (time.perf_counter() - self._first)
-        if self._in_advance:
-            seconds = max(seconds, STEPS * self._step)
-        return self._part * seconds - spent
+        seconds = SHARE * (time.perf_counter() - clock.began)
+        # The shortest step: one in which something was measured is longer.
+        return (max(seconds, STEPS * clock.shortest) if in_advance else seconds) - self._spent
 
-    def close(self) -> None:
-        """Remove the hook."""
-        self._hook.remove()
-
-    def _note(self, *_: Any) -> None:
-        """Note the end of a step, of any optimizer."""
-        if threading.get_ident() != self._thread:
-            return
-        now = time.perf_counter()
-        if self._steps:
-            # The shortest: a step in which something was measured is longer.
-            self._step = min(self._step, now - self._last)
-        else:
-            self._first = now
-        self._last = now
-        self._steps += 1
-        if self.turn != self._steps.bit_length():
-            self.turn = self._steps.bit_length()
-            self._at_turn()
+    def spend(self, seconds: float) -> None:
+        """Note that a measurement has taken some seconds."""
+        self._spent += seconds

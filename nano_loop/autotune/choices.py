@@ -130,6 +130,12 @@ def choices_for(machine: Machine) -> Choices:
     return choices
 
 
+def save_all(is_busy: bool = False) -> None:
+    """Save what this process has found and not saved yet; see `Choices.save`."""
+    for choices in [*_opened.values()]:
+        choices.save(is_busy)
+
+
 def _key(machine: Machine) -> str:
     environment = [f"{name}={os.environ.get(name, '')}" for name in _CHANGE_KERNELS]
     capability = torch.backends.cpu.get_cpu_capability()

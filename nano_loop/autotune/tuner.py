@@ -128,7 +128,7 @@ class Tuner:
             Returns the race that measures the algorithms if there is time for it.
         """
         choice = self.choices.get(key)
-        if choice is None and self.threads == torch.get_num_threads() and self._budget.left(self.spent) > 0:
+        if choice is None and self.threads == torch.get_num_threads() and self._budget.left() > 0:
             choice = self._measure(key, guess, race())
         return None if choice is None else choice.algorithm
 
@@ -136,13 +136,15 @@ class Tuner:
         begun, of_race, outermost = self._timer(), self._time(), not self._is_measuring
         self._is_measuring = True
         try:
-            choice = fastest(race, guess, self._budget.left(self.spent), self._time)
+            choice = fastest(race, guess, self._budget.left(), self._time)
         except _FAILURES:  # there may be memory for it later
             return None
         finally:
             self._is_measuring = not outermost
             if outermost:  # what is measured inside of another measurement is a part of it
-                self.spent += self._timer() - begun
+                seconds = self._timer() - begun
+                self.spent += seconds
+                self._budget.spend(seconds)
             else:
                 self._of_inner += self._time() - of_race
         if choice is not None:

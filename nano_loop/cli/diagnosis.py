@@ -9,7 +9,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from nano_loop.cli import checks, software_checks
+from nano_loop.cli import checks
 from nano_loop.cli.checks import Finding, counted, in_words
 from nano_loop.cli.inspected import Inspected, inspect_system, inspect_torch
 from nano_loop.cli.libraries import openmp_of
@@ -21,9 +21,8 @@ from nano_loop.version import __version__
 
 #: In the order in which findings are printed: first what a user can change at once.
 CHECKS: tuple[Callable[[Inspected], Iterator[Finding]], ...] = (
-    *(checks.thread_counts, checks.bindings),
-    *(software_checks.refused_options, software_checks.slow_variables, software_checks.settings_of_malloc),
-    *(software_checks.libraries, software_checks.kernels_in_c, software_checks.packages, software_checks.requirements),
+    *(checks.thread_counts, checks.bindings, checks.refused_options, checks.slow_variables, checks.settings_of_malloc),
+    *(checks.libraries, checks.kernels_in_c, checks.packages, checks.requirements),
     *(checks.memory, checks.instruction_sets, checks.usable_cpus),
 )
 #: Names of instruction sets that matter to training, as Linux has them.

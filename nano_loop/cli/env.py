@@ -7,7 +7,7 @@ import shlex
 
 import click
 
-from nano_loop.cli.output import print_json
+from nano_loop.cli.output import as_text
 from nano_loop.cli.script_options import NanoCommand, preload_options
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
 from nano_loop.config.exports import EXPORTS
@@ -46,7 +46,7 @@ def env(undo: bool, install: bool, as_json: bool, preload: tuple[str, ...]) -> N
         kept, then = made.kept, exported(before, made)
     changes = changes_between(now, then)
     if as_json:
-        print_json("env", undo=undo, changes=changes, kept=kept)
+        click.echo(as_text("env", undo=undo, changes=changes, kept=kept))
         return
     lines = [f"unset {name}" if v is None else f"export {name}={shlex.quote(v)}" for name, v in changes.items()]
     click.echo(os.fsencode("".join(f"{line}\n" for line in lines)), nl=False)

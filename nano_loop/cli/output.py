@@ -12,8 +12,3 @@ SHAPE = 2
 def as_text(command: str, **content: Any) -> str:
     """Return one JSON object, which says the version of its shape and the command."""
     return json.dumps({"version": SHAPE, "command": command, **content}, indent=2)
-
-
-def print_json(command: str, **content: Any) -> None:
-    """Print what `as_text` returns."""
-    print(as_text(command, **content))

@@ -6,7 +6,7 @@ import os
 
 import click
 
-from nano_loop.cli.output import print_json
+from nano_loop.cli.output import as_text
 from nano_loop.cli.script import result_of
 from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
 from nano_loop.errors import NanoConfigError, error_message
@@ -35,6 +35,6 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
     own = {"trace": None if trace is None else os.path.abspath(trace)}
     content = result_of("profile", own, script, to_stderr=as_json)
     if as_json:
-        print_json("profile", **content)
+        click.echo(as_text("profile", **content))
     else:
         click.echo("\n".join(lines_of(content)))

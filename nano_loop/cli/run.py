@@ -8,7 +8,7 @@ import sys
 import click
 
 from nano_loop.cli.at_start import with_line_at_end
-from nano_loop.cli.output import print_json
+from nano_loop.cli.output import as_text
 from nano_loop.cli.script_options import Script, ScriptCommand, preload_options, takes_script
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
 from nano_loop.cpu import read_machine
@@ -33,7 +33,7 @@ def run(script: Script, as_json: bool, preload: tuple[str, ...], only_environmen
     before = before_exports(os.environ)
     environ = {**exported(before, training_environment(read_machine(), before, preload)), **script.variables}
     if as_json:
-        print_json("run", arguments=script.command, changes=changes_between(os.environ, environ))
+        click.echo(as_text("run", arguments=script.command, changes=changes_between(os.environ, environ)))
         return
     sys.stdout.flush()
     # The same process, so that signals, standard streams and the exit code are the script's.

@@ -7,9 +7,9 @@ import sys
 
 import click
 
-from nano_loop.cli.output import print_json
+from nano_loop.cli.output import as_text
 from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
-from nano_loop.cli.tuning.chart import check_picture, draw
+from nano_loop.cli.tuning.result import check_picture, draw
 from nano_loop.cli.tuning.script_trial import TrialFailedError
 
 _INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
@@ -44,7 +44,7 @@ def tune(script: Script, as_json: bool, seconds: float, plot: str | None) -> Non
         code = error.code or 0
         raise click.exceptions.Exit(code if code > 0 else 128 - code) from error
     if as_json:
-        print_json("tune", **tuning.as_dict())
+        click.echo(as_text("tune", **tuning.as_dict()))
     else:
         click.echo(str(tuning))
     if plot is not None:

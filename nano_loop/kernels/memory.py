@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from nano_loop.patching.objects.optimizers import is_dense, lies_as
+from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 
 #: The layouts of the tensors of a call: rows side by side; any order without gaps, which is the same for all tensors of
 #: the call; any strides, which the call has in a structure.
@@ -83,6 +84,11 @@ def attempt(compute: Callable[..., _Result | None], *args: Any, **kwargs: Any) -
 def is_plain(tensor: Tensor, dtypes: tuple[torch.dtype, ...], layout: str = STRIDED) -> bool:
     """Whether a tensor is no subclass, and has elements in memory, of one of these dtypes and in this order."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and Pointer(dtypes, layout).accepts(tensor)
+
+
+def computes_now() -> bool:
+    """Whether operators compute numbers now: nobody traces, transforms or watches them."""
+    return not (torch.compiler.is_compiling() or in_functorch() or in_dispatch_mode())
 
 
 def has_tangent(tensor: Tensor) -> bool:

@@ -77,7 +77,9 @@ def _step(original: _Method) -> _Method:
             return original(self, *args, **kwargs)
         arguments: tuple[Any, ...] = (self,)
         for hook in hooks_before_step(self):
-            arguments, kwargs = _after_hook(hook, self, arguments, kwargs)
+            changed = hook(self, arguments, kwargs)
+            if changed is not None:
+                arguments, kwargs = _checked(changed)
         result = None
         if len(arguments) > 1 or kwargs or not _called_directly(self):
             result = body(*arguments, **kwargs)
@@ -88,13 +90,8 @@ def _step(original: _Method) -> _Method:
     return step
 
 
-def _after_hook(
-    hook: _Method, optimizer: Optimizer, arguments: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call a hook before a step, and return the arguments, which it may change. torch raises the same kind of error."""
-    changed = hook(optimizer, arguments, kwargs)
-    if changed is None:
-        return arguments, kwargs
+def _checked(changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that a hook before a step has returned. torch raises the same kind of error."""
     if not isinstance(changed, tuple) or len(changed) != 2:
         got = f"A hook before optimizer.step() returned {changed!r}"
         raise RuntimeError(

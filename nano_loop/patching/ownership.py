@@ -13,10 +13,12 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private_autograd import current_node_number, next_node_number
@@ -27,8 +29,61 @@ _MOST_CALLS = 1 << 16
 NONE: Mapping[int, Callable[..., Any]] = {}
 
 #: Computes a call of an operator. Takes torch's or our function, the dispatch key set, and the operator's arguments.
-Rule = Callable[..., Any]
-NO_RULES: Mapping[str, Rule] = {}
+OperatorRule = Callable[..., Any]
+
+
+class ProductPolicy(Protocol):
+    """Decides which products of fp32 tensors round their inputs: `nano_loop.policy.policy.Policy`."""
+
+    dtype: torch.dtype
+
+    def may_round(self, kind: str, multiplications: int) -> bool:
+        """Return whether a product is large enough to be measured, or to round."""
+
+    def note(self, kind: str, multiplications: int, packed: int) -> None:
+        """Note a product that rounds."""
+
+
+class Chooser(Protocol):
+    """Chooses one of the algorithms of a call: `nano_loop.autotune.generation.Generation`."""
+
+    def algorithm(
+        self,
+        call: Any,
+        algorithms: Callable[[], Mapping[str, Callable[..., Any]]],
+        guess: str,
+    ) -> str:
+        """Return the name of the algorithm."""
+
+
+class Rules(NamedTuple):
+    """What holds in the calls into one model, and in their backward.
+
+    Attributes
+    ----------
+    operators : mapping of str to callable
+        How listed operators are computed under autocast, by their names.
+    policy : ProductPolicy or None
+        Which products of fp32 tensors round. None: none do.
+    kernels : frozenset of str
+        The C files whose functions may compute fp32 tensors.
+    takes_kernels : bool
+        Whether these do wherever they can: in reduced precision, where tensors in fp32 are few.
+    chooser : Chooser or None
+        What has measured the algorithms. None: the first guesses are taken.
+    owner : int
+        The id of the interceptor whose rules these are.
+    """
+
+    operators: Mapping[str, OperatorRule] = {}
+    policy: ProductPolicy | None = None
+    kernels: frozenset[str] = frozenset()
+    takes_kernels: bool = False
+    chooser: Chooser | None = None
+    owner: int = 0
+
+
+NO_RULES = Rules()
 
 
 class CallState(threading.local):
@@ -57,9 +112,9 @@ class CallState(threading.local):
         self.in_call = False  # on the object: `torch.compile` guards on whether it is there
         self.accelerated = False
         self.modules = NONE  # by the id of a module
-        self.rules = NO_RULES  # by the name of an operator
+        self.rules = NO_RULES
         self.watched = False
-        self.suspended: frozenset[str] = frozenset()  # the operators whose rules do not count now
+        self.has_no_policy = False  # whether products are in fp32 now, whatever the rules say
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a state in which nothing is intercepted, for cloudpickle sends a bound method with its globals."""
@@ -71,10 +126,9 @@ class _Graphs(threading.local):
 
     def __init__(self) -> None:
         self.starts, self.ends = array("Q"), array("Q")
-        self.rules: list[Mapping[str, Rule]] = []
-        self.have_rules = False
-        #: The first nodes, the ends and the operators of suspensions within a call that has not ended.
-        self.suspended: list[tuple[int, int, str]] = []
+        self.rules: list[Rules] = []
+        #: The first nodes and the ends of what is computed without the policy in a call that has not ended.
+        self.without_policy: list[tuple[int, int]] = []
 
 
 call_state = CallState()
@@ -86,49 +140,45 @@ def belongs_to_set_up_model() -> bool:
     return call_state.accelerated or _place_of_current_node() is not None
 
 
-def rule_for(operator: str) -> Rule | None:
-    """Return the rule for an operator in the call, or in the backward of the call, that torch computes now, or None."""
-    if operator in call_state.suspended:
-        return None
+def rules_now() -> Rules | None:
+    """Return the rules of the call that torch computes now, or whose backward: None outside of set-up models."""
     if call_state.accelerated:
-        return call_state.rules.get(operator)
-    if not _graphs.have_rules:
-        return None
-    place = _place_of_current_node()
-    return None if place is None else _graphs.rules[place].get(operator)
+        rules = call_state.rules
+    else:
+        place = _place_of_current_node()
+        if place is None:
+            return None
+        rules = _graphs.rules[place]
+    return rules._replace(policy=None) if call_state.has_no_policy else rules
 
 
 @contextmanager
-def without_rule(operator: str) -> Iterator[None]:
-    """Compute the body without the rule for an operator, and the backward of what is computed in it."""
-    before, start = call_state.suspended, next_node_number()
-    call_state.suspended = before | {operator}
+def without_policy() -> Iterator[None]:
+    """Compute all products of the body in fp32, and those of the backward of what is computed in it."""
+    before, start = call_state.has_no_policy, next_node_number()
+    call_state.has_no_policy = True
     try:
         yield
     finally:
-        call_state.suspended = before
-        if operator not in before:
-            _graphs.suspended.append((start, next_node_number(), operator))
+        call_state.has_no_policy = before
+        if not before:
+            _graphs.without_policy.append((start, next_node_number()))
 
 
-def note_graph(start: int, end: int, rules: Mapping[str, Rule] = NO_RULES) -> None:
+def note_graph(start: int, end: int, rules: Rules = NO_RULES) -> None:
     """Note that the nodes from `start` to before `end` were made inside a call into a set-up model, by these rules."""
-    if call_state.suspended:
-        rules = _without(rules, call_state.suspended)
-    suspended, _graphs.suspended = _graphs.suspended, []
-    for first, behind, operator in suspended:
+    if call_state.has_no_policy:
+        rules = rules._replace(policy=None)
+    parts, _graphs.without_policy = _graphs.without_policy, []
+    for first, behind in parts:
         if start <= first and behind <= end:
             _note_nodes(start, first, rules)
-            _note_nodes(first, behind, _without(rules, {operator}))
+            _note_nodes(first, behind, rules._replace(policy=None))
             start = behind
     _note_nodes(start, end, rules)
 
 
-def _without(rules: Mapping[str, Rule], operators: Collection[str]) -> Mapping[str, Rule]:
-    return {operator: rule for operator, rule in rules.items() if operator not in operators}
-
-
-def _note_nodes(start: int, end: int, rules: Mapping[str, Rule]) -> None:
+def _note_nodes(start: int, end: int, rules: Rules) -> None:
     starts, ends = _graphs.starts, _graphs.ends
     if start == end:
         return
@@ -138,7 +188,6 @@ def _note_nodes(start: int, end: int, rules: Mapping[str, Rule]) -> None:
     starts.append(start)
     ends.append(end)
     _graphs.rules.append(rules)
-    _graphs.have_rules |= bool(rules)
     if len(starts) > _MOST_CALLS:
         for numbers in (starts, ends, _graphs.rules):
             del numbers[: _MOST_CALLS // 2]
@@ -155,10 +204,10 @@ def _place_of(number: int) -> int | None:
     return place if place >= 0 and number < _graphs.ends[place] else None
 
 
-def rule_of_node(operator: str, number: int) -> Rule | None:
-    """Return the rule for an operator in the call of this thread that has made the node of this number, or None."""
+def rules_of_node(number: int) -> Rules | None:
+    """Return the rules of the call of this thread that has made the node of this number, or None."""
     place = _place_of(number)
-    return None if place is None else _graphs.rules[place].get(operator)
+    return None if place is None else _graphs.rules[place]
 
 
 def forget_graphs() -> None:

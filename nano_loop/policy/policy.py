@@ -12,11 +12,9 @@ import torch
 from torch.optim import Optimizer
 
 from nano_loop.patching.objects.optimizers import closure_of, hook_before_steps, requires_closure, with_closure
-from nano_loop.patching.ownership import without_rule
+from nano_loop.patching.ownership import without_policy
 from nano_loop.patching.patch_table import shared_change
 
-#: The name of the rule of calls into models whose products round their inputs: a `Policy`.
-RULE = "policy of products"
 PRODUCT, CONVOLUTION, ATTENTION, LSTM = "product", "convolution", "attention", "lstm"
 #: Number of multiplications of a thread by the kind of product from which on it rounds. Below it, what surrounds the
 #: product usually exceeds the gain. It is a first guess where algorithms are measured.
@@ -66,7 +64,7 @@ class Policy:
         return self._least.get(kind, 0) < math.inf
 
     def note(self, kind: str, multiplications: int, packed: int) -> None:
-        """Note a product that rounds."""
+        """Note a product that rounds, and how many numbers it packs in bf16 without a cast."""
         self.has_rounded = True
         self._fewest[kind] = min(self._fewest.get(kind, math.inf), multiplications)
         self._multiplications += multiplications
@@ -124,4 +122,4 @@ def _with_closure_in_fp32(optimizer: Optimizer, args: tuple[Any, ...], kwargs: d
     closure = closure_of(args, kwargs) if len(args) > 1 or kwargs else None
     if closure is None or not requires_closure(optimizer):
         return None
-    return with_closure(args, kwargs, without_rule(RULE)(closure))
+    return with_closure(args, kwargs, without_policy()(closure))

@@ -32,6 +32,7 @@ from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.patching.deterministic_mode import told_when_deterministic
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.user_code import leads_to_user, users_traceback
+from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.mkl_functions import resolve_mkl_functions
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport, StepResult, print_lines
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -167,7 +168,9 @@ class Run:
         ending.callback(_active.pop, self, None)  # no line of Python, at which Ctrl-C may come
         _active[self] = None
         accelerated = partial(accelerated_copy, Settings(self.options, slot.machine))
-        context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated)
+        self._clock = StepClock()
+        ending.callback(self._clock.close)
+        context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated, self._clock)
         self._steps = [step(context) for step in self._kinds]
         ending.callback(self._interceptors.close)
         for step in self._steps:
@@ -181,7 +184,7 @@ class Run:
         if not self._is_inner:
             self.scope = RunScope(slot.ranks, self.in_all_threads)
             hint = _SET_UP if self._task is None else self._task.set_up
-            self.stepped = SteppedOptimizers(slot.ranks, self.scope, hint, self.apply, self._unmet, ending)
+            self.stepped = SteppedOptimizers(slot.ranks, self.scope, hint, self.apply, self._unmet, self._clock, ending)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -275,6 +278,7 @@ class Run:
         slot = self._place
         if self.stepped is not None:
             self.stepped.add(parts)
+        self._clock.add(parts.optimizers)
         for step in self._steps:
             step.observe(parts)
         results = [self._apply(step, parts) for step in self._steps if self._is_relevant(step, parts)]

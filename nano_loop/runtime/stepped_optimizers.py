@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -15,6 +16,7 @@ from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import StepHook, closure_of, held_by, hook_before_steps, trained_by
 from nano_loop.patching.user_code import warn
+from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
@@ -25,7 +27,8 @@ _SEPARATE = "nothing was set up in this run, so every rank trains by itself, and
 class SteppedOptimizers:
     """Looks at the first step of each optimizer in the scope of a run.
 
-    In one process, an optimizer that was not set up and that trains a model that was is set up then.
+    An optimizer that was not set up and that trains a model that was is set up then in one process; in several, the
+    clock counts its steps, since other ranks may not step it.
 
     Parameters
     ----------
@@ -40,6 +43,8 @@ class SteppedOptimizers:
     unmet : callable
         Returns the options that were asked for by True and apply to nothing that was set up, with the reasons. Called
         at the first step of the run.
+    clock : StepClock
+        The run's.
     undoing : contextlib.ExitStack
         Takes the hook away when it is closed.
 
@@ -59,6 +64,7 @@ class SteppedOptimizers:
         hint: str,
         apply: Callable[[TrainingObjects], None],
         unmet: Callable[[], Sequence[tuple[str, str]]],
+        clock: StepClock,
         undoing: ExitStack,
     ) -> None:
         self.take: Callable[[Optimizer], bool] | None = None
@@ -67,7 +73,10 @@ class SteppedOptimizers:
         self._is_set_up = False  # whether anything is
         self._models: Any = WeakIdKeyDictionary()
         self._optimizers: Any = WeakIdKeyDictionary()  # those that were set up
-        self._stepped: Any = WeakIdKeyDictionary()
+        self._clock = clock
+        # Those that were looked at, by their ids. Each of their steps asks for it, of which a weak dictionary makes
+        # several calls.
+        self._stepped: dict[int, weakref.ref[Optimizer]] = {}
         self._idle: dict[int, str] = {}  # by the ids of those that have stepped without gradients, the report's line
         self._remarks: dict[str, None] = {}
         self._is_first = True
@@ -106,7 +115,8 @@ class SteppedOptimizers:
         self.take = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._stepped:
+        known = self._stepped.get(id(optimizer))
+        if known is not None and known() is optimizer:
             return
         if not self._scope.is_here():
             self.saw_inner_run = True
@@ -120,12 +130,14 @@ class SteppedOptimizers:
         # Other ranks may not step an optimizer that this one does.
         if self._ranks.size == 1 and not self.trains_set_up_model(optimizer) and self.take is not None:
             if self.take(optimizer):
-                self._stepped[optimizer] = None
+                self._stepped[id(optimizer)] = weakref.ref(optimizer)
             return
+        if self._ranks.size > 1 and not self._parameters().isdisjoint(map(id, held_by(optimizer))):
+            self._clock.add(TrainingObjects(optimizers=[optimizer]).optimizers)
         if self._is_first:
             self._check(name)
             self._is_first = False
-        self._stepped[optimizer] = None
+        self._stepped[id(optimizer)] = weakref.ref(optimizer)
         if optimizer not in self._optimizers:
             self._remarks[f"{name} was not set up"] = None
         elif self._models and not has_closure and self._parameters().isdisjoint(map(id, trained)):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.kernels.convolution.pixel_means import gradients_in_nhwc
@@ -57,7 +56,7 @@ class ChannelsLast(Step):
     @override
     def begin(self) -> None:
         self._trials: list[LayoutTrial] = []
-        self._optimizers: Any = WeakIdKeyDictionary()
+        self._is_timed = False  # whether the clock tells of steps
         self._chosen: list[tuple[int, bool]] = []  # the places of trials, and whether NHWC was faster
         self._draws: list[None] = []  # what is in force for models in NHWC
 
@@ -85,10 +84,9 @@ class ChannelsLast(Step):
         if self.options.channels_last == "auto":
             for model in models:
                 self._open_trial(model)
-            for optimizer in parts.optimizers:
-                if optimizer not in self._optimizers:
-                    self._optimizers[optimizer] = True
-                    self.undoing.callback(optimizer.register_step_pre_hook(self._time).remove)
+            if not self._is_timed:
+                self._is_timed = True
+                self.undoing.callback(self.clock.before(self._time))
             return "the faster layout, timed after the first batch"
         count = sum(self._turn(model, to_nhwc=True) for model in models)
         inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_converted(parts.parameters())))

@@ -17,8 +17,7 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
 
 if TYPE_CHECKING:
-    from nano_loop.distributed.data_parallel.averaging import Averaging
-    from nano_loop.distributed.data_parallel.means import Transport
+    from nano_loop.distributed.data_parallel.averaging import Averaging, Transport
 
 _FILE = "averaging-gradients"
 _AT_END, _DURING = "at the end of each backward", "during each backward"
@@ -40,7 +39,7 @@ class GradientAveraging(RanksStep):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         # Here, since a run of one process needs none of it.
-        from nano_loop.distributed.shared_memory.shared_memory import chunk_for
+        from nano_loop.distributed.shared_memory.shared_ring import chunk_for
 
         self._nbytes += sum(
             parameter.numel() * parameter.itemsize for _, parameter in named_parameters(parts.models, parts.optimizers)
@@ -88,7 +87,7 @@ class GradientAveraging(RanksStep):
         """Return the shared-memory transport, which is faster, if available and no other backend was requested."""
         from nano_loop.distributed.data_parallel.buckets import GroupTransport
         from nano_loop.distributed.shared_memory.shared_file import map_together
-        from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
+        from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport, chunk_for
 
         backend = self.options.process_group_backend
         folder = self.ranks.folder

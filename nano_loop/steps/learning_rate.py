@@ -37,6 +37,7 @@ class LearningRate(RanksStep):
 
     @override
     def begin(self) -> None:
+        self._is_applied = False
         self._ramps: dict[int, _Ramp] = {}  # by the optimizer's id; each keeps its optimizer alive
         self._ddp: dict[int, nn.Parameter] = {}  # the parameters of the user's own DDP models, by id
 
@@ -66,6 +67,10 @@ class LearningRate(RanksStep):
         for optimizer, step in zip(new, taken, strict=True):
             self._ramps[id(optimizer)] = _Ramp(optimizer, self.ranks, step)
             self._start(self._ramps[id(optimizer)])
+        if not self._is_applied:
+            self._is_applied = True
+            self.undoing.callback(self.clock.before(self._before_step))
+            self.undoing.callback(self.clock.after(self._after_step))
         self.undoing.enter_context(flattened_states_complete())
         ramps = f"ramps to {self.ranks.size}× over {WARM_UP:,} steps (auto_lr)"
         return "; ".join(dict.fromkeys([ramps, *(refusal.detail for refusal in refusals.values() if refusal)]))
@@ -90,13 +95,20 @@ class LearningRate(RanksStep):
         self.undoing.callback(ramp.keep_progress)
         self.undoing.callback(ramp.put_back)
         for handle in (
-            optimizer.register_step_pre_hook(ramp.before_step),
-            optimizer.register_step_post_hook(ramp.after_step),
             optimizer.register_state_dict_pre_hook(ramp.before_state_dict),
             optimizer.register_state_dict_post_hook(ramp.into_state_dict),
             optimizer.register_load_state_dict_post_hook(ramp.after_load),
         ):
             self.undoing.callback(handle.remove)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        ramp = self._ramps.get(id(optimizer))
+        return None if ramp is None else ramp.before_step(args, kwargs)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        ramp = self._ramps.get(id(optimizer))
+        if ramp is not None:
+            ramp.after_step()
 
 
 class _Progress(NamedTuple):
@@ -131,14 +143,14 @@ class _Ramp:
         self._ranks = ranks
         self._scaled: list[tuple[dict[str, Any], Any, Any]] = []  # a group, the user's learning rate, ours
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def before_step(self, args: Any, kwargs: Any) -> Any:
         """Scale the learning rate; the user's closure runs with the unscaled one."""
         self.put_back()  # a previous step may have raised
         self._scale()
         closure = closure_of(args, kwargs)
         return None if closure is None else with_closure(args, kwargs, lambda: self._unscaled(closure))
 
-    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step(self) -> None:
         self.put_back()
         if not self._ranks.context.sharding.undivided:
             self.step += 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
@@ -31,7 +33,7 @@ class LogCasts(Step):
     @override
     def begin(self) -> None:
         self._names: Any = WeakIdKeyDictionary()  # by the module
-        self._is_applied = False
+        self._optimizer: weakref.ref[Optimizer] | None = None
         self._steps = 0
         self._recorder: CastRecorder | None = None
         self._ending = ExitStack()
@@ -46,30 +48,35 @@ class LogCasts(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        if not self._is_applied and self.ranks.rank == 0:
-            self._is_applied = True
+        if self._optimizer is None and self.ranks.rank == 0:
+            self._optimizer = weakref.ref(parts.optimizers[0])
             self.undoing.callback(self._close)
-            self.undoing.callback(parts.optimizers[0].register_step_pre_hook(self._mark).remove)
-            self.undoing.callback(parts.optimizers[0].register_step_post_hook(self._note).remove)
+            self.undoing.callback(self.clock.before(self._mark))
+            self.undoing.callback(self.clock.after(self._note))
         return "of the third step"
 
     @override
     def final_result(self) -> StepResult | None:
-        if not self._is_applied:
+        if self._optimizer is None:
             return None
         return self._result or StepResult(self.name, "skipped", "fewer than three steps", code="few_steps")
 
-    def _mark(self, *_: object) -> None:
-        if self._recorder is not None:
+    def _mark(self, optimizer: Optimizer, *_: object) -> None:
+        if self._recorder is not None and self._is_ours(optimizer):
             self._ending.enter_context(self._recorder.in_optimizer())
 
-    def _note(self, *_: object) -> None:
+    def _note(self, optimizer: Optimizer) -> None:
+        if not self._is_ours(optimizer):
+            return
         self._ending.close()
         self._steps += 1
         if self._recorder is not None:
             self._finish(self._recorder)
         elif self._steps == _AFTER_STEPS:
             self._recorder = CastRecorder({id(module): name for module, name in self._names.items()})
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        return self._optimizer is not None and optimizer is self._optimizer()
 
     def _finish(self, recorder: CastRecorder) -> None:
         self._recorder = None

@@ -5,24 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
 
-from nano_loop.autotune.budget import Budget
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.patch_table import shared_change, users
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.runtime.trial import StepTrial
 from nano_loop.steps.step import SkipReason, Step
 from nano_loop.steps.threads import set_threads
 
-if TYPE_CHECKING:
-    from nano_loop.steps.step_trial import ThreadTrial
-
-#: The part of the time for measurements that is left for operators, or that of the number of threads.
-HALF = 0.5
 _DETERMINISTIC = "torch.use_deterministic_algorithms is on"
 
 
@@ -39,7 +33,7 @@ class NumThreads(Step):
 
     @override
     def begin(self) -> None:
-        self._trial: ThreadTrial | None = None
+        self._trial: StepTrial[int] | None = None
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -60,14 +54,19 @@ class NumThreads(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        from nano_loop.steps.step_trial import ThreadTrial
-
         if self._trial is None:
-            numbers = 1, torch.get_num_threads()
-            self.undoing.enter_context(shared_change(_key(), lambda: _varied(numbers)))
-            budget = Budget(measures=True, part=HALF, in_advance=False)
-            self.undoing.callback(budget.close)
-            self._trial = ThreadTrial(parts.optimizers[0], 1, budget)
+            settings = torch.get_num_threads(), 1
+            self.undoing.enter_context(shared_change(_key(), lambda: _varied(settings)))
+            self._trial = StepTrial(
+                self.name,
+                settings,
+                torch.set_num_threads,
+                parts.optimizers[0],
+                self.budget,
+                self.machine,
+                slowest=max(settings),
+                present=torch.get_num_threads,
+            )
             self.undoing.callback(self._trial.close)
         return f"1 or {max(self._trial.settings)}, measured in the first steps"
 
@@ -98,8 +97,8 @@ def _key() -> tuple[str, int]:
 
 @contextmanager
 def _varied(numbers: tuple[int, ...]) -> Iterator[None]:
-    """Let this thread compute on any of these numbers of threads, beginning with the last one, which is put back."""
+    """Let this thread compute on any of these numbers of threads, beginning with the first one, which is put back."""
     with ExitStack() as stack:
-        for number in numbers:
+        for number in reversed(numbers):
             stack.enter_context(set_threads(number))
         yield

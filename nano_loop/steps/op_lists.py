@@ -50,7 +50,8 @@ class OperatorLists(Step):
                 expected = "compiled models compute by torch's lists alone"
                 raise NanoConfigError(error_message(got, expected, "Leave the lists out, or pass the model uncompiled"))
             interceptor = self.interceptors.for_model(model, self.name)
-            interceptor.rules = {**interceptor.rules, **self._lists.rules}
+            rules = {**interceptor.rules.operators, **self._lists.rules}
+            interceptor.rules = interceptor.rules._replace(operators=rules)
         idle = self._lists.idle
         shown = [_shown(names, dtype) for dtype, names in self.options.listed_operators.items() if names]
         return "; ".join([*shown, *([f"no effect on {', '.join(idle)}"] if idle else [])])

@@ -19,7 +19,7 @@ from nano_loop.patching.calls.custom_functions import backwards_under_autocast
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import Substitution, map_tensors, shares_memory
 from nano_loop.patching.objects.optimizers import trained_by
-from nano_loop.patching.ownership import Rule
+from nano_loop.patching.ownership import OperatorRule
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.autocast.default_ops import in_force
@@ -84,6 +84,7 @@ class Precision(Step):
                 backwards_under_autocast(CallUnderAutocast),
             ):
                 self.undoing.enter_context(context)
+            self.undoing.callback(self.clock.after(self._look))
         for model in parts.models:
             if _uncast_dtype(model):
                 continue
@@ -91,13 +92,12 @@ class Precision(Step):
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
             if _has_lstm(model) and not can_train_lstms(dtype):
-                interceptor.rules = {**interceptor.rules, **self._rules_of_lstms()}
-        for optimizer in parts.optimizers:
-            self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
+                rules = {**interceptor.rules.operators, **self._rules_of_lstms()}
+                interceptor.rules = interceptor.rules._replace(operators=rules)
         remarks = [_remark(model, dtype) for model in parts.models]
         return "; ".join([self.options.kind.summary, *dict.fromkeys(filter(None, remarks))])
 
-    def _rules_of_lstms(self) -> Mapping[str, Rule]:
+    def _rules_of_lstms(self) -> Mapping[str, OperatorRule]:
         """Return the rules by which LSTMs run in fp32."""
         lists = OpLists((), ("lstm",))
         self.undoing.enter_context(lists.registered())
@@ -112,7 +112,7 @@ class Precision(Step):
         detail = f"{names} was called by code compiled before the run"
         return StepResult(self.name, "skipped", detail, code="not_intercepted")
 
-    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _look(self, optimizer: Optimizer) -> None:
         """Warn about a model that this optimizer trains and whose calls were not intercepted."""
         for model, interceptor in [*self._interceptors_of.items()]:
             name = type(model).__name__
@@ -121,7 +121,7 @@ class Precision(Step):
             self._missed.append(name)
             got = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
             cause = "a function that was compiled before the run bypasses the steps"
-            warnings.warn(error_message(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
+            warnings.warn(error_message(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=3)
 
     def _warn(self) -> None:
         got = f"{self.options.as_written['precision']} on {self.machine.name}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,26 +14,25 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from nano_loop.autotune.budget import Budget
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.kernels.attention import blocked_attention, flash_attention
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.linear import linear, product
-from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import shared_change
-from nano_loop.policy.policy import ATTENTION, CONVOLUTION, LSTM, PRODUCT, RULE, Policy, line_searches_in_fp32
+from nano_loop.policy.policy import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
+from nano_loop.runtime.trial import StepTrial
 from nano_loop.steps.kernels.models import has_attention, has_convolutions, large_weights
 from nano_loop.steps.step import SkipReason, Step
-from nano_loop.steps.step_trial import StepTrial
 
 #: Minimum number of elements of a weight. The products of smaller ones would only lose the time of the replacement.
 SMALLEST_WEIGHT = 1 << 15
@@ -41,10 +40,8 @@ _MATRIX = 2
 #: Between which steps of optimizers it is seen which products round: after most measurements of the tuner. Large ones
 #: that were not measured by then round.
 _WATCHES_FROM, LEARNS_AT = 24, 32
-#: See `StepTrial`; and the part of the time for measurements that fp32 may cost.
-_PAYS, _WINS, ROUNDS, _PART = 1.03, 0.6, 16, 0.25
-#: A run takes part in the trial no more after so many steps of others since the last one of its optimizer.
-PATIENCE = 64
+#: See `StepTrial`.
+_PAYS, _WINS, ROUNDS = 1.03, 0.6, 16
 
 
 class _Kind(NamedTuple):
@@ -54,7 +51,7 @@ class _Kind(NamedTuple):
     ----------
     name : str
         A key of `nano_loop.policy.policy.MIN_MULTIPLICATIONS`.
-    replacements : tuple of Replacement
+    overrides : tuple of Override
         What replaces torch's kernels; those of no other kind. None for LSTMs, which `fast_rnn` replaces.
     is_for : callable
         Whether a model may have such products that are large.
@@ -63,7 +60,7 @@ class _Kind(NamedTuple):
     """
 
     name: str
-    replacements: tuple[Replacement, ...]
+    overrides: tuple[Override, ...]
     is_for: Callable[[nn.Module], bool]
     kernel: CompiledKernel | None = None
 
@@ -77,9 +74,9 @@ def _has_lstms(model: nn.Module) -> bool:
 
 
 _KINDS = (
-    _Kind(PRODUCT, linear.REPLACEMENTS, _has_large_weights, product.KERNEL),
-    _Kind(CONVOLUTION, (*convolution.REPLACEMENTS, *rounded_convolution.REPLACEMENTS), has_convolutions),
-    _Kind(ATTENTION, flash_attention.REPLACEMENTS, has_attention, blocked_attention.KERNEL),
+    _Kind(PRODUCT, linear.OVERRIDES, _has_large_weights, product.KERNEL),
+    _Kind(CONVOLUTION, (*convolution.OVERRIDES, *rounded_convolution.OVERRIDES), has_convolutions),
+    _Kind(ATTENTION, flash_attention.OVERRIDES, has_attention, blocked_attention.KERNEL),
     _Kind(LSTM, (), _has_lstms, recurrence.KERNEL),
 )
 
@@ -121,9 +118,8 @@ class Products(Step):
     def begin(self) -> None:
         self._policy = Policy(self.options.kind.products or torch.float32, record_product)
         self._kinds: set[_Kind] = set()
-        self._in_force: dict[Replacement, ExitStack] = {}
-        self._optimizers: Any = WeakIdKeyDictionary()
-        self._steps = 0
+        self._in_force: dict[Override, ExitStack] = {}
+        self._looks = ExitStack()  # what the clock is to call
         self._models: Any = WeakIdKeyDictionary()
         self._names: dict[str, None] = {}  # of their classes
         self._all_round: bool | None = None
@@ -160,13 +156,10 @@ class Products(Step):
         self.undoing.enter_context(line_searches_in_fp32())
         for model in parts.models:
             self._models[model], self._names[class_name(model)] = True, None
-        for optimizer in parts.optimizers:
-            if optimizer not in self._optimizers:
-                self._optimizers[optimizer] = True
-                self.undoing.callback(optimizer.register_step_post_hook(self._note_step).remove)
         if self._trial is None and parts.optimizers and self._may_measure():
             self._trial = self.undoing.enter_context(_trial_of_thread())
             self.undoing.callback(self._trial.leave, self)
+            self.undoing.callback(self.clock.after(partial(self._trial.note, self)))
         self.forget_times()
         return self.options.kind.summary
 
@@ -175,13 +168,15 @@ class Products(Step):
         """Let all products round that are large, until it is seen again which do and whether that pays."""
         if self._trial is not None:
             self._trial.leave(self)
-        rule: Any = self._policy  # asked, and not called
         for model in [*self._models]:
             self._kinds |= {kind for kind in _KINDS if kind.is_for(model) and self._is_ready(kind)}
             interceptor = self.interceptors.for_model(model, self.name)
-            interceptor.rules = {**interceptor.rules, RULE: rule}
-        self._steps, self._medians = 0, {}
+            interceptor.rules = interceptor.rules._replace(policy=self._policy)
+        self._medians = {}
         self._policy.forget()
+        self._looks.close()
+        self._looks.callback(self.clock.in_steps(_WATCHES_FROM, self._policy.watch))
+        self._looks.callback(self.clock.in_steps(LEARNS_AT, self._learn))
         self.let_round(True)
 
     def _is_ready(self, kind: _Kind) -> bool:
@@ -193,17 +188,11 @@ class Products(Step):
         is_wanted = bool(self.options.tune_operators) and not self.options.compile
         return is_wanted and self.ranks.size == 1 and self._policy.dtype is torch.bfloat16
 
-    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
-        self._steps += 1
-        if self._steps == _WATCHES_FROM:
-            self._policy.watch()
-        elif self._steps == LEARNS_AT:
-            cost = self._policy.learn()
-            self._replace_kernels()
-            if self._trial is not None and self._may_round():
-                self._trial.join(self, cost)
-        if self._trial is not None:
-            self._trial.note(self, optimizer)
+    def _learn(self) -> None:
+        cost = self._policy.learn()
+        self._replace_kernels()
+        if self._trial is not None and self._may_round():
+            self._trial.join(self, cost)
 
     def let_round(self, rounds: bool) -> None:
         """Let products round that may, or let all be fp32 for now. See `_Trial`."""
@@ -222,12 +211,12 @@ class Products(Step):
     def _replace_kernels(self) -> None:
         """Have those kernels replaced whose products may round now, and no others."""
         kinds = [kind for kind in self._kinds if self._policy.may_any_round(kind.name) and not self._policy.is_paused]
-        wanted = {replacement for kind in kinds for replacement in kind.replacements}
-        for replacement in self._in_force.keys() - wanted:
-            self._in_force.pop(replacement).close()
-        for replacement in wanted - self._in_force.keys():
-            self._in_force[replacement] = self.undoing.enter_context(ExitStack())
-            self._in_force[replacement].enter_context(replacement.in_force())
+        wanted = {replaced for kind in kinds for replaced in kind.overrides}
+        for replaced in self._in_force.keys() - wanted:
+            self._in_force.pop(replaced).close()
+        for replaced in wanted - self._in_force.keys():
+            self._in_force[replaced] = self.undoing.enter_context(ExitStack())
+            self._in_force[replaced].enter_context(replaced.in_force())
         if self._models and not self._may_round():
             self.interceptors.release(self.name)
 
@@ -254,13 +243,10 @@ class _Trial:
     They are tried together, for a replaced kernel costs its microseconds until none of them rounds.
     """
 
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+    def __init__(self) -> None:
         self._costs: dict[Products, float] = {}
         self._trial: StepTrial[bool] | None = None
-        self._timed: Products | None = None
-        self._optimizer: Callable[[], Optimizer | None] = lambda: None  # each of its steps ends a turn of the loop
-        self._waited = 0
+        self._timed: Products | None = None  # the member of whose optimizer it is
 
     def join(self, member: Products, cost: float) -> None:
         """Let a member take part whose products would take so long in fp32, in units of a step."""
@@ -270,30 +256,36 @@ class _Trial:
         """Let a member take no part. The trial ends if its steps are timed."""
         self._costs.pop(member, None)
         if member is self._timed:
-            self._trial = self._timed = None
+            self._end()
             self._let_round(True)
         member.let_round(True)
 
     def note(self, member: Products, optimizer: Optimizer) -> None:
         """Note the end of a step of a member's optimizer."""
-        if self._trial is None or self._timed is None:
+        if self._timed is None:
             if member in self._costs and may_depend_on_times():
                 self._begin(member, optimizer)
-        elif optimizer is self._optimizer():
-            self._waited = 0
-            self._trial.note()
-            if self._trial.measured:
+        elif self._trial is not None:
+            if member is not self._timed:
+                self._trial.note(optimizer)  # that of another clock
+            if self._trial.medians:
                 self._settle(self._trial)
-        else:
-            self._waited += 1
-            if self._waited > PATIENCE:
+            elif self._trial.is_given_up:
                 self.leave(self._timed)
 
     def _begin(self, member: Products, optimizer: Optimizer) -> None:
-        self._timed, self._optimizer, self._waited = member, weakref.ref(optimizer), 0
-        slowest = 1 + sum(self._costs.values())
+        self._timed = member
         self._trial = StepTrial(
-            (True, False), self._let_round, self._budget, slowest=slowest, pays=_PAYS, wins=_WINS, most=ROUNDS
+            "rounding",
+            (True, False),
+            self._let_round,
+            optimizer,
+            member.budget,
+            member.machine,
+            slowest=1 + sum(self._costs.values()),
+            pays=_PAYS,
+            wins=_WINS,
+            most=ROUNDS,
         )
 
     def _let_round(self, rounds: bool) -> None:
@@ -303,20 +295,16 @@ class _Trial:
     def _settle(self, trial: StepTrial[bool]) -> None:
         members = [*self._costs]
         self._costs.clear()
-        self._trial = self._timed = None
+        self._end()
         for member in members if not trial.setting else ():
             member.stop_rounding(trial.medians)
+
+    def _end(self) -> None:
+        if self._trial is not None:
+            self._trial.close()
+        self._trial = self._timed = None
 
 
 def _trial_of_thread() -> AbstractContextManager[_Trial]:
     """Return a context with the trial of this thread, which lasts as long as any run takes part."""
-    return shared_change(("trial of products", threading.get_ident()), _opened)
-
-
-@contextmanager
-def _opened() -> Iterator[_Trial]:
-    budget = Budget(measures=True, part=_PART, in_advance=False)
-    try:
-        yield _Trial(budget)
-    finally:
-        budget.close()
+    return shared_change(("trial of products", threading.get_ident()), lambda: nullcontext(_Trial()))

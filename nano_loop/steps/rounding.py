@@ -16,8 +16,7 @@ from typing_extensions import override
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
-from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import closure_of, held_by, hook_before_steps, with_closure
+from nano_loop.patching.objects.optimizers import closure_of, held_by, with_closure
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import below_torch_functions
 from nano_loop.precision.autocast.conversion import convert_data
@@ -39,8 +38,7 @@ class Rounding(Step):
     @override
     def begin(self) -> None:
         self._wide: Any = WeakIdKeyDictionary()  # by the optimizer, which they do not hold
-        self._models: Any = WeakIdKeyDictionary()
-        self._looks = False
+        self._is_applied = False
 
     @property
     @override
@@ -49,13 +47,13 @@ class Rounding(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        if not self._looks and parts.models:
-            self._looks = True
-            self.undoing.callback(hook_before_steps(self._look).remove)
+        if not self._is_applied:
+            self._is_applied = True
+            self.undoing.callback(self.clock.before(self._before_step))
+            self.undoing.callback(self.clock.after(self._after_step))
         for optimizer in parts.optimizers:
             self._take(optimizer)
         for model in parts.models:
-            self._models[model] = True
             self.interceptors.add(model, self.name, self._after_a_step_that_raised)
         names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in parts.optimizers))
         return f"{names or 'any optimizer'} in fp32, then bf16 by stochastic rounding; optimizer state fp32"
@@ -68,12 +66,13 @@ class Rounding(Step):
                 self.undoing.callback(handle.remove)
             self._surround_modes(optimizer, wide)
 
-    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Take an optimizer that was not set up, before it steps, if it holds parameters of a model."""
-        if optimizer not in self._wide:
-            parameters = {id(parameter) for model in [*self._models] for parameter in parameters_of(model)}
-            if not parameters.isdisjoint(map(id, held_by(optimizer))):
-                self._take(optimizer)
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._take(optimizer)  # it may not have been set up, in several processes
+        return self._wide[optimizer].before_step(optimizer, args, kwargs)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if optimizer in self._wide:
+            self._wide[optimizer].narrow()
 
     def _surround_modes(self, optimizer: Optimizer, wide: _Wide) -> None:
         """Let the methods by which schedule-free optimizers exchange weights compute in fp32, too."""
@@ -129,8 +128,6 @@ class _Wide:
 
     def hooks(self, optimizer: Optimizer) -> list[Any]:
         return [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda *_: self.narrow()),
             # Loading casts state to the dtype of the parameters.
             optimizer.register_load_state_dict_pre_hook(lambda loaded, _: self.widen(loaded, all_of_them=True)),
             optimizer.register_load_state_dict_post_hook(lambda *_: self.narrow()),
@@ -168,7 +165,8 @@ class _Wide:
                 parameter.grad = gradient if is_kept else None
         self._parameters.clear()
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Cast for a step, but not for its closure."""
         closure = closure_of(args, kwargs)
         if closure is None:
             self.widen(optimizer)

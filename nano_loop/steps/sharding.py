@@ -9,7 +9,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.distributed.launch.active_runs import innermost
-from nano_loop.distributed.sharding.dataset_digest import Known
 from nano_loop.distributed.sharding.metrics import whole_evaluations_not_joined
 from nano_loop.distributed.sharding.sharding import BatchSharding, serving, sharded_by_user
 from nano_loop.patching.lifetime import undone_with
@@ -35,7 +34,7 @@ class Sharding(RanksStep):
         self._shardings: Any = WeakIdKeyDictionary()  # of `BatchSharding`, by the loader
         self._number = 0  # of loaders that were set up
         self._finding = False
-        self._known = Known()
+        self._known: Any = WeakIdKeyDictionary()  # see `OwnShares`
 
     @override
     def observe(self, parts: TrainingObjects) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import nn
 from typing_extensions import override
 
+from nano_loop.autotune.budget import Budget
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
 from nano_loop.patching.calls.calls import CallInterceptors
+from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
@@ -61,6 +64,8 @@ class StepContext:
     accelerated : callable
         Returns a context in which a copy of a model is accelerated as the run accelerates it, or with other values of
         options that it gets by name.
+    clock : StepClock
+        Counts the steps of the run's optimizers, and tells of them.
     """
 
     options: Options
@@ -68,6 +73,12 @@ class StepContext:
     interceptors: CallInterceptors
     ranks: Ranks = ALONE
     accelerated: Callable[..., AbstractContextManager[Any]] = nullcontext
+    clock: StepClock = field(default_factory=StepClock)
+
+    @cached_property
+    def budget(self) -> Budget:
+        """The time for all measurements of the run."""
+        return Budget(self.clock, measures=self.ranks.rank == 0)
 
 
 class Step(ABC):
@@ -80,6 +91,7 @@ class Step(ABC):
     - `skip_reason` is called for each ``setup`` call and changes nothing.
     - `apply` changes the parts in place. With each change, it registers the inverse in ``self.undoing``, so that a step
       that fails halfway is also undone.
+    - What has to be done before or after steps of the run's optimizers subscribes to ``self.clock``.
     - An object that the step has already changed in this run is not changed again, for example a model that is set up
       with a second optimizer.
 
@@ -102,6 +114,8 @@ class Step(ABC):
         self.interceptors = context.interceptors
         self.ranks = context.ranks
         self.accelerated = context.accelerated
+        self.clock = context.clock
+        self.budget = context.budget
         self.undoing = ExitStack()
         self.begin()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing_extensions import override
 
+from nano_loop.runtime.clock import StepTimes
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import Step
-from nano_loop.steps.stopwatch import Stopwatch
 
 
 class StepTime(Step):
@@ -21,19 +21,18 @@ class StepTime(Step):
 
     @override
     def begin(self) -> None:
-        self._stopwatch: Stopwatch | None = None
+        self._times: StepTimes | None = None
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        if self._stopwatch is None:
-            self._stopwatch = Stopwatch(parts.optimizers[0])
-            self.undoing.callback(self._stopwatch.close)
+        if self._times is None:
+            self._times = StepTimes(self.clock, parts.optimizers[0])
         return "measured until the run ends"
 
     @override
     def final_result(self) -> StepResult | None:
-        if self._stopwatch is None:
+        if self._times is None:
             return None
-        median = self._stopwatch.median_ms()
+        median = self._times.median_ms()
         detail = "too few steps to tell" if median is None else f"{median:.3g} ms a step (median)"
         return StepResult(self.name, "measured", detail)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.choices import Choice, Choices, choices_for
-from nano_loop.autotune.fp32_operators import FP32_OPERATORS
-from nano_loop.autotune.operators import OPERATORS
+from nano_loop.autotune.generation import Generation
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.cpu.waits import BUSY, Waits
-from nano_loop.kernels.rnn import rnn
+from nano_loop.kernels.embedding import row_gradient
+from nano_loop.patching.calls.calls import CallInterceptor
 from nano_loop.patching.deterministic_mode import may_depend_on_times
-from nano_loop.patching.ownership import Rule
-from nano_loop.policy.policy import RULE
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.num_threads import HALF
 from nano_loop.steps.step import SkipReason, Step
 
-_FP32_RULES = frozenset(operator.rule for operator in FP32_OPERATORS)
-#: The rules of models whose kernels other steps have replaced.
-_KERNEL_RULES = _FP32_RULES | {rnn.ALGORITHM}
+#: What computes without a choice.
+_NOT_MEASURED = frozenset((row_gradient.KERNEL.name,))
 #: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
 _FIRST_SHARING = 4
 
@@ -42,6 +37,8 @@ class TuneOperators(Step):
     @override
     def begin(self) -> None:
         self._tuner: Tuner | None = None
+        self._generation: Generation | None = None
+        self._interceptors: weakref.WeakSet[CallInterceptor] = weakref.WeakSet()
         self._agreed_to: bool | None = None
         self._has_choices = False  # whether the models of a setup in fp32 have, on all ranks
 
@@ -94,9 +91,10 @@ class TuneOperators(Step):
         return None
 
     def _chooses(self, model: nn.Module) -> bool:
-        """Whether steps before this one have given a model in fp32 a rule that chooses."""
-        chosen = {RULE, *_KERNEL_RULES} if self._rounds_to_bf16 else _KERNEL_RULES
-        return not self.interceptors.rules_of(model).keys().isdisjoint(chosen)
+        """Whether steps before this one have given a model in fp32 kernels or a policy that choose."""
+        rules = self.interceptors.rules_of(model)
+        has_policy = self._rounds_to_bf16 and rules.policy is not None
+        return has_policy or bool(rules.kernels - _NOT_MEASURED)
 
     def _own_reason(self) -> SkipReason | None:
         if not self._is_for_precision:
@@ -114,20 +112,18 @@ class TuneOperators(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        if self._tuner is None:
+        if self._generation is None:
             self._tuner = self._open()
+            self._generation = Generation(self._tuner)
         for model in parts.models:
-            interceptor = self.interceptors.for_model(model)
-            measured = [operator for operator in OPERATORS if self._is_measured(operator.rule, interceptor.rules)]
-            rules: dict[str, Rule] = {operator.rule: operator.chooser(self._tuner) for operator in measured}
-            interceptor.rules = {**interceptor.rules, **rules}
+            self._interceptors.add(self.interceptors.for_model(model))
+        self._put_in_force()
         return "measurements from the third step on"  # the same in each run, so that it is printed once
 
-    def _is_measured(self, rule: str, rules: Mapping[str, Rule]) -> bool:
-        """Whether a model has calls that a rule is about. In reduced precision, tensors in fp32 are not measured."""
-        if rule not in _KERNEL_RULES:
-            return True
-        return rule in rules and (self._is_in_fp32 or rule not in _FP32_RULES)
+    def _put_in_force(self) -> None:
+        """Let calls that begin from now on be computed as this generation says."""
+        for interceptor in self._interceptors:
+            interceptor.rules = interceptor.rules._replace(chooser=self._generation)
 
     @override
     def final_result(self) -> StepResult | None:
@@ -145,19 +141,24 @@ class TuneOperators(Step):
         if self.ranks.rank == 0:
             self._waits = Waits()
             self.undoing.callback(self._save)
-            part = HALF if self.options.num_threads == "auto" else 1.0
-            budget = Budget(measures=True, at_turn=self._note_turn, part=part)  # now and then, for a run that is killed
+            self.undoing.callback(self.clock.at_doublings(self._note_turn))  # now and then, for a run that is killed
         else:
-            budget = Budget(measures=False)
-        self.undoing.callback(budget.close)
-        return Tuner(choices, budget)
+            self.undoing.callback(self.clock.at_doublings(self._begin_generation))
+        return Tuner(choices, self.budget)
 
     def _note_turn(self) -> None:
         """Save what was measured, and go on with choices for the number of threads that torch has now."""
         self._save()
+        self._begin_generation()
         tuner = self._tuner
         if tuner is not None and self.ranks.size == 1 and tuner.threads != torch.get_num_threads():
             tuner.use(choices_for(self.machine))
+
+    def _begin_generation(self) -> None:
+        """Ask again for what is only guessed, in calls that begin from now on."""
+        if self._generation is not None:
+            self._generation = self._generation.next()
+            self._put_in_force()
 
     def _save(self) -> None:
         """Save what was measured since this was called last, unless other programs had the CPUs meanwhile."""

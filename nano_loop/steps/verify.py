@@ -8,7 +8,6 @@ from itertools import chain, count
 from typing import Any
 
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, error_message
@@ -36,7 +35,7 @@ class Verify(Step):
     @override
     def begin(self) -> None:
         self._recorded: list[RecordedCalls] = []
-        self._optimizers: Any = WeakIdKeyDictionary()
+        self._is_applied = False
         self._verifications: dict[str, Verification] = {}
 
     @override
@@ -48,10 +47,9 @@ class Verify(Step):
                 self._recorded.append(recorded)
                 self.interceptors.add(model, self.name, recorded.layer)
                 undone_with(model, self.undoing).callback(recorded.end)
-        for optimizer in parts.optimizers if self.ranks.rank == 0 else ():
-            if optimizer not in self._optimizers:
-                self._optimizers[optimizer] = True
-                self.undoing.callback(optimizer.register_step_pre_hook(self._compare).remove)
+        if not self._is_applied and self.ranks.rank == 0:
+            self._is_applied = True
+            self.undoing.callback(self.clock.before(self._compare))
         return "of the first batch"
 
     @override
@@ -89,7 +87,7 @@ class Verify(Step):
         for recorded in self._recorded:
             model = recorded.model()
             yield from () if model is None else chain(parameters_of(model), buffers_of(model))
-        for optimizer in [*self._optimizers]:
+        for optimizer in self.clock.optimizers:
             yield from held_by(optimizer)
 
 

@@ -1,74 +1,68 @@
 """Measurements begin in the third step, and take a few percent of the time of the loop."""
 
+import time
 from threading import Thread
 
 import pytest
 import torch
 
 from nano_loop.autotune import budget as module
+from nano_loop.runtime.clock import StepClock
 
 STEPS = module.STEPS
 
 
 @pytest.fixture
-def budget(monkeypatch, measuring):
-    """A budget whose clock a test sets, and an optimizer that takes a step of so many seconds."""
+def clocked(monkeypatch, measuring):
+    """A clock whose time a test sets, and a function that takes a step of so many seconds."""
     now = [100.0]
     monkeypatch.setattr(module, "STEPS", STEPS)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
-    opened = module.Budget(measures=True)
+    clock = StepClock()
+    clock.add([optimizer])
 
     def step(seconds):
         now[0] += seconds
         optimizer.step()
 
-    yield opened, step
-    opened.close()
+    return clock, step
 
 
-def test_measuring_begins_in_the_third_step_and_takes_less_than_three_percent_of_a_hundred(budget):
-    opened, step = budget
-    half = module.Budget(measures=True, part=0.5, in_advance=False)
+def test_measuring_begins_in_the_third_step_and_takes_less_than_three_percent_of_a_hundred(clocked):
+    clock, step = clocked
+    budget = module.Budget(clock)
     for _ in range(2):
-        assert opened.left(0.0) == half.left(0.0) == 0
+        assert budget.left() == budget.left(in_advance=False) == 0
         step(1.0)
-    assert (opened.left(0.0), half.left(0.0)) == pytest.approx((1.8, 0.009))
-    assert opened.left(1.9) < 0
+    assert (budget.left(), budget.left(in_advance=False)) == pytest.approx((1.8, 0.018))
+    budget.spend(1.9)
+    assert budget.left() < 0
     step(9.0)  # with measurements, so it is no step's time
-    assert opened.left(1.9) < 0
+    assert budget.left() < 0
     for _ in range(300):
         step(1.0)
-    assert opened.left(5.0) == pytest.approx(0.018 * 310 - 5.0)
-    assert half.left(1.0) == pytest.approx(0.009 * 310 - 1.0)
-    half.close()
+    budget.spend(3.1)
+    assert budget.left() == budget.left(in_advance=False) == pytest.approx(0.018 * 310 - 5.0)
 
 
-def test_steps_of_other_threads_do_not_count(budget):
-    opened, step = budget
-    for _ in range(3):
-        thread = Thread(target=step, args=(1.0,))
-        thread.start()
-        thread.join()
-    assert opened.left(0.0) == 0
-
-
-def test_others_measure_nothing(budget):
-    other = module.Budget(measures=False)
-    _, step = budget
+def test_other_threads_and_other_ranks_measure_nothing(clocked):
+    clock, step = clocked
+    budget, of_rank_1, found = module.Budget(clock), module.Budget(clock, measures=False), []
     for _ in range(5):
         step(1.0)
-    other.close()
-    assert other.turn == 3
-    assert other.left(0.0) == 0
+    thread = Thread(target=lambda: found.append(budget.left()))
+    thread.start()
+    thread.join()
+    assert found == [0]
+    assert of_rank_1.left() == 0
+    assert of_rank_1.turn == budget.turn == 3
 
 
-def test_turns_become_longer(budget):
-    opened, step = budget
-    turns, called = [], []
-    opened._at_turn = lambda: called.append(opened.turn)
+def test_turns_become_longer(clocked):
+    clock, step = clocked
+    budget, turns = module.Budget(clock), []
     for _ in range(16):
         step(1.0)
-        turns.append(opened.turn)
+        turns.append(budget.turn)
     assert turns == [1, 2, 2, *[3] * 4, *[4] * 8, 5]
-    assert called == [1, 2, 3, 4, 5]

@@ -1,7 +1,5 @@
 """Operators are computed by the algorithm that is the fastest for their shape, if it is as exact as torch's."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,23 +10,24 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune.time_for import ALWAYS, Clock, TimeFor
 from nano_loop import nano
-from nano_loop.autotune import decisions, fp32_operators
-from nano_loop.autotune import operators as module
 from nano_loop.autotune.choices import Choices
+from nano_loop.autotune.generation import Generation
 from nano_loop.autotune.tuner import Tuner
-from nano_loop.kernels import fp32
-from nano_loop.kernels.attention import attention
-from nano_loop.kernels.convolution import convolution, gradient_plans
+from nano_loop.kernels import override
+from nano_loop.kernels.attention import attention, flash_attention, torch_attention
+from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.convolution.gradient_plans import Plan
-from nano_loop.kernels.linear import linear, product
-from nano_loop.kernels.replacement import Arguments
-from nano_loop.kernels.rnn import recurrent_layer, rnn
+from nano_loop.kernels.linear import fp32_product, linear, product
+from nano_loop.kernels.loss import cross_entropy
+from nano_loop.kernels.norm import norm_arguments, norms
+from nano_loop.kernels.override import COMPILED, REFERENCE, ROUNDED, TORCH
+from nano_loop.kernels.rnn import rnn
+from nano_loop.kernels.rnn.recurrent_layer import LSTM
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.policy import policy
-from nano_loop.policy import products as rounding
+from nano_loop.patching.ownership import NO_RULES
 
-ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, LOSS, NORM, FP32_ATTENTION, FP32_PRODUCT = module.OPERATORS
 NHWC = torch.channels_last
+ATEN = torch.ops.aten
 
 
 def normal(*sizes):
@@ -36,162 +35,174 @@ def normal(*sizes):
 
 
 def attention_call(batch=2, length=40, dropout=0.0, mask=None):
-    return attention.Arguments(*(normal(batch, 3, length, 16) + i for i in range(3)), mask, dropout, False, 0.25)
+    tensors = [normal(batch, 3, length, 16) + i for i in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        return attention._supports(None, *tensors, mask, dropout)
 
 
-def convolution_call(images=4, channels=8, outputs=8, groups=1, layout=NHWC):
+def convolution_call(images=5, channels=16, outputs=24, groups=1, layout=NHWC):
     inputs, weight = normal(images, channels, 9, 9), normal(outputs, channels // groups, 3, 3)
-    tensors = [each.contiguous(memory_format=layout) for each in (normal(images, outputs, 9, 9), inputs, weight)]
+    gradient = normal(images, outputs, 9, 9)
+    tensors = [each.contiguous(memory_format=layout) for each in (gradient, inputs, weight)]
     geometry = ([outputs], [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
-    return gradient_plans.Arguments(*tensors, *geometry, (True, True, True))
+    return convolution._supports(ATEN.convolution_backward, *tensors, *geometry, (True, True, True))
 
 
-def product_call(rows=40, bias=False, transposed=False):
+def rounded_convolution_call(images=5, stride=1):
+    inputs, weight = normal(images, 16, 9, 9).float(), normal(24, 16, 3, 3).float()
+    geometry = ([stride] * 2, [1, 1], [1, 1], False, [0, 0], 1)
+    return rounded_convolution._supports(ATEN.convolution, inputs, weight, None, *geometry)._replace(numbers_in=ROUNDED)
+
+
+def product_call(rows=40, bias=False, transposed=False, dtype=torch.bfloat16, numbers_in="", last=56, **scales):
     a = normal(48, rows).t() if transposed else normal(rows, 48)
-    return Arguments("product", (a, normal(48, 56), torch.ones(56).bfloat16() if bias else None))
+    factors = [each.to(dtype) for each in (a, normal(48, last))]
+    added = [torch.ones(last, dtype=dtype)] if bias else []
+    kernel = ATEN.addmm if bias else ATEN.mm
+    return linear._supports(2, kernel, *added, *factors, **scales)._replace(numbers_in=numbers_in)
+
+
+def fp32_product_call(**how):
+    return product_call(dtype=torch.float32, **how)
+
+
+def rounding_call(**how):
+    return fp32_product_call(numbers_in=ROUNDED, **how)
 
 
 def lstm_call(steps=20, batch=5, has_biases=True, is_trained=True, products="fp32"):
     weights = [normal(*sizes).float() for sizes in ((64, 6), (64, 16), *[(64,), (64,)] * has_biases)]
-    states = normal(1, batch, 16).float(), normal(1, batch, 16).float()
-    numbers = has_biases, 1, 0.5, True, False, False, is_trained, products
-    return rnn.Arguments(recurrent_layer.LSTM, normal(steps, batch, 6).float(), None, states, (*weights,), *numbers)
-
-
-def rounding_call(kind=policy.PRODUCT, rows=40, last=56, numbers=(), bias=None):
-    return Arguments(kind, (normal(rows, 48).float(), normal(48, last).float(), bias), numbers)
+    states = [normal(1, batch, 16).float() for _ in range(2)]
+    inputs = normal(steps, batch, 6).float().requires_grad_(is_trained)
+    call = rnn._supports(LSTM, False, torch.lstm, inputs, states, weights, has_biases, 1, 0.5, True, False, False)
+    return rnn._as_asked(call, call.details._replace(products=products))
 
 
 def loss_call(rows=40, reduction=1, smoothing=0.0):
     target = torch.arange(rows) % 48
-    return Arguments(
-        "cross_entropy", (normal(rows, 48).float(), target, None, reduction, -100, smoothing), is_differentiated=True
-    )
+    logits = normal(rows, 48).float()
+    return cross_entropy._outside_autocast(ATEN.cross_entropy_loss, logits, target, None, reduction, -100, smoothing)
 
 
 def norm_call(rows=40, width=48, is_affine=True):
     parameters = (normal(width).float(), normal(width).float()) if is_affine else (None, None)
-    return Arguments("layer_norm", (normal(rows, width).float(), [width], *parameters, 1e-5))
-
-
-def fp32_product_call(rows=40, bias=False, transposed=False):
-    tensors = (None if tensor is None else tensor.float() for tensor in product_call(rows, bias, transposed).arguments)
-    return Arguments("product", (*tensors,))
+    return norms._supports(
+        "layer_norm", ATEN.native_layer_norm, normal(rows, width).float(), [width], *parameters, 1e-5
+    )
 
 
 def fp32_attention_call(batch=2, length=40, is_causal=False, mask=None):
     tensors = (normal(batch, 3, length, 16).float() + i for i in range(3))
-    return Arguments("attention", (*tensors, mask), (is_causal,))
+    kernel = ATEN._scaled_dot_product_flash_attention_for_cpu
+    return flash_attention._forward(kernel, *tensors, is_causal=is_causal, attn_mask=mask)
 
 
-def by_flash_kernel(query, key, value, mask):
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(query, key, value, attn_mask=mask)
-
-
-def by_convolution_kernel(*arguments):
-    return torch.ops.aten.convolution_backward(*arguments)
-
-
-def by_onednn(call):
-    return torch.lstm(*call.of_torch)
-
-
-#: Of each operator: its calls, its algorithms, torch's first, and calls of which so many differ.
+#: Of each operator: its calls, how torch computes one, other algorithms, and calls of which so many differ.
 CASES = {
-    ATTENTION: (
+    "attention": (
         attention_call,
-        dict.fromkeys((attention.TORCH, attention.BLOCKS), attention.ALGORITHMS[attention.TORCH]),
+        attention._by_torch,
+        [attention.BLOCKS, REFERENCE],
         [
-            {},
-            {"batch": 1},
-            {"batch": 3},
-            {"batch": 4},
-            {"length": 41},
-            {"dropout": 0.1},
+            *({}, {"batch": 1}, {"batch": 5}, {"batch": 8}, {"length": 41}, {"dropout": 0.1}),
             {"mask": torch.ones(40, 40, dtype=torch.bool)},
         ],
         6,
     ),
-    CONVOLUTION: (
+    "gradients of convolutions": (
         convolution_call,
-        dict.fromkeys((Plan().name, Plan(weight="product").name, Plan("fp32", "fp32").name), by_convolution_kernel),
-        [{"images": 5}, {"images": 8}, {"images": 9}, {"images": 9, "layout": torch.contiguous_format}],
+        override.by_kernel,
+        [Plan(weight="product").name, Plan("fp32", "fp32").name, REFERENCE],
+        [{}, {"images": 8}, {"images": 9}, {"images": 9, "layout": torch.contiguous_format}],
         3,
     ),
-    PRODUCT: (
+    "rounded convolution": (
+        rounded_convolution_call,
+        override.by_kernel,
+        [ROUNDED],
+        [{}, {"stride": 2}, {"images": 6}],
+        2,
+    ),
+    "product": (
         product_call,
-        dict.fromkeys((linear.TORCH, linear.BLOCKS), lambda a, b, bias: a @ b),
+        linear._by_torch,
+        [linear.BLOCKS],
         [{"rows": 33}, {}, {"rows": 64}, {"rows": 65}, {"bias": True}, {"transposed": True}],
         4,
     ),
-    LSTM: (
+    "product in fp32": (
+        fp32_product_call,
+        linear._by_torch,
+        [COMPILED],
+        [{"rows": 33}, {}, {"rows": 64}, {"rows": 65}, {"bias": True}, {"transposed": True}],
+        4,
+    ),
+    "rounded product": (
+        rounding_call,
+        linear._by_torch,
+        [ROUNDED],
+        [{"rows": 33}, {}, {"rows": 65}, {"last": 57}, {"bias": True}, {"transposed": True}],
+        5,
+    ),
+    "lstm": (
         lstm_call,
-        dict.fromkeys((fp32.TORCH, fp32.COMPILED), by_onednn),
+        rnn._by_torch,
+        [COMPILED],
         [
             *({}, {"steps": 21}, {"batch": 9}, {"is_trained": False}, {"has_biases": False}),
-            *({"products": "bf16"}, {"products": "rounded"}),
+            *({"products": "bf16"}, {"products": ROUNDED}),
         ],
         6,
     ),
-    ROUNDING: (
-        rounding_call,
-        dict.fromkeys((rounding.FP32, rounding.ROUNDED), lambda a, b, bias: a @ b),
-        [
-            {"rows": 33},
-            {},
-            {"rows": 64},
-            {"rows": 65},
-            {"last": 57},
-            {"kind": policy.CONVOLUTION},
-            {"kind": policy.CONVOLUTION, "numbers": ([1, 1], 2)},
-            {"bias": torch.ones(56)},
-        ],
-        6,
-    ),
-    LOSS: (
+    "cross-entropy": (
         loss_call,
-        dict.fromkeys((fp32.TORCH, fp32.COMPILED), torch.ops.aten.cross_entropy_loss),
+        override.by_kernel,
+        [COMPILED],
         [{"rows": 33}, {}, {"rows": 65}, {"reduction": 2}, {"smoothing": 0.1}],
         3,
     ),
-    NORM: (
+    "layer norm": (
         norm_call,
-        dict.fromkeys((fp32.TORCH, fp32.COMPILED), torch.ops.aten.native_layer_norm),
+        override.by_kernel,
+        [COMPILED],
         [{"rows": 33}, {}, {"rows": 64}, {"rows": 65}, {"width": 56}, {"is_affine": False}],
         4,
     ),
-    FP32_ATTENTION: (
+    "attention in fp32": (
         fp32_attention_call,
-        dict.fromkeys((fp32.TORCH, fp32.COMPILED), by_flash_kernel),
-        [{}, {"batch": 1}, {"batch": 3}, {"length": 41}, {"is_causal": True}, {"mask": torch.zeros(40, 40)}],
+        flash_attention._by_torch,
+        [COMPILED],
+        [{}, {"batch": 1}, {"batch": 5}, {"length": 41}, {"is_causal": True}, {"mask": torch.zeros(40, 40)}],
         6,
     ),
-    FP32_PRODUCT: (
-        fp32_product_call,
-        dict.fromkeys((fp32.TORCH, fp32.COMPILED), lambda a, b, bias: a @ b),
-        [{"rows": 33}, {}, {"rows": 64}, {"rows": 65}, {"bias": True}, {"transposed": True}],
-        4,
-    ),
 }
-EVERY = pytest.mark.parametrize("operator", CASES, ids=lambda operator: operator.rule)
+EVERY = pytest.mark.parametrize("operator", CASES)
+
+
+@pytest.fixture(autouse=True)
+def every_size_is_large(monkeypatch):
+    for place in (linear, fp32_product, flash_attention.fp32_attention):
+        monkeypatch.setattr(place, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(attention, "MIN_SCORES", 1)
+    monkeypatch.setattr(cross_entropy, "MIN_LOGITS", 1)
+    monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
 
 
 class Bench:
     """An operator whose algorithms take their time of a clock."""
 
     def __init__(self, operator, wrong=(), budget=ALWAYS, choices=None):
-        self.make, self.algorithms, self.variants, self.count = CASES[operator]
-        self.names, self.wrong, self.calls, self.slow = [*self.algorithms], wrong, [], set()
+        self.make, self.compute, others, self.variants, self.count = CASES[operator]
+        self.names, self.wrong, self.calls, self.slow = [TORCH, *others], wrong, [], set()
         self.clock = Clock()
         self.tuner = Tuner(choices or Choices(None), budget, self.clock)
-        self.choose = operator.chooser(self.tuner)
+        self.generation = Generation(self.tuner)
 
     def named(self, name):
-        def compute(*arguments):
-            self.calls.append(arguments)
+        def compute(call):
+            self.calls.append(call)
             self.clock.now += 1.0 if name in self.slow else 0.01
-            out = self.algorithms[name](*arguments)
+            out = self.compute(call)
             if name not in self.wrong:
                 return out
             return out * 1.1 if torch.is_tensor(out) else tuple(each * 1.1 for each in out)
@@ -200,12 +211,17 @@ class Bench:
 
     def __call__(self, guess, fast=None, possible=None, **how):
         self.slow = {name for name in self.names if name != fast}
-        return self.choose(self.make(**how), lambda: {name: self.named(name) for name in possible or self.names}, guess)
+        names = possible or self.names
+        return self.generation.algorithm(self.make(**how), lambda: {name: self.named(name) for name in names}, guess)
+
+
+def names_of(operator):
+    return [TORCH, *(name for name in CASES[operator][2] if name != REFERENCE)]
 
 
 @EVERY
 def test_the_fastest_algorithm_is_kept_for_this_run_and_later_ones(operator):
-    names = [*CASES[operator][1]]
+    names = names_of(operator)
     for fast in names:
         for guess in names:
             bench = Bench(operator)
@@ -215,16 +231,9 @@ def test_the_fastest_algorithm_is_kept_for_this_run_and_later_ones(operator):
 
 
 @EVERY
-def test_wrong_algorithm_is_rejected_and_one_that_is_none_here_is_not_taken(operator):
-    torchs, other, *_ = CASES[operator][1]
-    bench = Bench(operator, wrong={other})
-    assert bench(other, other) == torchs
-    bench = Bench(operator)
-    assert bench(torchs, other) == other
-    assert Bench(operator, choices=bench.tuner.choices)(torchs, possible=[torchs]) == torchs
-    ((key, choice),) = bench.tuner.choices.all().items()
-    bench.tuner.choices.put(key, choice._replace(algorithm="magic"))  # of another version
-    assert Bench(operator, choices=bench.tuner.choices)(torchs, other) == torchs
+def test_wrong_algorithm_is_rejected(operator):
+    torchs, other, *_ = names_of(operator)
+    assert Bench(operator, wrong={other})(other, other) == torchs
 
 
 @EVERY
@@ -236,56 +245,38 @@ def test_shapes_are_measured_apart_and_batches_of_about_the_same_size_together(o
 
 
 @EVERY
-def test_without_time_the_guess_is_taken_until_the_next_turn(operator):
+def test_without_time_the_guess_is_taken_until_the_next_generation(operator):
     budget = TimeFor(0.0)
     bench = Bench(operator, budget=budget)
     torchs, other, *_ = bench.names
     assert [bench(torchs, other) for _ in range(3)] == [torchs] * 3
     assert len(budget.asked) == 1
-    budget.seconds, budget.turn = float("inf"), 1
+    budget.seconds, bench.generation = float("inf"), bench.generation.next()
     assert bench(torchs, other) == other
 
 
 @EVERY
-def test_one_algorithm_and_tensors_that_are_too_large_are_not_measured(operator, monkeypatch):
-    budget = TimeFor(float("inf"))
-    bench = Bench(operator, budget=budget)
-    torchs, other, *_ = bench.names
-    assert bench(torchs, possible=[torchs]) == torchs
-    assert not budget.asked
-    for place in (module, fp32_operators):
-        monkeypatch.setattr(place, "MOST_ELEMENTS", 1)
-    monkeypatch.setattr(fp32_operators, "_MIN_ROWS", 10)
+def test_tensors_that_are_too_large_are_not_measured(operator, monkeypatch):
+    torchs, other, *_ = names_of(operator)
+    monkeypatch.setattr(override, "MOST_ELEMENTS", 1)
+    monkeypatch.setattr(linear, "_MIN_ROWS", 10)
     chosen = Bench(operator)(torchs, other)
-    assert chosen == (other if operator in (PRODUCT, FP32_PRODUCT) else torchs)  # of which some rows are measured
+    assert chosen == (
+        other if operator in ("product", "product in fp32") else torchs
+    )  # of which some rows are measured
 
 
 def test_of_large_products_and_losses_some_rows_and_of_long_sequences_some_steps_are_measured(monkeypatch):
-    for place in (module, fp32_operators):
-        monkeypatch.setattr(place, "MOST_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(fp32_operators, "_MIN_ROWS", 1)
-    monkeypatch.setattr(module, "_MULTIPLICATIONS", 1)
-    layers, losses = Bench(LSTM), Bench(LOSS)
-    for operator, guess in ((PRODUCT, linear.TORCH), (FP32_PRODUCT, fp32.TORCH)):
-        products = Bench(operator)
-        products(guess, rows=100)
-        assert {arguments[0].shape for arguments in products.calls} == {((1 << 12) // 56, 48)}
-    losses(fp32.TORCH, rows=100)
-    assert {arguments[0].shape for arguments in losses.calls} == {((1 << 12) // 48, 48)}
-    layers(fp32.TORCH, batch=1)
-    assert {len(arguments[0].inputs) for arguments in layers.calls} == {16}  # of 20
-
-
-@EVERY
-def test_shape_that_is_forgotten_until_the_recomputation_has_the_algorithm_of_its_forward(operator, monkeypatch):
-    monkeypatch.setattr(decisions, "_MOST_KINDS", 1)
-    bench = Bench(operator)
-    torchs, other, *_ = bench.names
-    assert bench(torchs, other) == other
-    bench(torchs, other, **bench.variants[-1])
-    monkeypatch.setattr(decisions, "in_backward", lambda: True)
-    assert bench(torchs, other) == other
-    assert bench(torchs, possible=[torchs]) == (torchs if not operator.has_gradients else other)
+    monkeypatch.setattr(override, "MOST_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(linear, "_MIN_ROWS", 1)
+    monkeypatch.setattr(rnn, "_TIMED_MULTIPLICATIONS", 1)
+    for operator, rows, how in (
+        *(("product", (1 << 12) // 56, {"rows": 100}), ("product in fp32", (1 << 12) // 56, {"rows": 100})),
+        *(("cross-entropy", (1 << 12) // 48, {"rows": 100}), ("lstm", 16, {"batch": 1})),
+    ):
+        bench = Bench(operator)
+        bench(TORCH, **how)
+        assert {len(call.tensors[0]) for call in bench.calls} == {rows}
 
 
 @EVERY
@@ -325,21 +316,20 @@ class Checkpointed(nn.Module):
 
 
 def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch):
-    monkeypatch.setattr(attention, "MIN_SCORES", 1)
+    """Also where another optimizer has stepped in between, after which there was time for a measurement."""
     monkeypatch.setattr(attention.blocked_attention, "supports", lambda *_: True)
     monkeypatch.setattr(attention.blocked_attention.KERNEL, "unavailable", None)
-    monkeypatch.setitem(attention.ALGORITHMS, attention.BLOCKS, attention.ALGORITHMS[attention.TORCH])
-    monkeypatch.setattr(Tuner, "_measure", lambda self, *_: self.choices.all()[None])
-    monkeypatch.setattr(Tuner, "choose", lambda self, *_: attention.TORCH if self._budget.left(0.0) > 0 else None)
-    taken, algorithm = [], attention._algorithm
-    monkeypatch.setattr(attention, "_algorithm", lambda call: taken.append(algorithm(call)) or taken[-1])
+    monkeypatch.setattr(attention.blocked_attention, "blocked_attention", torch_attention.by_torch)
+    monkeypatch.setattr(Tuner, "choose", lambda self, *_: TORCH if self._budget.left() > 0 else None)
+    taken, choose = [], override.choose
+    monkeypatch.setattr(override, "choose", lambda *given: taken.append(choose(*given)) or taken[-1])
     torch.manual_seed(0)
     model = Checkpointed()
     optimizer, tokens = torch.optim.SGD(model.parameters(), 0.1), torch.randint(20, (4, 16))
     other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
 
     @nano(precision="bf16", verbose=False)
-    def train(model, optimizer):
+    def train(model, optimizer, other):
         other.step()
         for _ in range(2):
             before = model(tokens).square().mean()
@@ -348,9 +338,10 @@ def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch
             before.backward()
             optimizer.step()
 
-    train(model, optimizer)
+    train(model, optimizer, other)
     assert len(taken) == 2 * 2 * 2  # each is computed twice
-    assert set(taken) == {attention.BLOCKS, attention.TORCH}  # the guess first, and then the fastest
+    blocks = attention.BLOCKS  # the guess, and then the fastest: forward, forward, and their recomputations
+    assert taken == [blocks, TORCH, TORCH, blocks, *[TORCH] * 4]
 
 
 @pytest.mark.skipif(
@@ -380,30 +371,33 @@ def test_layers_and_their_gradients_are_measured_in_a_run_without_changing_its_r
 
     in_bf16 = {"fast_linear": True} if precision == "bf16" else {}
     assert torch.equal(drawn(**in_bf16), drawn(tune_operators=False, fast_rnn=False))
-    words = {"bf16": "", "bf16-products": "rounded "}[precision]
-    measured = {key.removeprefix(words) for key in tuner.choices.all()}
-    assert measured == {
-        f"{'' if words else 'bf16 '}lstm 2^5 2^3 24 1 64 biases trained",
-        "product 2^7 by 64 by 48 NT plus a row",
-        "product 2^7 by 48 by 40 NT",
-        "product 2^7 by 40 by 48 NN",
-        "product 2^7 by 48 by 64 NN",
-        "product 40 by 2^7 by 48 TN",
-        "product 48 by 2^7 by 64 TN",
+    in_words = "bf16" if precision == "bf16" else ROUNDED
+    assert {key.split()[0] for key in tuner.choices.all()} == {in_words}
+    shapes = {tuple(key.split()[2:6:2]) for key in tuner.choices.all() if key.split()[1] == "product"}
+    assert shapes == {
+        *(("2^7x64", "64x48"), ("2^7x48", "48x40"), ("2^7x40", "40x48"), ("2^7x48", "48x64")),
+        *(("40x2^7", "2^7x48"), ("48x2^7", "2^7x64")),
     }
+    assert len([key for key in tuner.choices.all() if key.split()[1] == "lstm"]) == 1
 
 
-def test_backward_of_convolutions_takes_the_chosen_plan():
-    call, asked = convolution_call(groups=8), []
+class Planned:
+    """Chooses a plan."""
 
-    def choose(call, algorithms, guess):
-        asked.append((set(algorithms()), guess))
-        return Plan("fp32", "fp32").name
+    def __init__(self, name):
+        self.name, self.asked = name, []
 
-    kernel = functools.partial(lambda keys, *arguments: by_convolution_kernel(*arguments))
-    ours = convolution.faster_backward(kernel, choose)(None, *call)
-    ((names, guess),) = asked
-    assert names == {"torch/torch", "torch/fp32", "fp32/torch", "fp32/fp32"}
+    def algorithm(self, call, algorithms, guess):
+        self.asked.append(({*algorithms()}, guess))
+        return self.name
+
+
+def test_backward_of_convolutions_takes_the_chosen_plan(monkeypatch):
+    call, chooser = convolution_call(groups=8), Planned(Plan("fp32", "fp32").name)
+    monkeypatch.setattr(convolution, "rules_now", lambda: NO_RULES._replace(chooser=chooser))
+    ours = convolution._by_plans(call)
+    ((names, guess),) = chooser.asked
+    assert names == {TORCH, "torch/fp32", "fp32/torch", "fp32/fp32", REFERENCE}
     assert guess in names
-    for found, expected in zip(ours, by_convolution_kernel(*call), strict=True):
+    for found, expected in zip(ours, override.by_kernel(call), strict=True):
         assert (found - expected).float().norm() < 0.01 * expected.float().norm()

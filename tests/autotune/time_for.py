@@ -4,14 +4,17 @@
 class TimeFor:
     """A budget of some seconds. See `nano_loop.autotune.budget.Budget`."""
 
-    def __init__(self, seconds, asked=None):
+    def __init__(self, seconds):
         self.seconds = seconds
-        self.asked = [] if asked is None else asked
+        self.asked = []  # what was left each time
         self.turn = 0
 
-    def left(self, spent):
-        self.asked.append(spent)
-        return self.seconds - spent
+    def left(self):
+        self.asked.append(self.seconds)
+        return self.seconds
+
+    def spend(self, seconds):
+        self.seconds -= seconds
 
 
 ALWAYS = TimeFor(float("inf"))

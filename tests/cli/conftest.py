@@ -32,7 +32,15 @@ def machines(tmp_path_factory):
 def inspect(tmp_path, machines):
     """Give a function that inspects the machine, with other files, another environment or other packages."""
 
-    def inspect(files=None, environ=None, machine="epyc_9v74_azure", affinity=None, shared=32 << 30, **replaced):
+    def inspect(
+        files=None,
+        environ=None,
+        machine="epyc_9v74_azure",
+        affinity=None,
+        shared=32 << 30,
+        instruction_sets=None,
+        **replaced,
+    ):
         recorded, root = machines(machine), tmp_path / "root"
         shutil.copytree(recorded / "proc", root / "proc")
         shutil.copytree(recorded / "sys", root / "sys", ignore=shutil.ignore_patterns("devices"))
@@ -42,6 +50,9 @@ def inspect(tmp_path, machines):
         found = inspect_system(root, environ or {}, Host(affinity=affinity))
         shutil.rmtree(root)
         memory = dataclasses.replace(found.memory, shared=shared)
+        if instruction_sets is not None:
+            machine = dataclasses.replace(found.machine, instruction_sets=frozenset(instruction_sets))
+            found = dataclasses.replace(found, machine=machine)
         return dataclasses.replace(found, **{"memory": memory, "packages": PACKAGES, "requirements": {}, **replaced})
 
     return inspect

@@ -160,20 +160,20 @@ def test_search_path_is_put_back(folder, path):
     assert (noted.returncode, noted.stdout, noted.stderr) == (0, plain.stdout, LINE)
 
 
-def test_customization_of_the_site_is_imported(folder):
-    (folder / "sitecustomize.py").write_text("import atexit; mine = 1; atexit.register(print, 'the last')")
-    shown = "import sys; print(sys.modules['sitecustomize'].mine, sys.modules['sitecustomize'].__spec__.origin)"
+@pytest.mark.parametrize(
+    ("customization", "expected"),
+    [
+        ("import atexit; mine = 1; atexit.register(print, 'the last')", "1 {}/sitecustomize.py\nthe last\n"),
+        ("import no_such_module", ""),
+    ],
+)
+def test_customization_of_the_site_is_imported_and_its_failure_shown_as_by_python(folder, customization, expected):
+    (folder / "sitecustomize.py").write_text(customization)
+    shown = "import sys; m = sys.modules.get('sitecustomize'); m and print(m.mine, m.__spec__.origin)"
     plain = ended(folder, "-c", shown, pythonpath=str(folder))
     noted = ended(folder, "-c", shown, command=AS_NOTED, pythonpath=str(folder))
-    assert plain.stdout == f"1 {folder}/sitecustomize.py\nthe last\n"
-    assert (noted.stdout, noted.stderr) == (plain.stdout, LINE)
-
-
-def test_customization_that_fails_is_shown_as_by_python(folder):
-    (folder / "sitecustomize.py").write_text("import no_such_module")
-    plain = ended(folder, "-c", "print(1)", pythonpath=str(folder))
-    noted = ended(folder, "-c", "print(1)", command=AS_NOTED, pythonpath=str(folder))
-    assert "no_such_module" in plain.stderr
+    assert plain.stdout == expected.format(folder)
+    assert ("no_such_module" in plain.stderr) == (not expected)
     assert (noted.stdout, noted.stderr) == (plain.stdout, plain.stderr + LINE)
 
 
@@ -197,22 +197,18 @@ def test_script_that_begins_a_run_or_does_not_reach_its_end_has_no_line(folder, 
     assert (noted.returncode, noted.stdout, noted.stderr) == (plain.returncode, plain.stdout, plain.stderr)
 
 
-def test_import_of_nano_loop_alone_is_no_use_of_it(folder):
-    noted = ended(folder, "-c", "import nano_loop", command=AS_NOTED, pythonpath=ROOT)
-    assert (noted.returncode, noted.stderr) == (0, LINE)
+# It is not reaped: the time that it has taken would count, where the system's clock ticks meanwhile.
+FORKS = "import os, sys\npid = os.fork()\nif pid: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)\nsys.exit(0)"
+# It may have begun a run, as the ranks of torchrun do.
+STARTS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'sum(range(3_000_000))'], check=True)"
 
 
-def test_script_that_has_had_a_child_has_no_line(folder):
-    child = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', 'sum(range(3_000_000))'], check=True)"
-    noted = ended(folder, "-c", child, command=AS_NOTED)  # which may have begun a run, as the ranks of torchrun do
-    assert (noted.returncode, noted.stderr) == (0, "")
-
-
-def test_forked_child_prints_no_line(folder):
-    # It is not reaped: the time that it has taken would count, where the system's clock ticks meanwhile.
-    waits = "os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)"
-    forks = f"import os, sys\npid = os.fork()\nif pid: {waits}\nsys.exit(0)"
-    assert ended(folder, "-c", forks, command=AS_NOTED).stderr == LINE
+@pytest.mark.parametrize(
+    ("program", "line"), [("import nano_loop", LINE), (STARTS, ""), (FORKS, LINE)], ids=["import", "child", "fork"]
+)
+def test_line_is_printed_once_unless_the_script_has_had_a_child(folder, program, line):
+    noted = ended(folder, "-c", program, command=AS_NOTED, pythonpath=ROOT)
+    assert (noted.returncode, noted.stderr) == (0, line)
 
 
 def test_closed_standard_error_is_no_error(folder):

@@ -1,131 +1,278 @@
-"""Checks of threads, memory and CPUs, on a machine with 16 cores."""
+"""What `doctor` finds: nothing on a machine without faults, and each fault with its reason and its advice."""
 
-import dataclasses
+import ast
+import re
+from pathlib import Path
 
 import pytest
 
-from nano_loop.cli.diagnosis import findings_of
+from nano_loop.cli import checks
+from nano_loop.cli.app import app
+from nano_loop.cli.diagnosis import CHECKS, findings_of
+from nano_loop.cli.inspected import CacheFolder, Kernels, inspect_system
 from nano_loop.config.exports import EXPORTS, Exports
 
-QUOTA = {"/sys/fs/cgroup/cpu.max": "200000 100000\n"}
-
-
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
-@pytest.mark.parametrize(
-    ("value", "ending", "words"),
-    [
-        ("1", "low", "15 cores stay idle"),
-        ("15,2", "low", "1 core stays idle"),
-        ("32", "high", "wait for each other"),
-        ("many", "unreadable", "no number"),
-        ("0", "unreadable", "no number"),
-        ("", "unreadable", "no number"),
-    ],
+JEMALLOC, INTEL = "/usr/lib/libjemalloc.so.2", "/intel/lib/libiomp5.so"
+COMPILED, PACKED = Kernels("compile", "compiled at first use"), Kernels("v3", "in the package")
+NO_KERNELS, CUT_OFF = Kernels(None, reason="no C compiler was found"), "norms.so is cut off, at byte 9"
+OPEN, CLOSED, NO_HOME = (
+    CacheFolder("/cache", True, True),
+    CacheFolder("/cache", False, True),
+    CacheFolder("", False, True),
 )
-def test_wrong_number_of_threads_hurts(only, name, value, ending, words):
-    finding = only(environ={name: value})
-    assert finding.id == f"{name.lower().replace('_', '-')}-{ending}"
-    assert finding.hurts
-    assert f"{name}={value}" in finding.what
-    assert words in finding.why
-    assert "16" in finding.advice
+NOEXEC = CacheFolder("/cache", True, False)
+EXPORTED = {"OMP_NUM_THREADS": "16", "MALLOC_TOP_PAD_": "67108864"}
 
 
-@pytest.mark.parametrize("value", ["16", " 16 ", "16,1"])
-def test_right_number_of_threads_is_clean(found, value):
-    assert found(environ={"OMP_NUM_THREADS": value, "MKL_NUM_THREADS": value}) == []
+def environ(**variables):
+    return {"environ": variables}
 
 
-def test_quota_that_torch_does_not_read_hurts(found):
-    first, second = found(files=QUOTA)
-    assert (first.id, first.hurts) == ("quota-threads", True)
-    assert "2 of 16 cores" in first.what
-    assert second.id == "quota"
-    assert [finding.id for finding in found(files=QUOTA, environ={"OMP_NUM_THREADS": "2"})] == ["quota"]
+def file(path, text):
+    return {"files": {path: text}}
+
+
+def cgroup(name, text):
+    return file(f"/sys/fs/cgroup/{name}", f"{text}\n")
+
+
+def loaded(*libraries):
+    lines = [f"7f00-7f01 r-xp 00000000 08:01 1    {each}\n" for each in ("/usr/lib/libc.so.6", *libraries)]
+    return file("/proc/self/maps", "".join(lines) + "7f02-7f03 rw-p 0 00:00 0 [heap]\n")
+
+
+def packages(**versions):
+    return {"packages": {name.replace("_", "-"): version for name, version in versions.items()}}
+
+
+#: By variable: a value that makes training slower, and one that does not.
+SLOW = {
+    "ATEN_CPU_CAPABILITY": ("default", "avx512"),
+    "ONEDNN_MAX_CPU_ISA": ("AVX2", "ALL"),
+    "DNNL_MAX_CPU_ISA": ("avx512_core_vnni", "AVX512_CORE_AMX"),
+    "ONEDNN_VERBOSE": ("1", "0"),
+    "DNNL_VERBOSE": ("2", "none"),
+    "MKL_VERBOSE": ("1", "0"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "OFF"),
+    "TORCH_COMPILE_DEBUG": ("1", "0"),
+    "TORCHDYNAMO_DISABLE": ("1", "0"),
+    "MALLOC_PERTURB_": ("165", ""),
+    "PYTHONMALLOC": ("malloc_debug", "malloc"),
+}
+#: Changes of the recorded machine, which has 16 cores, without a finding.
+CLEAN = [
+    {},
+    {"affinity": frozenset(range(32))},  # the whole machine by its mask
+    {"machine": "graviton3"},  # ARM has no AVX2
+    {"instruction_sets": ()},  # unknown
+    *({"instruction_sets": sets} for sets in (("avx2", "amx_tile", "amx_bf16"), ("avx2", "avx512_bf16"))),
+    cgroup("cpu.max", "1600000 100000"),  # a quota of all cores
+    *(cgroup("memory.max", limit) for limit in ("max", "9223372036854771712", "99999999999999")),
+    {**environ(LD_PRELOAD="libjemalloc.so.2"), **file("/proc/self/maps", "")},  # unknown libraries
+    {**file("/proc/meminfo", "damaged"), "shared": None},  # unknown memory
+    packages(torch="2.8.0+cpu", intel_extension_for_pytorch="2.8.0+cpu"),
+    *(packages(torch=version) for version in ("2.9.1", "3.0a0")),
+    environ(OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="none"),  # torchrun's number of threads
+    *(environ(OMP_NUM_THREADS=value, MKL_NUM_THREADS=value) for value in ("16", " 16 ", "16,1")),
+    *(
+        environ(**binding)
+        for binding in ({"OMP_PROC_BIND": "False"}, {"OMP_PROC_BIND": "false", "OMP_PLACES": "cores"})
+    ),
+    *(environ(**binding) for binding in ({"KMP_AFFINITY": "compact,1,0"}, {"GOMP_CPU_AFFINITY": ""})),
+    environ(NANO_LOOP_PRECISION="bf16"),
+    environ(GLIBC_TUNABLES="glibc.pthread.rseq=0"),
+    environ(MALLOC_ARENA_MAX="32"),
+    environ(**EXPORTED, **{EXPORTS: Exports(dict.fromkeys(EXPORTED), EXPORTED).encoded()}),
+    *(environ(**{name: good}) for name, (_, good) in SLOW.items()),
+    *(
+        {**environ(LD_PRELOAD=preload), **loaded(JEMALLOC)}
+        for preload in ("libjemalloc.so.2", "/usr/lib/libjemalloc.so", " libjemalloc.so.2 :", "")
+    ),
+    {**environ(LD_PRELOAD=INTEL), **loaded("/torch/lib/libgomp-a34b3233.so.1", INTEL)},  # it serves GNU's programs
+    loaded("/a/libgomp.so.1", "/b/libgomp-a34b3233.so.1.0.0", "/b/libgompertz.so"),  # one runtime in two files
+    *({"kernels": kernels, "cache": OPEN} for kernels in (COMPILED, PACKED)),
+    {"kernels": PACKED, "cache": NOEXEC},
+    {"kernels": Kernels("v4", "in the package")},
+    *(
+        {"requirements": {"nano-loop": (requirement,)}}
+        for requirement in (
+            "torch<4.0,>=2.1",
+            'torch==2.8.0; extra == "ipex"',
+            "torch (damaged",
+            "lightning_fabric>=2",
+            "Torch",
+        )
+    ),
+]
+#: The name of a finding, whether it hurts, a change after which it is the only one, and words of what it says, of its
+#: reason and of its advice.
+FAULTS = [
+    *(
+        (
+            f"{name.lower().replace('_', '-')}-{ending}",
+            True,
+            environ(**{name: value}),
+            f"{name}={value} is set",
+            why,
+            "16",
+        )
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        for value, ending, why in (
+            ("1", "low", "15 cores stay idle"),
+            ("15,2", "low", "1 core stays idle"),
+            ("32", "high", "wait for each other"),
+            *((text, "unreadable", "no number") for text in ("many", "0", "")),
+        )
+    ),
+    *(
+        ("openmp-binding", True, environ(**{name: value}), name, "", "")
+        for name, value in (("OMP_PROC_BIND", "CLOSE"), ("OMP_PROC_BIND", "true"), ("OMP_PLACES", "cores"))
+    ),
+    ("openmp-binding", True, environ(GOMP_CPU_AFFINITY="0-15"), "GOMP_CPU_AFFINITY", "", ""),
+    ("openmp-binding", True, {**environ(KMP_AFFINITY="compact"), **loaded(INTEL)}, "KMP_AFFINITY", "", ""),
+    *(
+        ("slow-variable", True, environ(**{name: bad}), f"{name}={bad} is set", "", "")
+        for name, (bad, _) in SLOW.items()
+    ),
+    ("slow-variable", True, environ(ONEDNN_MAX_CPU_ISA="AVX2_VNNI"), "", "avx512_bf16 and avx512f, which", ""),
+    ("slow-variable", True, environ(ONEDNN_MAX_CPU_ISA="AVX512_CORE"), "", "use avx512_bf16, which", ""),
+    ("refused-option", True, environ(NANO_LOOP_PRECISON="bf16"), "Write NANO_LOOP_PRECISION", "", ""),
+    ("malloc-settings", False, environ(MALLOC_TRIM_THRESHOLD_="1"), "", "", ""),
+    ("malloc-settings", False, environ(GLIBC_TUNABLES="glibc.malloc.top_pad=1"), "", "", ""),
+    *(("malloc-arena-max", False, environ(MALLOC_ARENA_MAX=value), "", "", "") for value in ("1", "2")),
+    ("preload-missing", True, environ(LD_PRELOAD=JEMALLOC), JEMALLOC, "", ""),
+    *(
+        ("two-openmp", True, loaded("/site/torch/lib/libgomp-a34b3233.so.1", f"/intel/lib/{other}"), "GNU", "", "")
+        for other in ("libiomp5.so", "libomp.so.5", "libomp-a1b2.so")
+    ),
+    ("two-allocators", True, loaded(JEMALLOC, "/usr/lib/libtcmalloc_minimal.so.4"), "jemalloc and tcmalloc", "", ""),
+    ("no-kernels", True, {"kernels": NO_KERNELS}, "no C compiler was found", "longer", "Install gcc"),
+    ("damaged-kernels", True, {"kernels": PACKED._replace(reason=CUT_OFF)}, CUT_OFF, "longer", "--force-reinstall"),
+    ("kernels-off", False, {"kernels": Kernels(None), **environ(NANO_LOOP_KERNELS="off")}, "", "", ""),
+    ("cache-folder", True, {"kernels": COMPILED, "cache": CLOSED}, "", "", ""),
+    ("cache-folder", False, {"kernels": PACKED, "cache": CLOSED}, "", "", ""),
+    ("cache-folder", False, {"kernels": PACKED, "cache": NO_HOME}, "no home folder", "", "Set XDG_CACHE_HOME"),
+    ("cache-noexec", True, {"kernels": COMPILED, "cache": NOEXEC}, "", "", ""),
+    ("no-torch", True, packages(nano_loop="0.1.0"), "", "", ""),
+    ("cuda-torch", False, {"unused_cuda": "12.8"}, "CUDA 12.8", "", ""),
+    ("old-torch", False, packages(torch="2.8.0+cpu"), "", "", ""),
+    (
+        *("ipex-torch", True, packages(torch="2.13.0+cpu", intel_extension_for_pytorch="2.8.0")),
+        *("IPEX 2.8.0 and torch 2.13.0+cpu", "", "torch==2.8.*"),
+    ),
+    *(
+        (
+            "malicious-lightning",
+            True,
+            packages(torch="2.13.0", **{name: "2.6.2"}),
+            f"{name.replace('_', '-')} 2.6.2",
+            "",
+            "",
+        )
+        for name in ("lightning", "pytorch_lightning")
+    ),
+    (
+        *(
+            "requirement",
+            True,
+            packages(torch="2.9.1+cpu") | {"requirements": {"nano-loop": ("torch>=2.10", "numpy>=1")}},
+        ),
+        *("nano-loop needs torch>=2.10, and 2.9.1+cpu is installed", "", ""),
+    ),
+    ("requirement", True, {"requirements": {"lightning": ("Lightning_Fabric>=3",)}}, "", "", ""),
+    ("shared-memory", True, {"shared": 64 << 20}, "64 MiB", "", "--shm-size"),
+    (
+        *("memory-short", True, file("/proc/meminfo", "MemTotal:  65859580 kB\nMemAvailable:  2000000 kB\n")),
+        *("1.9 GiB of 62.8 GiB", "", ""),
+    ),
+    ("memory-limit", False, cgroup("memory.max", "8589934592"), "8.0 GiB, and the machine has 62.8 GiB", "", ""),
+    ("no-bf16", False, {"instruction_sets": ("avx2", "avx512f")}, "EPYC", "", ""),
+    ("affinity", False, {"affinity": frozenset(range(4))}, "CPUs 4-31", "2 cores", ""),
+    ("cpuset", False, cgroup("cpuset.cpus.effective", "0-7"), "CPUs 8-31", "4 cores", ""),
+    ("cpuset", False, cgroup("cpuset.cpus.effective", "0-7") | {"affinity": frozenset(range(8))}, "", "", ""),
+    (
+        *("quota", False, cgroup("cpu.max", "250000 100000") | environ(OMP_NUM_THREADS="2")),
+        *("quota is 2.5 CPUs, and the process may run on 16 cores", "2 compute threads", ""),
+    ),
+]
+
+
+@pytest.mark.parametrize("change", CLEAN, ids=str)
+def test_machine_without_a_fault_has_no_findings(found, change):
+    assert found(**change) == []
+
+
+@pytest.mark.parametrize(("name", "hurts", "change", "what", "why", "advice"), FAULTS, ids=str)
+def test_fault_is_found_and_explained(only, name, hurts, change, what, why, advice):
+    finding = only(**change)
+    assert (finding.id, finding.hurts) == (name, hurts)
+    assert (what in finding.what, why in finding.why, advice in finding.advice) == (True, True, True), finding
 
 
 @pytest.mark.parametrize(
-    "environ",
+    ("change", "expected"),
     [
-        {"OMP_PROC_BIND": "CLOSE"},
-        {"OMP_PROC_BIND": "true"},
-        {"OMP_PLACES": "cores"},
-        {"GOMP_CPU_AFFINITY": "0-15"},
+        (
+            environ(MALLOC_ARENA_MAX="1", MKL_VERBOSE="1") | {"packages": {}},
+            ["slow-variable", "no-torch", "malloc-arena-max"],
+        ),
+        (environ(NANO_LOOP_PRECISION="fp8", NANO_LOOP_TIMEOUT="-1"), ["refused-option"] * 2),
+        (cgroup("cpu.max", "200000 100000"), ["quota-threads", "quota"]),
+        (cgroup("cpu.max", "200000 100000") | environ(OMP_NUM_THREADS="2"), ["quota"]),
+        ({"instruction_sets": ("sse4_2",)}, ["no-avx2", "no-bf16"]),
     ],
     ids=str,
 )
-def test_binding_by_openmp_hurts(only, environ):
-    finding = only(environ=environ)
-    assert (finding.id, finding.hurts) == ("openmp-binding", True)
-    assert next(iter(environ)) in finding.what
+def test_what_hurts_comes_first(found, change, expected):
+    findings = found(**change)
+    assert [finding.id for finding in findings] == expected
+    assert [finding.hurts for finding in findings] == sorted((finding.hurts for finding in findings), reverse=True)
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"OMP_PROC_BIND": "False"},
-        {"OMP_PROC_BIND": "false", "OMP_PLACES": "cores"},
-        {"KMP_AFFINITY": "granularity=fine,compact,1,0"},
-        {"GOMP_CPU_AFFINITY": ""},
-    ],
-    ids=str,
-)
-def test_binding_without_effect_is_clean(found, environ):
-    assert found(environ=environ) == []
+def test_findings_of_several_values_name_each(found):
+    first, second = found(**environ(NANO_LOOP_PRECISION="fp8", NANO_LOOP_TIMEOUT="-1"))
+    assert "NANO_LOOP_PRECISION=fp8: " in first.what
+    assert "NANO_LOOP_TIMEOUT=-1: " in second.what
+    assert "2 of 16 cores" in found(**cgroup("cpu.max", "200000 100000"))[0].what
+    assert "EPYC" in found(instruction_sets=("sse4_2",))[0].what
 
 
-def test_intels_binding_hurts_where_its_openmp_is_loaded(only):
-    files = {"/proc/self/maps": "7f00-7f01 r-xp 0 08:01 1    /intel/lib/libiomp5.so\n"}
-    assert only(environ={"KMP_AFFINITY": "compact"}, files=files).id == "openmp-binding"
+def test_link_of_another_name_is_clean(found, tmp_path):
+    link = tmp_path / "allocator.so"
+    link.symlink_to(tmp_path / "libjemalloc.so.2")
+    assert found(**environ(LD_PRELOAD=str(link)), **loaded(JEMALLOC)) == []
 
 
-def test_what_env_exports_is_clean(found):
-    after = {"OMP_NUM_THREADS": "16", "MALLOC_TOP_PAD_": "67108864"}
-    note = Exports(dict.fromkeys(after), after).encoded()
-    assert found(environ={**after, EXPORTS: note}) == []
+def test_packages_of_this_environment_fit_each_other():
+    ids = {finding.id for finding in findings_of(inspect_system())}
+    assert not ids & {"no-torch", "ipex-torch", "malicious-lightning", "requirement"}
 
 
-def with_instruction_sets(inspected, *sets):
-    return dataclasses.replace(
-        inspected, machine=dataclasses.replace(inspected.machine, instruction_sets=frozenset(sets))
-    )
+# --- the documentation ---
+
+TEXT = (Path(__file__).parents[2] / "docs/cli.md").read_text(encoding="utf-8")
 
 
-def test_cpu_without_avx2_hurts(inspect):
-    first, second = findings_of(with_instruction_sets(inspect(), "sse4_2"))
-    assert (first.id, first.hurts) == ("no-avx2", True)
-    assert "EPYC" in first.what
-    assert second.id == "no-bf16"
+def kinds_in_the_code():
+    """Return for each name of a finding whether it hurts. A name that is put together has a star."""
+    kinds = {}
+    for call in ast.walk(ast.parse(Path(checks.__file__).read_text())):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "Finding":
+            name = re.sub(r"^f'{.*}|'", "*", ast.unparse(call.args[0])).strip("*")
+            flags = [ast.unparse(each.value) for each in call.keywords if each.arg == "hurts"]
+            kinds[name] = {(): True, ("False",): False}.get(tuple(flags))  # None: it depends
+    return kinds
 
 
-def test_cpu_without_bf16_instructions_is_a_note(inspect):
-    (finding,) = findings_of(with_instruction_sets(inspect(), "avx2", "avx512f"))
-    assert (finding.id, finding.hurts) == ("no-bf16", False)
+def test_every_check_is_listed_and_every_finding_is_in_the_table_with_its_kind():
+    own = [value for value in vars(checks).values() if getattr(value, "__module__", "") == checks.__name__]
+    assert {check for check in own if "Iterator[Finding]" in str(check.__annotations__)} == {*CHECKS}
+    rows = re.findall(r"^\| (`[\w-]+`.*?) \| (hurts|note|\*) \|", TEXT, flags=re.MULTILINE)
+    kinds = {name: kind for names, kind in rows for name in re.findall(r"`([\w-]+)`", names)}
+    in_table = {name.removeprefix("omp-num-threads"): {"hurts": True, "note": False}.get(kinds[name]) for name in kinds}
+    assert len(kinds_in_the_code()) > 15
+    assert in_table == kinds_in_the_code()
 
 
-@pytest.mark.parametrize("sets", [("avx2", "amx_tile", "amx_bf16"), ("avx2", "avx512_bf16")])
-def test_cpu_with_bf16_instructions_is_clean(inspect, sets):
-    assert findings_of(with_instruction_sets(inspect(), *sets)) == []
-
-
-def test_unknown_instruction_sets_are_no_finding(inspect):
-    assert findings_of(with_instruction_sets(inspect())) == []
-
-
-def test_mask_that_follows_the_cpuset_is_found_once(only):
-    change = {"files": {"/sys/fs/cgroup/cpuset.cpus.effective": "0-7\n"}, "affinity": frozenset(range(8))}
-    assert only(**change).id == "cpuset"
-
-
-def test_quota_says_how_many_threads_it_leaves(only):
-    files = {"/sys/fs/cgroup/cpu.max": "250000 100000\n"}
-    finding = only(files=files, environ={"OMP_NUM_THREADS": "2"})
-    assert (finding.id, finding.hurts) == ("quota", False)
-    assert "quota is 2.5 CPUs" in finding.what
-    assert "16 cores" in finding.what
-    assert finding.why.startswith("2 compute threads")
-
-
-@pytest.mark.parametrize("limit", ["max", "9223372036854771712", "99999999999999"])
-def test_limit_that_limits_nothing_is_clean(found, limit):
-    assert found(files={"/sys/fs/cgroup/memory.max": f"{limit}\n"}) == []
+def test_every_command_has_a_section():
+    assert {*re.findall(r"^## (\w+)$", TEXT, flags=re.MULTILINE)} == {*app.commands}

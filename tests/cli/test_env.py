@@ -14,16 +14,26 @@ from nano_loop.cli.output import SHAPE
 from nano_loop.config.exports import EXPORTS, Exports
 from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, is_glibc, libraries_in
 
-PROGRAMS = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
 EVAL, INIT = 'eval "$(nano-loop env {})"', ". nano-loop-init {}"
 # dash passes no arguments to a script that it sources.
 EVERY_WAY = (("bash", EVAL), ("bash", INIT), ("zsh", EVAL), ("zsh", INIT), ("dash", EVAL))
 WAYS = [each for each in EVERY_WAY if shutil.which(each[0])]
 
 
-def environment(**variables):
-    """Return a small environment in which the shells find nano-loop."""
-    return {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "HOME": "/", **variables}
+@pytest.fixture
+def environ(tmp_path):
+    """Give a small environment in which shells find this checkout's programs, and a library of jemalloc's name."""
+    programs, library = tmp_path / "bin", tmp_path / "lib/libjemalloc.so"
+    programs.mkdir()
+    (programs / "nano-loop-init").symlink_to(ROOT / "scripts/nano-loop-init")
+    program = f"import sys; sys.path.insert(0, '{ROOT}'); from nano_loop.cli.main import main; sys.exit(main())"
+    (programs / "nano-loop").write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{program}" "$@"\n')
+    (programs / "nano-loop").chmod(0o755)
+    library.parent.mkdir()
+    own = libraries_in(Path("/proc/self/maps").read_text())
+    library.symlink_to(next(each for each in own if Path(each).name.startswith("libm.so")))
+    return {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": "/", "CONDA_PREFIX": str(tmp_path)}
 
 
 def environments_after(shell, steps, environ):
@@ -38,52 +48,32 @@ def environments_after(shell, steps, environ):
     return found, done.stderr.decode()
 
 
-@pytest.fixture
-def jemalloc(tmp_path):
-    """Give the folder of an environment that has a library of the name of jemalloc."""
-    own = libraries_in(Path("/proc/self/maps").read_text())
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib/libjemalloc.so").symlink_to(next(each for each in own if Path(each).name.startswith("libm.so")))
-    return tmp_path
-
-
 @pytest.mark.parametrize(("shell", "way"), WAYS)
-def test_undo_restores_the_environment_byte_for_byte(shell, way, jemalloc):
+def test_undo_restores_the_environment_byte_for_byte_and_bad_options_change_nothing(shell, way, environ):
     odd = {"LD_PRELOAD": " libc.so.6:", "MALLOC_CONF": "", "MINE": ' a\'b\n"c" \\ é\udc80'}
-    environ = environment(CONDA_PREFIX=str(jemalloc), **odd)
-    steps = [way.format(""), way.format("--jemalloc"), way.format("--undo"), way.format("--undo")]
-    (before, plain, preloading, undone, again), err = environments_after(shell, steps, environ)
+    steps = [way.format(options) for options in ("", "--jemalloc", "--undo", "--undo", "--frob")]
+    more = [way.format(options) for options in ("--enable-jemalloc", "", "-u")]
+    steps = [*steps[:-1], f"{steps[-1]} || true", "unset LD_PRELOAD MALLOC_CONF", *more]
+    found, err = environments_after(shell, steps, environ | odd)
+    before, plain, preloading, undone, again, refused, without, asked, asked_once, gone = found
+    library = os.fsencode(environ["CONDA_PREFIX"]) + b"/lib/libjemalloc.so"
     assert plain[b"OMP_NUM_THREADS"].isdigit()
-    assert preloading[b"LD_PRELOAD"].endswith(b"/libjemalloc.so: libc.so.6:")
+    assert preloading[b"LD_PRELOAD"] == library + b": libc.so.6:"
     assert preloading[b"MALLOC_CONF"] == b""
-    assert before == undone == again
+    assert before == undone == again == refused
+    assert asked[b"LD_PRELOAD"] == library
+    assert b"LD_PRELOAD" not in asked_once
+    assert asked_once.keys() - without.keys() >= {b"OMP_NUM_THREADS", EXPORTS.encode()}
+    assert gone == without
     assert err.splitlines() == [
         "nano-loop: MALLOC_CONF= is set, and stays. To replace it, unset it first.",
         "nano-loop: there is nothing to undo in this shell.",
+        "nano-loop: No such option '--frob'. See `nano-loop env --help`.",
     ]
 
 
-@pytest.mark.parametrize(("shell", "way"), WAYS)
-def test_library_that_is_asked_for_once_is_gone_with_the_next_call(shell, way, jemalloc):
-    environ = environment(CONDA_PREFIX=str(jemalloc))
-    steps = [way.format("--enable-jemalloc"), way.format(""), way.format("-u")]
-    (before, preloading, plain, undone), _ = environments_after(shell, steps, environ)
-    assert preloading[b"LD_PRELOAD"] == bytes(jemalloc / "lib/libjemalloc.so")
-    assert b"LD_PRELOAD" not in plain
-    assert plain.keys() - before.keys() >= {b"OMP_NUM_THREADS", EXPORTS.encode()}
-    assert undone == before
-
-
-@pytest.mark.parametrize(("shell", "way"), WAYS)
-def test_bad_option_changes_nothing(shell, way):
-    (before, after), err = environments_after(shell, [way.format("--frob") + " || true"], environment())
-    assert before == after
-    assert err == "nano-loop: No such option '--frob'. See `nano-loop env --help`.\n"
-
-
-def test_script_that_is_run_and_not_sourced_says_what_to_write():
-    command = [PROGRAMS / "nano-loop-init"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+def test_script_that_is_run_and_not_sourced_says_what_to_write(environ):
+    done = subprocess.run(["nano-loop-init"], env=environ, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("Write: source nano-loop-init\n")
     assert done.stderr.count("\n") == 1
@@ -146,27 +136,20 @@ def test_json_has_the_changes(without, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "note", "words"),
     [
-        (["--jemalloc", "--tcmalloc"], "a process has one allocator"),
-        (["--undo", "--jemalloc"], "--undo puts everything back"),
-        (["--shell", "fish"], "--shell: it was removed: the lines are those of POSIX shells. Leave it out"),
+        (["--jemalloc", "--tcmalloc"], None, "a process has one allocator"),
+        (["--undo", "--jemalloc"], None, "--undo puts everything back"),
+        (["--shell", "fish"], None, "--shell: it was removed: the lines are those of POSIX shells. Leave it out"),
+        *((arguments, "nonsense", f"nano-loop: {EXPORTS} is damaged: ") for arguments in ([], ["--undo"])),
     ],
     ids=str,
 )
-def test_bad_input_is_refused_in_one_line(without, arguments, words, capsys):
+def test_bad_input_is_refused_in_one_line(without, arguments, note, words, capsys):
+    if note is not None:
+        without.setenv(EXPORTS, note)
     assert main(["env", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err
     assert err.count("\n") == 1
-
-
-def test_damaged_note_is_refused_in_one_line(without, capsys):
-    without.setenv(EXPORTS, "nonsense")
-    for arguments in (["env"], ["env", "--undo"]):
-        assert main(arguments) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.startswith(f"nano-loop: {EXPORTS} is damaged: ")
-        assert err.count("\n") == 1

@@ -29,19 +29,16 @@ AVX2 = LEVELS[-1].instruction_sets
 OUTPUT = "some-cc: fatal error: cannot execute 'as'\ncompilation terminated.\n"
 
 
-def test_limits_of_both_versions_of_cgroups_are_read(inspect):
+def test_smallest_limit_of_the_cgroups_above_counts_in_both_versions(inspect):
     version_1 = {
         "/proc/self/cgroup": "4:memory:/docker/ab12\n",
         "/proc/self/mountinfo": "35 31 0:32 /docker/ab12 /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": "1073741824\n",
     }
-    assert inspect(files=version_1).memory.limit == 1 << 30
-
-
-def test_smallest_limit_of_the_cgroups_above_counts(inspect):
     folder = "/sys/fs/cgroup/system.slice"
-    files = {f"{folder}/memory.max": "1073741824\n", f"{folder}/training.service/memory.max": "2147483648\n"}
-    assert inspect(files=files).memory.limit == 1 << 30
+    limits = {f"{folder}/memory.max": "1073741824\n", f"{folder}/training.service/memory.max": "2147483648\n"}
+    for files in (version_1, limits):
+        assert inspect(files=files).memory.limit == 1 << 30
 
 
 def test_machine_without_files_is_unknown_and_raises_nothing(tmp_path):
@@ -167,17 +164,11 @@ def test_folder_that_others_may_write_to_is_not_for_this_user_alone(home):
     assert not inspect_cache().is_writable
 
 
-def test_read_only_folder_is_found(home, monkeypatch):
+def test_read_only_and_noexec_file_systems_and_users_without_a_home_are_found(home, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a file system that is mounted so, for root too
     assert not inspect_cache().is_writable
-
-
-def test_file_system_from_which_no_library_is_loaded_is_found(home, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*[0] * 8, os.ST_NOEXEC, 255)))
     assert not inspect_cache().is_executable
-
-
-def test_user_without_a_home_has_no_folder(monkeypatch):
     monkeypatch.setattr(module, "cache_path", lambda: None)
     assert inspect_cache() == CacheFolder("", False, True)
 
@@ -203,13 +194,6 @@ def test_torch_says_what_it_has(tmp_path, monkeypatch):
     assert said["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert said["num_threads"] >= 1
     assert any("libtorch" in library for library in libraries_in(said["maps"])) == bool(said["maps"])
-
-
-def test_import_that_takes_too_long_is_ended(monkeypatch):
-    monkeypatch.setattr(module, "_SECONDS", 0.1)
-    monkeypatch.setattr(module, "_PROGRAM", "import time; time.sleep(60)")
-    with pytest.raises(NanoError, match=r"it took more than 0\.1 s"):
-        module.inspect_torch()
 
 
 def test_process_that_ends_without_a_word_is_an_error(monkeypatch):

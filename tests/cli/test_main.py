@@ -1,4 +1,4 @@
-"""The entry point: the console script, the module, and a Python without click."""
+"""The entry point and its commands: help texts, JSON of one shape, colour, and a Python without click."""
 
 import importlib.metadata
 import json
@@ -8,16 +8,28 @@ import sys
 import pytest
 
 from nano_loop.cli import main as entry
+from nano_loop.cli.app import app
 from nano_loop.cli.main import main
+from nano_loop.cli.output import SHAPE, as_text
 from nano_loop.version import __version__
+
+
+def python(program, *arguments):
+    """Run Python, whose warnings are errors."""
+    command = [sys.executable, "-W", "error", *program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_console_script_and_module_are_the_same_program():
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="nano-loop")
     assert script.load() is main
-    command = [sys.executable, "-W", "error", "-m", "nano_loop", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = python(["-m", "nano_loop"], "--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"nano-loop {__version__}\n", "")
+
+
+def test_json_says_its_version_and_command_first():
+    found = json.loads(as_text("doctor", more=[1, None]))
+    assert [*found.items()] == [("version", 2), ("command", "doctor"), ("more", [1, None])]
 
 
 def test_arguments_are_those_of_the_process(monkeypatch, capsys):
@@ -40,11 +52,10 @@ def test_doctor_needs_neither_click_nor_torch():
         "import sys\nfor name in ('click', 'torch', 'packaging'): sys.modules[name] = None\n"
         "from nano_loop.cli.main import main\nsys.exit(main(['doctor', '--json']))"
     )
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = python(["-c", program])
     assert (done.returncode in (0, 1), done.stderr) == (True, "")
     found = json.loads(done.stdout)
-    assert (found["command"], found["version"]) == ("doctor", 1)
+    assert (found["command"], found["version"]) == ("doctor", SHAPE)
     assert found["facts"]["cpu"]["cores"] >= 1
 
 
@@ -74,3 +85,66 @@ def test_torch_that_cannot_be_imported_is_refused_in_one_line(tmp_path, monkeypa
     _, err = capsys.readouterr()
     assert err.count("\n") == 1
     assert "--torch: torch cannot be imported (ImportError: no such luck). Leave --torch out" in err
+
+
+def test_no_arguments_show_the_commands(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in app.commands)
+
+
+@pytest.mark.parametrize("name", [*app.commands])
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_has_an_example(name, flag, capsys):
+    assert main([name, flag]) == 0
+    out = capsys.readouterr().out
+    assert "Example" in out
+    assert f"nano-loop {name}" in out.partition("Example")[2]
+    assert "--json" in out
+
+
+def test_list_of_commands_shows_whole_sentences(capsys):
+    main([])
+    lines = capsys.readouterr().out.partition("Commands:")[2].splitlines()
+    assert [line.split()[0] for line in lines if line.endswith(".")] == sorted(app.commands)
+    assert not [line for line in lines if line.endswith("...")]
+
+
+@pytest.mark.parametrize("name", ["run", "tune", "profile"])
+def test_options_of_nano_loop_stand_behind_those_of_the_command(name, capsys):
+    main([name, "--help"])
+    own, nanos = capsys.readouterr().out.split("\nOptions of nano_loop", 1)
+    assert "--json" in own
+    assert "--help" in own
+    assert "\n  SCRIPT" not in own
+    assert not {"--precision", "--tune"} & {*own.partition("\nOptions:")[2].split()}
+    assert {"--num-processes", "--precision", "--channels-last"} <= {*nanos.replace("/", " ").split()}
+
+
+def test_no_command_waits_for_torch():
+    calls = "; ".join(f"main({call})" for call in (["env"], ["run", "--json", "--precision", "bf16", "-"], ["doctor"]))
+    done = python(["-c", f"import sys; from nano_loop.cli.main import main; {calls}; sys.exit('torch' in sys.modules)"])
+    assert done.returncode == 0
+    for words in ("NANO_LOOP_ENV_BEFORE", '"command": "run"', "\nnano_loop "):
+        assert words in done.stdout
+
+
+def test_ctrl_c_ends_with_the_code_of_a_shell(monkeypatch):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app.commands["doctor"], "callback", interrupted)
+    assert main(["doctor"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("terminal", "variables", "has_colour"),
+    [(True, {}, True), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False), (False, {}, False)],
+)
+def test_terminal_has_colour_unless_its_user_wants_none(monkeypatch, capsys, terminal, variables, has_colour):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in ({"TERM": "xterm"} | variables).items():
+        monkeypatch.setenv(name, value)
+    main(["doctor"])
+    assert ("\x1b[1m" in capsys.readouterr().out) == has_colour

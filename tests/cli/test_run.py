@@ -76,15 +76,10 @@ def test_script_gets_its_arguments_its_folder_and_the_process(script, arguments)
     assert (process.returncode, err.decode()) == (0, LINE.format(path))
 
 
-def test_exit_code_is_the_scripts(script):
-    path = script("import sys; sys.exit(7)")
-    assert ran(path) == (7, "", LINE.format(path))
-
-
-def test_standard_streams_are_the_scripts(script):
+def test_exit_code_and_standard_streams_are_the_scripts(script):
     text = "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read()[::-1]); print('beside', file=sys.stderr)"
-    path = script(text)
-    assert ran(path, given=b"a\nb\x01\x02") == (0, "\x02\x01b\na", "beside\n" + LINE.format(path))
+    path = script(text + "; sys.exit(7)")
+    assert ran(path, given=b"a\nb\x01\x02") == (7, "\x02\x01b\na", "beside\n" + LINE.format(path))
 
 
 def test_script_may_come_from_standard_input():
@@ -131,11 +126,10 @@ def test_option_with_a_value_is_that_of_the_environment(shown, name, text, expec
 
 
 @pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if check in SWITCHES])
-@pytest.mark.parametrize("on", [True, False])
-def test_switch_is_on_or_off(shown, name, on):
-    flag = flag_of(name) if on else "--no-" + flag_of(name)[2:]
-    changes = {variable: value for variable, value in shown(flag).items() if variable != EXPORTS}
-    assert getattr(Options.from_call({}, changes), name) is on
+def test_switch_is_on_or_off(shown, name):
+    for flag, on in ((flag_of(name), True), ("--no-" + flag_of(name)[2:], False)):
+        changes = {variable: value for variable, value in shown(flag).items() if variable != EXPORTS}
+        assert getattr(Options.from_call({}, changes), name) is on
 
 
 def test_every_option_that_is_no_function_has_a_flag_with_its_help():
@@ -206,9 +200,8 @@ def test_removed_flag_says_so_for_its_command_alone(name, capsys):
 
 def test_each_bad_value_has_a_line(capsys):
     assert main(["run", "--precision", "fp8", "--timeout", "-1", __file__]) == 2
-    first, second = sorted(capsys.readouterr().err.splitlines())
-    assert first.startswith("nano-loop: --precision fp8: ")
-    assert second.startswith("nano-loop: --timeout -1: ")
+    lines = sorted(capsys.readouterr().err.splitlines())
+    assert [line.split(": ")[1] for line in lines] == ["--precision fp8", "--timeout -1"]
 
 
 def test_search_for_a_module_imports_nothing_and_leaves_the_path(script, monkeypatch):

@@ -58,24 +58,23 @@ def test_threads_are_the_cores_glibc_keeps_memory_and_what_is_set_stays(made, en
     assert (made(environ).values, made(environ).kept) == (values, kept)
 
 
-def test_jemalloc_takes_the_place_of_glibcs_settings(made, library):
-    path = str(library("usr/lib/x86_64-linux-gnu/libjemalloc.so.2"))
-    found = made({}, "jemalloc").values
-    assert found["LD_PRELOAD"] == path
-    assert "muzzy_decay_ms" in found["MALLOC_CONF"]
-    assert not {*found} & {*SETTINGS_AS_VARIABLES}
+INTEL = "intel-openmp"
 
 
-@pytest.mark.parametrize("name", ["libtcmalloc.so.4", "libtcmalloc_minimal.so.4"])
-def test_tcmalloc_is_found_by_both_of_its_names(made, library, name):
-    path = str(library(f"usr/lib/{name}"))
-    assert made({}, "tcmalloc").values == {"OMP_NUM_THREADS": "4", "LD_PRELOAD": path}
-
-
-def test_intels_openmp_comes_with_its_variable_and_glibcs_settings(made, library, tmp_path):
-    path = str(library("lib/libiomp5.so", tmp_path / "prefix"))
-    found = made({}, "intel-openmp").values
-    assert found == {"OMP_NUM_THREADS": "4", "LD_PRELOAD": path, "KMP_BLOCKTIME": "1", **SETTINGS_AS_VARIABLES}
+@pytest.mark.parametrize(
+    ("name", "path", "more"),
+    [
+        ("jemalloc", "root/usr/lib/x86_64-linux-gnu/libjemalloc.so.2", {"MALLOC_CONF": module._MALLOC_CONF}),
+        ("tcmalloc", "root/usr/lib/libtcmalloc.so.4", {}),
+        ("tcmalloc", "root/usr/lib/libtcmalloc_minimal.so.4", {}),
+        (INTEL, "prefix/lib/libiomp5.so", {"KMP_BLOCKTIME": "1", **SETTINGS_AS_VARIABLES}),
+    ],
+)
+def test_library_is_found_by_its_names_and_an_allocator_takes_the_place_of_glibcs_settings(
+    made, library, tmp_path, name, path, more
+):
+    path = str(library(path, tmp_path))
+    assert made({}, name).values == {**THREADS, "LD_PRELOAD": path, **more}
 
 
 @pytest.mark.parametrize(
@@ -84,12 +83,8 @@ def test_intels_openmp_comes_with_its_variable_and_glibcs_settings(made, library
 )
 def test_what_is_preloaded_stays_behind(made, library, before, after):
     path = str(library("usr/lib/libiomp5.so"))
-    assert made({"LD_PRELOAD": before}, "intel-openmp").values["LD_PRELOAD"] == after.format(path)
-
-
-def test_library_that_is_preloaded_already_is_not_preloaded_twice(made, library):
-    path = str(library("usr/lib/libjemalloc.so"))
-    assert "LD_PRELOAD" not in made({"LD_PRELOAD": f"/a.so:{path}"}, "jemalloc").values
+    assert made({"LD_PRELOAD": before}, INTEL).values["LD_PRELOAD"] == after.format(path)
+    assert "LD_PRELOAD" not in made({"LD_PRELOAD": f"/a.so:{path}"}, INTEL).values  # it is there
 
 
 def test_second_allocator_is_refused(made, library):

@@ -361,7 +361,6 @@ FAULTS = [
         None,
         begins=True,
         result=_ENDS,
-        quick=True,
     ),
     Fault(
         "the caller is killed while it writes the arguments",

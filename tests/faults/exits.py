@@ -214,7 +214,6 @@ FAULTS = [
         at(1, 3, _endless, **_LATE),
         words=("waited 2 seconds", "in _endless"),
         rank=1,
-        quick=True,
     ),
     Fault(
         "a worker is in an endless loop while rank 0 waits in a collective of the loop",

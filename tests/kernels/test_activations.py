@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nano_loop.kernels import override
 from nano_loop.kernels.activation import activations
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.ownership import NO_RULES
 
 pytestmark = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
 
@@ -31,7 +33,7 @@ FUNCTIONS = {"tanh": torch.tanh, "gelu": gelu, "gelu_backward": slope}
 
 def belong(monkeypatch, to_set_up_model):
     """Let calls belong to a set-up model, or to none."""
-    monkeypatch.setattr(activations, "belongs_to_set_up_model", lambda: to_set_up_model)
+    monkeypatch.setattr(override, "rules_now", lambda: NO_RULES if to_set_up_model else None)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +42,8 @@ def in_torchs_place(monkeypatch):
     monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
     belong(monkeypatch, True)
     with ExitStack() as stack:
-        for replacement in activations.REPLACEMENTS:
-            stack.enter_context(replacement.in_force())
+        for replaced in activations.OVERRIDES:
+            stack.enter_context(replaced.in_force())
         yield
 
 

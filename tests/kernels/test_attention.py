@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.compared.attention import inputs, results
+from kernels.compared import attention as compared
+from kernels.compared.attention import attention, inputs, results
 from kernels.compared.oracle import rms
 from nano_loop.kernels.attention import attention as module
 from nano_loop.kernels.attention import blocked_attention
-from nano_loop.kernels.attention.attention import BLOCKS, TORCH, attention
+from nano_loop.kernels.attention.attention import BLOCKS
 from nano_loop.patching.operators.operators import overridden, plainly
 
 IN_BLOCKS = pytest.mark.skipif(
@@ -23,27 +24,24 @@ IN_BLOCKS = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True, params=[BLOCKS, *["blocks by AVX-512"] * blocked_attention.KERNEL.uses_amx])
-def way(request, monkeypatch):
-    """Have blocks computed at every size, where the CPU has the instructions, and return all algorithms."""
-    chosen, choose = [], module._algorithm
+def every_size_is_large(request, monkeypatch):
+    """Have blocks computed at every size, where the CPU has the instructions."""
     if request.param == "blocks by AVX-512":
         monkeypatch.setattr(blocked_attention.KERNEL, "uses_amx", False)
     monkeypatch.setattr(module, "MIN_SCORES", 1)
-    monkeypatch.setattr(module, "_algorithm", lambda given: chosen.append(choose(given)) or chosen[-1])
-    return chosen
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Note of each call whether it is none for torch alone."""
-    counted, fits = [], module._supports
+    counted = []
 
-    def counting(*args):
-        fitting = fits(*args)
-        counted.append(fitting)
-        return fitting
+    def counting(*args, **kwargs):
+        call = module._supports(*args, **kwargs)
+        counted.append(call is not None)
+        return call
 
-    monkeypatch.setattr(module, "_supports", counting)
+    monkeypatch.setattr(compared, "OVERRIDE", compared.OVERRIDE._replace(supports=counting))
     return counted
 
 
@@ -184,7 +182,8 @@ def test_gradients_meet_the_dropout_of_the_forward():
 
 def test_no_heads_and_no_columns_divide_nothing():
     query, none = inputs()[0], inputs()[0][:, :0]
-    assert not module._supports(query, none, none, None, False, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module._supports(None, query, none, none, enable_gqa=True) is None
     assert blocked_attention.scale_of(query[..., :0], None) == 1
     if blocked_attention.KERNEL.unavailable is None:
         out, log_sums = blocked_attention.forward(none, none, none, None, None, 0.0, False, 1.0)
@@ -213,11 +212,11 @@ def test_other_calls_are_left_to_torch(tensors, kwargs, calls):
     assert ours.dtype is torchs.dtype
 
 
-def test_scratch_above_the_bound_is_left_to_torch(way, monkeypatch):
+def test_scratch_above_the_bound_is_left_to_torch(called, monkeypatch):
     monkeypatch.setattr(blocked_attention, "SCRATCH_BOUND", 0)
     with torch.autocast("cpu", torch.bfloat16):
         attention(*inputs())
-    assert way == [TORCH]
+    assert not called
 
 
 @pytest.mark.parametrize(

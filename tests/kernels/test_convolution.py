@@ -208,13 +208,13 @@ def backward_arguments(
     return gradient_plans.Arguments(some(*out.shape), inputs, weight, *geometry, mask)
 
 
-def by_kernel(keys, *given):
+def by_kernel(*given):
     """torch's kernel."""
     return torch.ops.aten.convolution_backward(*given)
 
 
 def by_plan(given, plan):
-    return module.faster_backward(by_kernel, lambda call, algorithms, guess: plan.name)(None, *given)
+    return module._by_plan(module._supports(by_kernel, *given), plan)
 
 
 PLANNED = {
@@ -234,7 +234,7 @@ PLANNED = {
 @pytest.mark.parametrize("case", PLANNED)
 def test_every_plan_gives_torch_s_gradients(case):
     given = backward_arguments(**PLANNED[case])
-    theirs = by_kernel(None, *given)
+    theirs = by_kernel(*given)
     assert gradient_plans.Plan() in gradient_plans.plans(given)
     for plan in {*gradient_plans.plans(given), gradient_plans.first_guess(given)}:
         for ours, torchs, asked in zip(by_plan(given, plan), theirs, given.output_mask, strict=True):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from steps.kernels.cases import assert_near
+from steps.kernels.cases import assert_near, compute_in_c
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,16 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.compared.products import factors
 from nano_loop import accelerated
-from nano_loop.kernels import fp32
+from nano_loop.kernels import override
 from nano_loop.kernels.attention import fp32_attention
 from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norm_arguments, rms_norm
-from nano_loop.kernels.replacement import Arguments
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.steps.kernels import kernel_step, models
+from nano_loop.steps.kernels import models
 
 in_runs = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
+CHOOSE = override.Override._is_chosen
 SEEDS, WORDS = 25, 1000
 IMAGES, ROWS = (8, 32, 12, 12), (64, 5, 48)
 
@@ -70,7 +70,7 @@ def every_size_is_large(monkeypatch):
     monkeypatch.setattr(fp32_product, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(fp32_attention, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(models, "LARGE_IN_FP32", 1)
-    monkeypatch.setattr(kernel_step, "by_guess", fp32.always)
+    compute_in_c(monkeypatch)
 
 
 def computed(model, x, gradient):
@@ -103,13 +103,23 @@ def test_errors_over_seeds_are_at_most_torchs(called, name):
     assert errors["ours"] <= errors["torch"]
 
 
-@pytest.mark.parametrize("guess", [fp32.TORCH, fp32.COMPILED])
-def test_rule_decides(monkeypatch, guess):
-    monkeypatch.setattr(fp32, "_guess", lambda: guess)
-    asks = functools.partial(fp32.is_compiled, call=Arguments("norm", ()), algorithms=dict)
-    assert asks(fp32.by_guess) == (guess == fp32.COMPILED)
-    assert asks(fp32.always)
-    assert not asks(None)
+@in_runs
+@pytest.mark.parametrize(
+    ("guess", "options", "is_compiled"),
+    [
+        (override.COMPILED, {}, True),
+        (override.TORCH, {}, False),
+        (override.COMPILED, {"exact": True}, False),
+        (override.TORCH, {"precision": "bf16"}, True),
+    ],
+)
+def test_first_guess_decides_but_not_in_exact_runs_nor_in_bf16(called, monkeypatch, guess, options, is_compiled):
+    monkeypatch.setattr(override.Override, "_is_chosen", CHOOSE)
+    monkeypatch.setattr(override, "_default_in_fp32", lambda: guess)
+    model = nn.LayerNorm(48)
+    with accelerated(model, tune_operators=False, verbose=False, **options):
+        model(torch.randn(ROWS))
+    assert ("layer_norm" in called) == is_compiled
 
 
 # --- in runs ---
@@ -253,7 +263,7 @@ def test_transforms_of_torch_func_forward_mode_and_hooks_see_the_same(called, na
 @in_runs
 @pytest.mark.parametrize("name", ["attention", "products"])
 def test_function_is_not_taken_unless_it_was_measured_to_be_faster(called, monkeypatch, name):
-    monkeypatch.setattr(kernel_step, "by_guess", fp32.by_guess)
+    monkeypatch.setattr(override.Override, "_is_chosen", CHOOSE)
     model, x = CASES[name].made()
     with CASES[name].run(model):
         model(x).sum().backward()

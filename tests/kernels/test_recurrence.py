@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.compared.oracle import rms
 from nano_loop import accelerated
-from nano_loop.kernels.fp32 import always
+from nano_loop.kernels import override
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.rnn import recurrence, rnn
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.ownership import NO_RULES
 
 pytestmark = [
     pytest.mark.skipif(recurrence.KERNEL.unavailable is not None, reason=str(recurrence.KERNEL.unavailable)),
@@ -47,10 +48,13 @@ HAS_BF16 = product.KERNEL.unavailable is None
 def in_c():
     """Compute all layers in C, as in calls of set-up models."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr(rnn, "rule_for", {rnn.ALGORITHM: always}.get)
+        rules = NO_RULES._replace(kernels=frozenset((rnn.recurrence.KERNEL.name,)))
+        for module in (override, rnn):
+            patch.setattr(module, "rules_now", lambda: rules)
+        patch.setattr(rnn, "choose", lambda *_: override.COMPILED)
         patch.setattr(rnn, "is_large", lambda *args: True)
-        for replacement in rnn.REPLACEMENTS:
-            stack.enter_context(replacement.in_force())
+        for replaced in rnn.OVERRIDES:
+            stack.enter_context(replaced.in_force())
         yield
 
 

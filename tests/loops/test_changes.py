@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from steps.kernels.cases import compute_in_c
 
 from nano_loop import nano
 from nano_loop.config.declarations import EXACT as VALUES
-from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
-from nano_loop.kernels.attention import attention, flash_attention, fp32_attention
+from nano_loop.kernels.attention import attention, fp32_attention
 from nano_loop.kernels.convolution import depthwise, gradient_plans
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.embedding import lookup
@@ -42,9 +42,7 @@ def every_kernel_computes(monkeypatch):
     """Let what is too small to pay, or not measured to be faster, be computed in C."""
     for place, name in MINIMUM_SIZES:
         monkeypatch.setattr(place, name, 1)
-    monkeypatch.setattr(fp32, "_guess", lambda: fp32.COMPILED)
-    for place in (flash_attention, fp32_product):
-        monkeypatch.setattr(place, "is_compiled", lambda rule, *_: rule is not None)
+    compute_in_c(monkeypatch)
 
 
 def nothing(program):

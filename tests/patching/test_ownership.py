@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nano_loop.patching import ownership
 from nano_loop.patching.calls.calls import CallInterceptors
-from nano_loop.patching.ownership import belongs_to_set_up_model
+from nano_loop.patching.ownership import Rules, belongs_to_set_up_model
 
 
 class Asking(torch.autograd.Function):
@@ -112,8 +112,9 @@ def test_calls_long_ago_are_forgotten_and_those_since_are_not(interceptors, monk
 
 def test_the_first_node_behind_a_call_is_not_of_the_call():
     try:
-        ownership.note_graph(1000, 1003, {"a": "rule"})
-        rules = [ownership.rule_of_node("a", number) for number in (999, 1000, 1002, 1003)]
-        assert rules == [None, "rule", "rule", None]
+        rules = Rules(takes_kernels=True)
+        ownership.note_graph(1000, 1003, rules)
+        found = [ownership.rules_of_node(number) for number in (999, 1000, 1002, 1003)]
+        assert found == [None, rules, rules, None]
     finally:
         ownership.forget_graphs()

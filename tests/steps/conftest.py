@@ -1,5 +1,6 @@
 """What the tests of steps share: a machine of any kind, and a step that is undone in the end."""
 
+import functools
 from contextlib import ExitStack
 
 import pytest
@@ -33,11 +34,19 @@ def step(machine):
             interceptors = CallInterceptors()
             used = on or machine()
             made = kind(StepContext(Options(**options), used, interceptors, ranks))
+            made.apply = functools.partial(_counting_steps, made, made.apply)
             undoing.callback(interceptors.close)
+            undoing.callback(made.clock.close)
             undoing.callback(made.undo)
             return made
 
         yield make
+
+
+def _counting_steps(made, apply, parts):
+    """Apply a step as a run does."""
+    made.clock.add(parts.optimizers)
+    return apply(parts)
 
 
 @pytest.fixture
@@ -48,10 +57,3 @@ def set_num_threads(monkeypatch):
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def deterministic():
-    """Return what switches torch's deterministic mode on, as a loop may do at any time. The test ends without it."""
-    yield lambda: torch.use_deterministic_algorithms(True)
-    torch.use_deterministic_algorithms(False)

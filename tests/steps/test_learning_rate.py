@@ -241,11 +241,18 @@ def test_closure_that_raises_leaves_the_users_rate(ramped):
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_is_left_alone(step, line_search):
     made = step(LearningRate, ranks=FOUR)
-    lbfgs = torch.optim.LBFGS([weight()], line_search_fn=line_search)
+    one = weight()
+    lbfgs = torch.optim.LBFGS([one], line_search_fn=line_search)
     assert made.skip_reason(TrainingObjects(optimizers=[lbfgs])).code == "lbfgs"
     detail = made.apply(TrainingObjects(optimizers=[lbfgs, torch.optim.SGD([weight()], lr=0.5)]))
     assert detail == "ramps to 4× over 1,000 steps (auto_lr); LBFGS searches its own step length"
-    assert not lbfgs._optimizer_step_pre_hooks
+    rates = []
+    one.grad = torch.ones(())
+    for _ in range(2):  # the ratio of the first step is 1
+        lbfgs.step(lambda: rates.append(lbfgs.param_groups[0]["lr"]) or 0.0)
+    lbfgs.register_step_pre_hook(lambda *_: rates.append(lbfgs.param_groups[0]["lr"]))
+    lbfgs.step(lambda: 0.0)
+    assert {*rates} == {1}
 
 
 # --- checkpoints ---
@@ -372,8 +379,12 @@ def test_rate_of_the_users_own_ddp_is_left_alone(step, monkeypatch):
     assert made.apply(TrainingObjects([other], optimizers)).startswith(
         "ramps to 4× over 1,000 steps (auto_lr); the model is your"
     )
-    assert not optimizers[0]._optimizer_step_pre_hooks
-    assert optimizers[1]._optimizer_step_pre_hooks
+    at_step(optimizers[1], 1000)
+    for optimizer, rate in zip(optimizers, (1, 4), strict=True):
+        _, bias = optimizer.param_groups[0]["params"]
+        before, bias.grad = bias.detach().clone(), torch.ones(1)
+        optimizer.step()
+        torch.testing.assert_close(before - bias.detach(), torch.full((1,), float(rate)))
 
 
 def test_ramp_stands_still_while_all_ranks_compute_the_same(step):

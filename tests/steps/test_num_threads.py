@@ -9,9 +9,9 @@ from nano_loop import TorchNano, nano
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.runtime import run as run_module
 from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.runtime.trial import StepTrial
 from nano_loop.steps import threads
 from nano_loop.steps.num_threads import NumThreads
-from nano_loop.steps.step_trial import ThreadTrial
 from nano_loop.steps.threads import Threads
 
 
@@ -44,7 +44,7 @@ def test_report_says_what_was_measured_and_the_number_is_put_back(monkeypatch, m
         trial.setting = min(medians, key=medians.get, default=trial.setting)
         torch.set_num_threads(trial.setting)
 
-    monkeypatch.setattr(ThreadTrial, "_note", settled)
+    monkeypatch.setattr(StepTrial, "note", settled)
     train = nano(**OPTIONS)(fit)
     train(*parts())
     found = [(result.status, result.code) for result in train.report.results if result.name == "num_threads"]

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 import nano_loop
 from nano_loop import TorchNano, nano
 from nano_loop.autotune import budget
+from nano_loop.kernels import override
 from nano_loop.kernels.linear import linear, product
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.patch_table import users
-from nano_loop.policy import products
 from nano_loop.policy.policy import Policy
+from nano_loop.runtime import trial
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import products as module
 
@@ -551,7 +551,7 @@ def clock(monkeypatch):
     made = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: made.now)
     monkeypatch.setattr(budget, "SHARE", 100.0)
-    monkeypatch.setattr(products, "rule_for", lambda name: None if name == products.ALGORITHM else rule_for(name))
+    monkeypatch.setattr(override, "choose", lambda rules, call, algorithms, guess: guess)
     monkeypatch.setattr(module.Products, "_may_measure", lambda self: True)  # to fp16 too, which any CPU rounds
     return made
 
@@ -619,7 +619,7 @@ def test_trial_whose_optimizer_steps_no_more_is_given_up(clock, pairs):
     assert in_force()[0] == 0
     second_step = next(pairs)
     assert in_force()[0] == 1
-    for _ in range(module.PATIENCE + 1):
+    for _ in range(trial.PATIENCE + 1):
         clock.now += 1.0
         second_step()
     assert in_force()[0] == 2

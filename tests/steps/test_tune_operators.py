@@ -15,17 +15,17 @@ from nano_loop.autotune import choices, tuner
 from nano_loop.autotune.choices import Choice, Choices
 from nano_loop.autotune.tuner import Race, Tuner
 from nano_loop.distributed.comm.ranks import RunContext
-from nano_loop.kernels import fp32
+from nano_loop.kernels import override
 from nano_loop.kernels.convolution import convolution
-from nano_loop.kernels.convolution.convolution import OPERATOR
 from nano_loop.kernels.norm import norm_arguments, norms
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.ownership import Rules
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import tune_operators as module
 from nano_loop.steps.tune_operators import TuneOperators
 
 OPTIONS = {"precision": "bf16", "verbose": False, "channels_last": True}
-PRODUCT = Choice("torch/product", "torch/torch", {"torch/torch": 2.0, "torch/product": 1.0})
+PRODUCT = Choice("torch/product", "torch", {"torch": 2.0, "torch/product": 1.0})
 measured = pytest.mark.skipif(not gives_kernels(), reason="torch does not say which kernel an operator has")
 
 
@@ -59,7 +59,7 @@ def test_report_says_what_was_measured_and_a_later_run_starts_with_it(measuring,
     train(*parts())
     assert "measurements from the third step on" in str(train.report)
     assert " timed in " in train.report["tune_operators"].detail
-    assert {key.split()[0] for key in stored(measuring)} == {"gradients"}
+    assert {key.split()[1] for key in stored(measuring)} == {"gradients"}
     monkeypatch.setattr(choices, "_opened", {})  # as in another process
     monkeypatch.setattr(tuner, "fastest", lambda *_: pytest.fail("it was measured before"))
     train(*parts())
@@ -70,19 +70,24 @@ def test_report_says_what_was_measured_and_a_later_run_starts_with_it(measuring,
 def test_run_computes_as_the_stored_choices_say(measuring, monkeypatch):
     """A cache that says "torch everywhere" gives the bits of a run without measurements, and others are followed."""
     taken, by_plan = set(), convolution._by_plan
-    monkeypatch.setattr(convolution, "_by_plan", lambda plan, *args: taken.add(plan.name) or by_plan(plan, *args))
+
+    def noting(call, plan, **how):
+        taken.add(plan.name)
+        return by_plan(call, plan, **how)
+
+    monkeypatch.setattr(convolution, "_by_plan", noting)
     weights()
     (path,) = measuring.glob("operators-*.json")
     keys = [*stored(measuring)]
     plain = weights(tune_operators=False)
-    for way, same in (("torch/torch", True), ("torch/product", False)):
-        entries = {key: [way, "torch/torch", {}] for key in keys}
+    for way, same in (("torch", True), ("torch/product", False)):
+        entries = {key: [way, "torch", {}] for key in keys}
         path.write_text(json.dumps({"format": choices._FORMAT, "choices": entries}))
         choices._opened.clear()
         taken.clear()
         found = weights()
         assert way in taken
-        assert (taken == {"torch/torch"}) == same
+        assert (taken == {"torch"}) == same
         assert all(map(torch.equal, found, plain)) or not same
         assert all(torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in zip(found, plain, strict=True))
 
@@ -108,10 +113,10 @@ def test_nothing_is_measured_for_another_number_of_threads_until_its_choices_are
 
 
 @measured
-@pytest.mark.parametrize("guess", [fp32.TORCH, fp32.COMPILED])
+@pytest.mark.parametrize("guess", [override.TORCH, override.COMPILED])
 def test_run_in_fp32_measures_functions_in_c_and_leaves_statistics_alone(measuring, monkeypatch, guess):
     monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(fp32, "_guess", lambda: guess)
+    monkeypatch.setattr(override, "_default_in_fp32", lambda: guess)
 
     def state(**options):
         torch.manual_seed(0)
@@ -122,7 +127,7 @@ def test_run_in_fp32_measures_functions_in_c_and_leaves_statistics_alone(measuri
 
     found, report = state()
     assert "tune_operators" in report.applied
-    words = {key.partition(" ")[2].partition(" ")[0] for key in stored(measuring)}
+    words = {key.split()[1] for key in stored(measuring)}
     assert words == {"batch_norm", "batch_norm_backward", "layer_norm"}
     expected, report = state(exact=True)
     assert "tune_operators" not in str(report)
@@ -278,7 +283,7 @@ def test_ranks_in_fp32_measure_if_all_of_them_have_something_to_choose(step, oth
     made.ranks = Others(1, [])
     assert not made.is_relevant(parts)
     made.ranks.other_applies = other
-    made.interceptors.for_model(parts.models[0]).rules = {fp32.rule_of(norms.KERNEL): fp32.by_guess}
+    made.interceptors.for_model(parts.models[0]).rules = Rules(kernels=frozenset((norms.KERNEL.name,)))
     assert made.is_relevant(parts) == other
 
 
@@ -289,9 +294,10 @@ def test_rules_of_listed_operators_stay(measuring):
         from nano_loop.patching.ownership import call_state
 
         (interceptor,) = call_state.interceptors[id(model)]
-        found.extend(interceptor.rules)
+        found.append(interceptor.rules)
         return fit(model, optimizer, batches)
 
     nano(**OPTIONS, fp32_ops=["softmax"])(look)(*parts())
-    assert OPERATOR in found
-    assert any("softmax" in name for name in found)
+    (rules,) = found
+    assert rules.chooser is not None
+    assert any("softmax" in name for name in rules.operators)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nano_loop.config.declarations import DEFAULTS, EXACT
 from nano_loop.config.options import Options
-from nano_loop.runtime.settings import Settings
+
+if TYPE_CHECKING:
+    from nano_loop.runtime.settings import Settings
 
 Changes = dict[str, Any]
 

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
+from nano_loop.autotune.choices import save_all
 from nano_loop.config.protocol import Command, take_command
 from nano_loop.cpu import peak_memory
-from nano_loop.cpu.waits import Waits
+from nano_loop.cpu.waits import BUSY, Waits
 from nano_loop.errors import NanoError
 from nano_loop.patching.objects.optimizers import held_by, hook_after_steps
 from nano_loop.runtime.objects.report import SetupReport
@@ -84,13 +85,15 @@ class _Timer:
 
     def _answer(self, run: Run | None) -> None:
         weights = () if self._optimizer is None else held_by(self._optimizer)
+        waits = self._waits.share()
+        save_all(is_busy=(waits or 0.0) >= BUSY)
         later = self._seconds[max(WARMUP, len(self._seconds) // 2) :]
         self._command.answer(
             result={
                 "steps": len(self._seconds),
                 "seconds": _mean_without_pauses(later) if len(later) >= LEAST // 2 else None,
                 "peak": peak_memory(),
-                "waits": self._waits.share(),
+                "waits": waits,
                 "has_convolutions": any(weight.dim() in (4, 5) for weight in weights),
                 **_of_run(run, self._is_explicit),
             }

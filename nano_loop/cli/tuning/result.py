@@ -1,23 +1,30 @@
-"""The result of a search: every candidate with its times, and the options that it has chosen."""
+"""The result of a search: every candidate with its times, as a table and as a picture, and the options chosen.
+
+It does not import torch, so that `nano-loop tune` can look at the path of the picture before it starts a script.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nano_loop.cli.tuning.candidates import STEPS_BY_DEFAULT
 from nano_loop.config.declarations import MEASURING
 from nano_loop.config.options import Options
 from nano_loop.config.precisions import SHORT_NAMES
+from nano_loop.errors import NanoConfigError, error_message
 
 _GIB = 1 << 30
 _MANY = 3  # steps left out, which the table only counts
 _WIDTH = 100  # columns of the text
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # words
 _PLAIN, _AS_IT_IS = "plain PyTorch", "as it is"
+_CHOSEN, _OTHER = "#1f6f4a", "#9aa5b1"  # colours of bars
 
 
 @dataclass
@@ -143,3 +150,49 @@ def _literal(name: str, value: Any) -> str:
         short = next((text for text, precision in SHORT_NAMES.items() if precision == value), value)
         value = int(short) if str(short).isdecimal() else short
     return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def check_picture(path: str) -> None:
+    """Raise a NanoConfigError if no picture can be drawn to a path, before it takes minutes to find out."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        hint = 'Run: pip install "nano-loop[plot]"'
+        raise NanoConfigError(error_message(f"--plot {path}", "a picture needs matplotlib", hint)) from error
+    file = Path(os.path.abspath(path))
+    if file.suffix and file.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
+        raise _refused(path, f"{file.suffix[1:]} is no format of it")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise _refused(path, "the folder does not exist, or is not writable")
+
+
+def draw(tuning: Tuning, path: str) -> None:
+    """Draw the times of the candidates into a file. Its name says the format, such as ``.png``."""
+    from matplotlib.figure import Figure
+
+    chosen, rows = tuning.rows[tuning.chosen], [row for row in tuning.rows if row.milliseconds is not None]
+    lengths = [row.milliseconds or 0.0 for row in rows]
+    ranges = [
+        [max(length - 1e3 * min(row.seconds), 0) for length, row in zip(lengths, rows, strict=True)],
+        [max(1e3 * max(row.seconds) - length, 0) for length, row in zip(lengths, rows, strict=True)],
+    ]
+    colours = [_CHOSEN if row is chosen else _OTHER for row in rows]
+    figure = Figure(figsize=(9, 1.2 + 0.32 * len(rows)), layout="constrained")  # without a window
+    axes = figure.add_subplot()
+    axes.barh(range(len(rows)), lengths, xerr=ranges, color=colours, ecolor="#444444", capsize=2)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds a step (mean and range of two rounds)")
+    for place, row in enumerate(rows):
+        if row.speed_up is not None:
+            axes.annotate(f" {row.speed_up:.2f}×", (0, place), va="center", color="white")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise _refused(path, str(error)) from error
+
+
+def _refused(path: str, reason: str) -> NanoConfigError:
+    got = f"the picture {path!r} cannot be written ({reason})"
+    hint = "Name a file such as tune.png in a folder that exists"
+    return NanoConfigError(error_message(got, "its name says the format, which matplotlib must know", hint))

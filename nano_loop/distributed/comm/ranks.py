@@ -77,15 +77,12 @@ class ShardingState:
     own_shares : dict of str to bool
         The data sets of which ranks had different items, and so took all that they had: by name, whether the items of
         one turned up on another, too.
-    warnings_given : set of str
-        The warnings that the run has given.
     """
 
     undivided: bool = False
     whole: bool = False
     implicit_loaders: bool = False
     own_shares: dict[str, bool] = field(default_factory=dict)
-    warnings_given: set[str] = field(default_factory=set)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -27,17 +27,29 @@ from nano_loop.data.random_states import diverge_rng
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.agreement import Agreement
+from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.data_parallel.checksums import checksums
-from nano_loop.distributed.data_parallel.comparison import warn_once_a_run
-from nano_loop.distributed.data_parallel.means import Means, Transport
+from nano_loop.distributed.data_parallel.fingerprint import Fingerprint
+from nano_loop.distributed.data_parallel.gradients import (
+    AveragedGradients,
+    DenseGradients,
+    are_all_dense,
+    average_sparse,
+    by_kind,
+)
+from nano_loop.distributed.data_parallel.overlap import Overlap
 from nano_loop.distributed.data_parallel.parameters import Parameters
+from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
 from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import closure_of, held_by, hook_before_steps, with_closure
+from nano_loop.patching.objects.optimizers import closure_of, held_by, hook_after_steps, hook_before_steps, with_closure
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 from nano_loop.patching.torch_private_optimizers import is_profiling
+from nano_loop.patching.user_code import warn
+
+Transport = SharedMemoryTransport | GroupTransport
 
 
 class Averaging:
@@ -55,7 +67,7 @@ class Averaging:
     compare : bool
         See `Agreement`.
     overlapped : bool
-        See `Means`.
+        Whether averaging by a `GroupTransport` begins while the backward still computes; see `overlap`.
     """
 
     def __init__(
@@ -71,16 +83,20 @@ class Averaging:
         self._process = os.getpid()
         self._parameters = Parameters(self._note)
         self._agreement = Agreement(ranks, self._parameters, compare=compare)
-        self._means = Means(ranks, transport, overlapped=overlapped)
+        self._transport = transport
+        self._overlap = Overlap(transport if overlapped and isinstance(transport, GroupTransport) else None)
+        self._averaged = AveragedGradients()
         self._waiting: set[int] = set()  # ids of parameters whose gradients arrived and are not averaged yet
         self._paused: list[nn.Module] = []
         self._task = -1  # graph task id of the pending end-of-backward callback
         self._noted = False  # whether anything arrived in it
+        self._has_warned = False
         self._has_trained = False  # whether a model was called with gradients on
         self._at_step: Any = WeakIdKeyDictionary()  # averagings before the last step, by the optimizer
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
-        self._undoing.callback(hook_before_steps(self._before_any_step).remove)
+        self._undoing.callback(hook_before_steps(self._before_step).remove)
+        self._undoing.callback(hook_after_steps(self._after_step).remove)
         self._undoing.enter_context(nested_backwards_noticed())
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
@@ -88,17 +104,15 @@ class Averaging:
         self._parameters.forget_dropped(self._ranks.gather)
         known = set(map(id, self._parameters.in_order))
         self._waiting &= known
-        self._means.averaged.keep(known)
+        self._averaged.keep(known)
         for optimizer in optimizers:
             if optimizer not in self._at_step:
                 self._at_step[optimizer] = self._agreement.averagings
-                self._undoing.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-                self._undoing.callback(optimizer.register_step_post_hook(self._after_step).remove)
         self._parameters.add(models, optimizers)
 
     def use(self, transport: Transport) -> None:
-        """Let another transport carry the gradients from now on; see `Means.use`."""
-        self._means.use(transport)
+        """Let another transport carry the gradients from now on. Collective, as what makes it is."""
+        self._transport = transport
 
     @contextmanager
     def paused(self, models: Iterable[nn.Module]) -> Iterator[None]:
@@ -138,20 +152,35 @@ class Averaging:
         with record_function(AVERAGING_EVENT) if is_profiling() else nullcontext():
             self._parameters.refresh()
             held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
-            fingerprints = self._agreement.exchange("average", self._waiting - held, self._means.overlap_state)
-            self._means.average(self._parameters.in_order, fingerprints)
+            fingerprints = self._agreement.exchange("average", self._waiting - held, self._overlap.state)
+            self._average(fingerprints)
             self._waiting &= held
             self._agreement.sync_added_parameters()  # too late for a backward that was the first to know of them
             self._agreement.end_averaging()
 
     def compare_rest(self) -> None:
-        """Compare, at the end of the run, the parameters whose gradients were never averaged; see `Comparison`."""
+        """Compare, at the end of the run, the parameters whose gradients were never averaged; see `Agreement`."""
         if self._has_trained:
-            self._agreement.compare_rest(self._means.averaged)
+            self._agreement.compare_rest(self._averaged)
 
     def close(self) -> None:
         """Take all hooks away."""
         self._undoing.close()
+
+    def _average(self, fingerprints: Sequence[Fingerprint]) -> None:
+        """Give parameters the mean of all ranks' gradients, if any rank has one. Collective."""
+        arrived = [fingerprint.arrived for fingerprint in fingerprints]
+        dense, sparse = by_kind(self._parameters.in_order, arrived)
+        done = self._overlap.finish([fingerprint.overlap for fingerprint in fingerprints])
+        in_turn = dense[::-1]  # in the order in which a backward makes them
+        with torch.no_grad():
+            gradients = DenseGradients([parameter for parameter in in_turn if id(parameter) not in done])
+            if gradients.tensors:
+                self._transport.average(gradients.tensors)
+            gradients.put_back()
+            average_sparse(sparse, self._ranks)
+        self._overlap.expect(in_turn if are_all_dense(arrived) else [])
+        self._averaged.note([*dense, *sparse])
 
     @property
     def _forked(self) -> bool:
@@ -166,9 +195,9 @@ class Averaging:
         self._noted = True
         if self._task != graph_task():
             self._task = graph_task()
-            self._means.start(allowed=not self._paused and not self._parameters.added_parameters)
+            self._overlap.start(allowed=not self._paused and not self._parameters.added_parameters)
             at_end_of_backward(self._end_backward)
-        self._means.send(parameter)
+        self._overlap.send(parameter)
 
     def _end_backward(self) -> None:
         # Several may have been asked for in one backward, if others were run inside it.
@@ -181,28 +210,24 @@ class Averaging:
         paused = {id(model) for model in self._paused}
         return bool(paused) and all(id(model) in paused for model in self._parameters.models)
 
-    def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Average gradients that the loop has written by hand, and for an optimizer that the loop has made itself."""
-        is_added = optimizer in self._at_step
-        if self._forked or not (is_added or self._is_shared(optimizer)):
-            return None
-        if closure_of(args, kwargs) is None and not self._all_paused():
-            self._average_replaced(optimizer)
-        return None if is_added else self._before_step(optimizer, args, kwargs)
-
     def _is_shared(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps parameters that were set up; warn if it steps others."""
         self._parameters.refresh()
         held = {id(parameter) for parameter in held_by(optimizer) if parameter.requires_grad}
         averaged = set(map(id, self._parameters.in_order))
-        if not averaged.issuperset(held) and threading.get_ident() == self._thread:
+        is_foreign = not averaged.issuperset(held) and threading.get_ident() == self._thread
+        if is_foreign and not self._has_warned and self._ranks.rank == 0:
+            self._has_warned = True
             got = f"{type(optimizer).__name__} steps parameters that were not set up"
-            warn_once_a_run(self._ranks, error_message(got, _OWN, _SET_UP), _OWN)
+            warn(error_message(got, _OWN, _SET_UP))
         return not averaged.isdisjoint(held)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Make the closure return the mean over the ranks; without one, average what no backward has averaged."""
-        if self._forked:
+        """Make the closure return the mean over the ranks; without one, average what no backward has averaged.
+
+        That is also done for an optimizer that the loop has made itself.
+        """
+        if self._forked or not (optimizer in self._at_step or self._is_shared(optimizer)):
             return None
         closure = closure_of(args, kwargs)
         if closure is not None:
@@ -212,39 +237,38 @@ class Averaging:
         return None
 
     def _settle(self, optimizer: Optimizer) -> None:
-        """Average the gradients that a step would use and that were not averaged yet.
+        """Average the gradients that a step would use and that are no means.
 
         That is a gradient that the loop has set by hand, one that arrived while averaging was paused, or one whose hook
         steps in the middle of the backward. A rank whose backward did not reach any parameter joins the others here.
         """
         self._parameters.refresh()
-        ready = {id(parameter) for parameter in held_by(optimizer) if parameter.grad is not None}
+        held = held_by(optimizer)
+        ready = {id(parameter) for parameter in held if parameter.grad is not None}
         if in_backward() or self._at_step.get(optimizer) == self._agreement.averagings:
             self._waiting |= ready
             self.average()
-        elif self._waiting & ready:
+            return
+        self._wait_for_replaced(set(map(id, held)))
+        if self._waiting & ready:
             self.average()
 
-    def _average_replaced(self, optimizer: Optimizer) -> None:
-        """Average the gradients that the loop has put in the place of means, unless all ranks have the same."""
-        held = set(map(id, held_by(optimizer)))
+    def _wait_for_replaced(self, held: set[int]) -> None:
+        """Let the gradients that the loop has put in the place of means be averaged, unless all ranks have the same."""
         in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held - self._waiting]
-        is_by_hand = self._at_step.get(optimizer) == self._agreement.averagings  # all of them: see `_settle`
-        replaced = [] if is_by_hand else self._means.averaged.replaced(in_order)
+        replaced = self._averaged.replaced(in_order)
         if not replaced:
             return
         own_checksums = checksums([parameter.grad for parameter in replaced])
         if len(set(self._ranks.channel.gather(own_checksums, AVERAGING))) > 1:
             self._waiting |= set(map(id, replaced))
-            self.average()
         else:
-            self._means.averaged.note(replaced)
+            self._averaged.note(replaced)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._forked:
-            return
-        self._agreement.steps += 1
-        self._at_step[optimizer] = self._agreement.averagings
+        if optimizer in self._at_step and not self._forked:
+            self._agreement.steps += 1
+            self._at_step[optimizer] = self._agreement.averagings
 
 
 _OWN = "every rank trains its own copy, and only rank 0's is kept"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -57,17 +56,17 @@ def sum_and_norm(tensor: torch.Tensor | None) -> tuple[float, float]:
     return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
 
 
-class Unequal(NamedTuple):
-    """A tensor that a rank has other than rank 0, with the sum and the norm that both have."""
+def gradient_checksum(parameters: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Return a sum and a norm of the gradients of `parameters`, each of which counts with another factor."""
+    total = norm = 0.0
+    for factor, parameter in enumerate(parameters, start=1):
+        sum_, length = sum_and_norm(parameter.grad)
+        total, norm = total + factor * sum_, norm + factor * length
+    return total, norm
 
-    name: str
-    rank: int
-    there: tuple[float, float]
-    on_rank_0: tuple[float, float]
 
-
-def first_unequal(packed: Sequence[bytes], named: Sequence[Named]) -> Unequal | None:
-    """Return the first tensor that is not equal on all ranks.
+def first_unequal(packed: Sequence[bytes], named: Sequence[Named]) -> tuple[str, int, str] | None:
+    """Return the first tensor that is not equal on all ranks: its name, a rank that has another, and how it differs.
 
     Parameters
     ----------
@@ -81,7 +80,9 @@ def first_unequal(packed: Sequence[bytes], named: Sequence[Named]) -> Unequal | 
     for (name, tensor), *pairs in zip(named, *map(_PAIR.iter_unpack, packed), strict=False):
         for rank, pair in enumerate(pairs):
             if not are_equal(pair, pairs[0], tensor.dtype):
-                return Unequal(name, rank, pair, pairs[0])
+                place = 1 if pair[1] != pairs[0][1] else 0
+                values = f"{pairs[0][place]:.6g} on rank 0, and {pair[place]:.6g} on rank {rank}"
+                return name, rank, f"its {('sum', 'norm')[place]} is {values}"
     return None
 
 
@@ -89,11 +90,9 @@ def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None
     """Raise a `NanoWorkerError` that names the first parameter that is not equal on all ranks; see `first_unequal`."""
     unequal = first_unequal(packed, parameters)
     if unequal is not None:
-        place = 1 if unequal.there[1] != unequal.on_rank_0[1] else 0
-        values = f"{unequal.on_rank_0[place]:.6g} on rank 0, and {unequal.there[place]:.6g} on rank {unequal.rank}"
-        got = f"{unequal.name} is not the same on all ranks: its {('sum', 'norm')[place]} is {values}"
-        message = error_message(got, "all ranks must train the same model", _ADVICE)
-        raise NanoWorkerError(message, rank=unequal.rank)
+        name, rank, how = unequal
+        got = f"{name} is not the same on all ranks: {how}"
+        raise NanoWorkerError(error_message(got, "all ranks must train the same model", _ADVICE), rank=rank)
 
 
 def are_equal(one: tuple[float, float], other: tuple[float, float], dtype: torch.dtype) -> bool:

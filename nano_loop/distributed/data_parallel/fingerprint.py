@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import struct
+import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from nano_loop.errors import NanoWorkerError, error_message
 
@@ -15,15 +14,11 @@ NOTHING, DENSE, SPARSE = range(3)
 #: To average gradients, or to make equal what the loop has added to a model.
 Purpose = Literal["average", "sync"]
 
-#: The purpose, averagings, steps, added parameters, overlap, learning rates, and the checksum of gradients.
-_COUNTS = struct.Struct("<7s5q2d")
 _PLACES = {"average": "ended a backward", "sync": "called a model with added parameters"}
-_MAY_DIFFER: dict[str, Any] = {"arrived": b"", "gradients": (0.0, 0.0), "overlap": 0}
 _ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
 
 
-@dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(NamedTuple):
     """One rank's state just before a collective operation.
 
     Parameters
@@ -41,7 +36,7 @@ class Fingerprint:
     arrived : bytes
         One of NOTHING, DENSE and SPARSE for each parameter.
     gradients : (float, float)
-        The checksum of `nano_loop.distributed.data_parallel.duplicate_work`; zeros where it is not compared.
+        The `nano_loop.distributed.data_parallel.checksums.gradient_checksum`; zeros where it is not compared.
     overlap : int
         The state of `nano_loop.distributed.data_parallel.overlap`.
     """
@@ -57,20 +52,12 @@ class Fingerprint:
 
     def pack(self) -> bytes:
         """Return it as bytes."""
-        purpose = self.purpose.encode()
-        states = self.averagings, self.steps, self.added_parameters, self.overlap
-        counts = _COUNTS.pack(purpose, *states, len(self.rates), *self.gradients)
-        rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
-        return b"".join([counts, rates, self.arrived])
+        return pickle.dumps(tuple(self))
 
     @classmethod
     def unpack(cls, content: bytes) -> Fingerprint:
         """Make one from what `pack` returned."""
-        purpose, averagings, steps, added, overlap, count, total, norm = _COUNTS.unpack_from(content)
-        rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
-        arrived = content[_COUNTS.size + 8 * count :]
-        name: Any = purpose.rstrip(b"\0").decode()
-        return cls(name, averagings, steps, added, rates, arrived, (total, norm), overlap)
+        return cls(*pickle.loads(content))
 
 
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
@@ -78,38 +65,32 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
     What arrived, gradients and the overlap may differ. NaN equals NaN.
     """
-    if all(_agree(fingerprint, fingerprints[0]) for fingerprint in fingerprints):
+    if len({_compared(fingerprint) for fingerprint in fingerprints}) == 1:
         return
-    at = f"at step {fingerprints[0].steps}"
-    _refuse("the ranks have taken different numbers of steps", fingerprints, lambda fingerprint: f"{fingerprint.steps}")
-    _refuse(f"learning rates differ {at}", fingerprints, lambda fingerprint: f"{list(fingerprint.rates)}")
-    _refuse(f"numbers of parameters differ {at}", fingerprints, lambda fingerprint: f"{len(fingerprint.arrived)}")
-    _refuse(
-        f"numbers of added parameters and buffers differ {at}",
-        fingerprints,
-        lambda fingerprint: f"{fingerprint.added_parameters}",
-    )
-    _refuse(f"ranks are not at the same place {at}", fingerprints, lambda fingerprint: _PLACES[fingerprint.purpose])
-    _refuse(f"numbers of backwards differ {at}", fingerprints, lambda fingerprint: f"{fingerprint.averagings}")
+    for what, value_of in _WORDS:
+        ranks: dict[str, list[int]] = {}
+        for rank, fingerprint in enumerate(fingerprints):
+            ranks.setdefault(str(value_of(fingerprint)), []).append(rank)
+        if len(ranks) > 1:
+            values = ", ".join(f"{_those(some)} {value}" for value, some in ranks.items())
+            other = list(ranks.values())[1][0]  # the first that is not like rank 0
+            got = f"{what.format(step=fingerprints[0].steps)}: {values}"
+            raise NanoWorkerError(error_message(got, "all ranks must take the same steps", _ADVICE), rank=other)
 
 
-def _agree(one: Fingerprint, other: Fingerprint) -> bool:
-    """Whether two are the same where they must be; never of those with NaN, which `_refuse` compares as text."""
-    counts = [replace(fingerprint, **_MAY_DIFFER) for fingerprint in (one, other)]
-    return counts[0] == counts[1] and len(one.arrived) == len(other.arrived)
+def _compared(one: Fingerprint) -> tuple[object, ...]:
+    return one.purpose, one.averagings, one.steps, one.added_parameters, repr(one.rates), len(one.arrived)
 
 
-def _refuse(what: str, fingerprints: list[Fingerprint], value_of: Callable[[Fingerprint], Any]) -> None:
-    """Raise if `value_of` differs between the fingerprints."""
-    ranks: dict[str, list[int]] = {}
-    for rank, fingerprint in enumerate(fingerprints):
-        ranks.setdefault(value_of(fingerprint), []).append(rank)
-    if len(ranks) > 1:
-        values = ", ".join(f"{_those(some)} {value}" for value, some in ranks.items())
-        other = list(ranks.values())[1][0]  # the first that is not like rank 0
-        raise NanoWorkerError(
-            error_message(f"{what}: {values}", "all ranks must take the same steps", _ADVICE), rank=other
-        )
+#: What has to be the same, in words, in the order in which it is looked at.
+_WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
+    ("the ranks have taken different numbers of steps", lambda one: one.steps),
+    ("learning rates differ at step {step}", lambda one: [*one.rates]),
+    ("numbers of parameters differ at step {step}", lambda one: len(one.arrived)),
+    ("numbers of added parameters and buffers differ at step {step}", lambda one: one.added_parameters),
+    ("ranks are not at the same place at step {step}", lambda one: _PLACES[one.purpose]),
+    ("numbers of backwards differ at step {step}", lambda one: one.averagings),
+)
 
 
 def _those(ranks: list[int]) -> str:

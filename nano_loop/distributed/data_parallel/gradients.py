@@ -173,17 +173,11 @@ def average_sparse(parameters: Sequence[torch.Tensor], ranks: Ranks) -> None:
     """
     if not parameters:
         return
-    gathered = ranks.gather([_parts(parameter.grad) for parameter in parameters])
-    for place, parameter in enumerate(parameters):
-        pairs = [parts for parts in (rank_parts[place] for rank_parts in gathered) if parts is not None]
-        indices = torch.cat([indices for indices, _ in pairs], dim=1)
-        values = torch.cat([values for _, values in pairs]) / ranks.size
+    own = [None if parameter.grad is None else parameter.grad.detach().coalesce() for parameter in parameters]
+    gathered = ranks.gather(own)
+    for parameter, *by_rank in zip(parameters, *gathered, strict=True):
+        parts = [gradient for gradient in by_rank if gradient is not None]
+        indices = torch.cat([gradient.indices() for gradient in parts], dim=1)
+        values = torch.cat([gradient.values() for gradient in parts]) / ranks.size
         # Every rank adds the same numbers up in the same order.
         parameter.grad = torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
-
-
-def _parts(gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    if gradient is None:
-        return None
-    whole = gradient.detach().coalesce()
-    return whole.indices(), whole.values()

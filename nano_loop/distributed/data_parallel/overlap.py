@@ -10,6 +10,7 @@ rest of the run is not overlapped.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -29,12 +30,12 @@ class Overlap:
 
     Parameters
     ----------
-    transport : GroupTransport
-        Carries them.
+    transport : GroupTransport or None
+        Carries them; without one, nothing overlaps.
     """
 
-    def __init__(self, transport: GroupTransport) -> None:
-        self._transport = transport
+    def __init__(self, transport: GroupTransport | None) -> None:
+        self._transport: Any = transport
         self._parameters: dict[int, torch.Tensor] = {}  # by their ids, in the order in which they are averaged
         self._places: dict[int, int] = {}  # likewise
         self._signature: Signature = ((), ())
@@ -47,6 +48,8 @@ class Overlap:
 
         Called with the same ones on all ranks, in the order in which they are averaged.
         """
+        if self._transport is None:
+            return
         pays = self._useless <= _MAX_USELESS + self._useful // _USELESS_RATIO
         expected = {id(parameter): parameter for parameter in parameters if pays and parameter.numel()}
         if [*expected] != [*self._parameters]:

@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import quote
 
 from nano_loop.distributed.files.functions import naming
+from nano_loop.distributed.files.original_os import Replacement
 from nano_loop.distributed.files.overlay import Overlay
-from nano_loop.distributed.files.replacement import Replacement
 
 _Function = Callable[..., Any]
 _Replacing = Callable[[Overlay, _Function], _Function]  # makes the replacement of a function

@@ -62,7 +62,7 @@ class Functions:
             "listdir": self._listdir,
             "mkdir": self._mkdir,
             "open": self._open,
-            "rmdir": self._rmdir,
+            "rmdir": partial(self._remove, is_folder=True),
             "scandir": self._scandir,
             "symlink": self._symlink,
         }
@@ -199,31 +199,28 @@ class Functions:
     # --- making, changing, removing and renaming ---
 
     def _mkdir(self, path: Any, mode: int = 0o777) -> None:
-        key = self._overlay.key(_bare(path), follow=False)
-        if self._overlay.is_shared(key):
-            original_os.mkdir(key, mode)
-            return
-        self._must_be_new(key, path)
-        self._overlay.make_folder(key, mode)
-
-    def _must_be_new(self, key: str, path: Any) -> None:
-        if self._overlay.seen(key) is not None and not self._overlay.is_rank_0s(key):
-            raise os_error(errno.EEXIST, path)
+        self._overlay.make_folder(self._new_key(path), mode)
 
     def _symlink(self, src: Any, dst: Any, target_is_directory: bool = False) -> None:
-        key = self._overlay.key(_bare(dst), follow=False)
-        if not self._overlay.is_shared(key):
-            self._must_be_new(key, dst)
-        original_os.symlink(src, self._overlay.new(key))
+        original_os.symlink(src, self._overlay.new(self._new_key(dst)))
 
     def _link(self, src: Any, dst: Any, *, follow_symlinks: bool = True) -> None:
         source = self._overlay.key(src, follow=False)
         if self._overlay.seen(source) is None:
             raise missing(src)
-        key = self._overlay.key(_bare(dst), follow=False)
-        if not self._overlay.is_shared(key):
-            self._must_be_new(key, dst)
+        key = self._new_key(dst)
         original_os.link(self._overlay.copy_up(source), self._overlay.new(key), follow_symlinks=follow_symlinks)
+
+    def _new_key(self, path: Any) -> str:
+        """Return the resolved path of what is to be made, where the rank may see nothing that it has made itself."""
+        key = self._overlay.key(_bare(path), follow=False)
+        self._must_be_new(key, path)
+        return key
+
+    def _must_be_new(self, key: str, path: Any) -> None:
+        overlay = self._overlay
+        if not overlay.is_shared(key) and overlay.seen(key) is not None and not overlay.is_rank_0s(key):
+            raise os_error(errno.EEXIST, path)
 
     def _change(self, name: str, path: Any, *args: Any, **options: Any) -> Any:
         key = self._overlay.key(path, options.get("follow_symlinks", True))
@@ -234,26 +231,18 @@ class Functions:
             return None  # the folder is rank 0's
         return getattr(original_os, name)(place, *args, **options)
 
-    def _remove(self, path: Any) -> None:
+    def _remove(self, path: Any, is_folder: bool = False) -> None:
         key = self._key_to_remove(path)
         if key is None:
             return
         if self._overlay.is_shared(key):
-            original_os.unlink(key)
+            (original_os.rmdir if is_folder else original_os.unlink)(key)
+            return
+        if is_folder:
+            self._must_be_empty(key, path)
         elif self._is_folder(key):
             raise os_error(errno.EISDIR, path)
-        else:
-            self._overlay.remove(key)
-
-    def _rmdir(self, path: Any) -> None:
-        key = self._key_to_remove(path)
-        if key is None:
-            return
-        if self._overlay.is_shared(key):
-            original_os.rmdir(key)
-        else:
-            self._must_be_empty(key, path)
-            self._overlay.remove(key)
+        self._overlay.remove(key)
 
     def remove_tree(self, path: Any, *args: Any, **options: Any) -> None:
         """See `shutil.rmtree`."""

@@ -249,6 +249,9 @@ class Overlay:
 
     def make_folder(self, key: str, mode: int) -> None:
         """Make a folder, which the rank does not see yet."""
+        if self.is_shared(key):
+            original_os.mkdir(key, mode)
+            return
         was_removed = self._upper(key)[1] is not None
         with contextlib.suppress(FileExistsError):
             original_os.mkdir(self.new(key), mode)

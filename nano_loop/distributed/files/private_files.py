@@ -22,10 +22,9 @@ from nano_loop.distributed.files.compiled import COMPILED, replacements_in
 from nano_loop.distributed.files.folder import began, discard, folders_of, place_of
 from nano_loop.distributed.files.functions import Functions
 from nano_loop.distributed.files.landlock import keep_writes_in
-from nano_loop.distributed.files.original_os import original_os
+from nano_loop.distributed.files.original_os import Replacement, original_os
 from nano_loop.distributed.files.overlay import Overlay
 from nano_loop.distributed.files.refused import explaining_files
-from nano_loop.distributed.files.replacement import Replacement
 from nano_loop.patching.when_imported import WhenImported
 
 # Modules that keep such functions in classes, in default arguments, or in dicts of objects.

@@ -128,6 +128,6 @@ def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worke
             (folder / WORKER_INIT).mkdir()
             dump(worker_init, folder / WORKER_INIT, {"worker_init": worker_init})
         (folder / PAYLOAD).mkdir()
-        return dump(payload, folder / PAYLOAD, names, with_modules=True)
+        return dump(payload, folder / PAYLOAD, names)
     except NanoError as error:
         raise NanoWorkerError(str(error), rank=0) from error

@@ -10,7 +10,6 @@ from typing import TypeVar
 from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.launch.failure import Kind, kind_of, raised
-from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.errors import NanoWorkerError, RankLeftError, error_message
 
@@ -24,7 +23,6 @@ def running_together(
     workers: Workers,
     connect: Callable[[Callable[[], None]], AbstractContextManager[Joined]],
     timeout: float,
-    interrupts: Interrupts,
     loop: Loop = Loop(),  # noqa: B008 - it is frozen
     *,
     forget: Callable[[], object] = lambda: None,
@@ -34,13 +32,12 @@ def running_together(
     Parameters
     ----------
     workers : Workers
-        The other ranks, about to read their payload.
+        The other ranks, about to read their payload. Interrupts are heard in the body, and in the waits before and
+        after it.
     connect : callable
         Takes what raises where another rank has failed, and returns a context in which the ranks are connected.
     timeout : float
         Seconds that rank 0 waits for the others before and after its body.
-    interrupts : Interrupts
-        Heard in the body, and in the waits before and after it.
     loop : Loop
         What the ranks execute.
     forget : callable
@@ -56,7 +53,7 @@ def running_together(
     NanoWorkerError
         If another rank fails; the workers are killed then, as they are if the body raises.
     """
-    has_joined = False
+    has_joined, interrupts = False, workers.interrupts
 
     def check() -> None:
         if not has_joined:
@@ -69,7 +66,7 @@ def running_together(
             workers.wait_until_ready(timeout)
         forget()  # whatever happens now, its memory is freed
         with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
-            stack.enter_context(interrupts.noticed(workers.interrupt))
+            stack.enter_context(interrupts.noticed())
         stack.callback(interrupts.hold)
         with ending_together(workers, timeout, loop), connect(check) as joined, interrupts.heard():
             has_joined = True

@@ -65,7 +65,7 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
     channel = SharedChannel(ranks, folder)
     returned = False
     try:
-        ranks.channel, ranks.context.waits = channel, Waits(ranks.rank, ranks.size, folder)
+        ranks.channel, ranks.context.waits = channel, Waits(ranks.rank, folder)
         yield channel
         returned = True
     finally:

@@ -6,16 +6,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from nano_loop.distributed.comm.limits import start_thread
-
 _PATIENCE = 2.0  # seconds that Python has to hear of a signal by itself
 _ECHO = 0.5  # seconds in which another interrupt is the same Ctrl-C, pressed twice or sent by another process
-_END = b"\0"  # no signal has this number
 
 
 class Interrupts:
@@ -26,53 +23,55 @@ class Interrupts:
     cleaned up is raised when that is done; a second one comes through at once.
 
     In other threads, which are never interrupted, it does nothing.
+
+    Attributes
+    ----------
+    source : int or None
+        What is readable when a signal has come; see `noticed`.
     """
 
     def __init__(self) -> None:
-        #: Set whenever the handler was called.
-        self.called = threading.Event()
-        #: When the user's handler was called last.
-        self.at = float("-inf")
+        self.source: int | None = None
         self._user: Any = None  # the handler in whose place this one is
-        self._before: Any = None
         self._holds = True
         self._held: list[FrameType | None] = []
-        self._held_at = float("-inf")
+        self._at = float("-inf")  # when one came last that was not an echo
+        self._called = False  # since `are_unheard` has looked
+        self._unheard_since = float("inf")
+        self._pipe: tuple[int, ...] = ()
 
     def __enter__(self) -> Interrupts:
         self.hold()
-        self._before = self._user
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.in_place:
+        for descriptor in self._pipe:
+            os.close(descriptor)
+        if self._is_in_place:
             if self._user is signal.default_int_handler:  # which would hear the same Ctrl-C again, in what follows
-                time.sleep(max(0.0, _ECHO - self._since_the_last()))
+                time.sleep(max(0.0, self._at + _ECHO - time.monotonic()))
             signal.signal(signal.SIGINT, self._user)
         if self._held and not isinstance(error, KeyboardInterrupt):
             self._user(signal.SIGINT, self._held[0])
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         """Handle one interrupt."""
-        self.called.set()
+        self._called = True
+        is_echo = time.monotonic() < self._at + _ECHO
         # Twice would be too often: an exception just where contexts begin to be left would have them not left at all.
-        if self._user is signal.default_int_handler and self._since_the_last() < _ECHO:
+        if is_echo and self._user is signal.default_int_handler:
             return None
+        self._at = time.monotonic()
         if self._holds:
-            again = bool(self._held) and self._since_the_last() > _ECHO
             self._held.append(frame)
-            self._held_at = time.monotonic()
-            return self._user(number, frame) if again else None
-        self.at = time.monotonic()
+            if is_echo or len(self._held) == 1:
+                return None
         return self._user(number, frame)
 
-    def _since_the_last(self) -> float:
-        return time.monotonic() - max(self.at, self._held_at)
-
     @property
-    def in_place(self) -> bool:
+    def _is_in_place(self) -> bool:
         """Whether it is the handler; the calls of one that the loop has installed are not known."""
         return signal.getsignal(signal.SIGINT) is self
 
@@ -99,55 +98,39 @@ class Interrupts:
         if self._held:
             frame = self._held[0]
             self._held.clear()
-            self.at = time.monotonic()
+            self._at = time.monotonic()
             self._user(signal.SIGINT, frame)
 
     @contextmanager
-    def noticed(self, act: Callable[[], None]) -> Iterator[None]:
-        """Call `act`, in a thread, when an interrupt has come and the main thread does not call its handler.
+    def noticed(self) -> Iterator[None]:
+        """Let another thread ask `are_unheard` whenever `source` is readable, also after this, until that has ended.
 
         A handler runs between two bytecodes of the main thread, so never while that waits for a collective in C++.
         Where another library has set a wake-up descriptor (as asyncio and notebooks do), this does nothing.
-
-        Parameters
-        ----------
-        act : callable
-            Ends what the main thread waits for.
         """
-        with ExitStack() as stack:
-            if self.in_place:
-                self._watch(stack, act)
+        if self._is_in_place:
+            self._pipe = reading, writing = os.pipe()
+            for descriptor in self._pipe:
+                os.set_blocking(descriptor, False)
+            taken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+            if taken == -1:
+                self.source = reading
+            else:
+                signal.set_wakeup_fd(taken)
+        try:
             yield
+        finally:
+            if self.source is not None:
+                signal.set_wakeup_fd(-1)
 
-    def _watch(self, stack: ExitStack, act: Callable[[], None]) -> None:
-        """Start the thread that learns of signals from Python's wake-up descriptor, unless that is taken."""
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        taken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        if taken != -1:
-            signal.set_wakeup_fd(taken)
-            os.close(reading)
-            os.close(writing)
-            return
-        thread = threading.Thread(target=self._listen, args=(reading, act), name="nano_loop interrupts", daemon=True)
-        stack.callback(os.close, reading)
-        stack.callback(_join, thread)
-        stack.callback(os.close, writing)
-        # Closing alone would not end the thread: a loader's workers have it open.
-        stack.callback(os.write, writing, _END)
-        stack.callback(self.called.set)
-        stack.callback(signal.set_wakeup_fd, -1)
-        start_thread(thread)
-
-    def _listen(self, reading: int, act: Callable[[], None]) -> None:
-        while 0 not in (signals := os.read(reading, 64)):
+    def are_unheard(self) -> bool:
+        """Return whether one has come a while ago, and the main thread has not called its handler."""
+        now = time.monotonic()
+        with suppress(BlockingIOError):
+            signals = os.read(self.source, 64) if self.source is not None else b""
             # A loader's processes have inherited the descriptor, and Ctrl-C is a signal to all.
-            is_new = signal.SIGINT in signals and time.monotonic() - self.at > _ECHO
-            if is_new and not self.called.wait(_PATIENCE) and self.in_place:
-                act()
-            self.called.clear()
-
-
-def _join(thread: threading.Thread) -> None:
-    if thread.ident is not None:  # else it could not be started
-        thread.join()
+            if signal.SIGINT in signals and not self._called and now > self._at + _ECHO:
+                self._unheard_since = min(now, self._unheard_since)
+        if self._called:
+            self._called, self._unheard_since = False, float("inf")
+        return now > self._unheard_since + _PATIENCE and self._is_in_place

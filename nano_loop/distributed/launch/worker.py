@@ -15,7 +15,7 @@ from nano_loop.distributed.files.private_files import explaining, guard_files, r
 from nano_loop.distributed.launch.active_runs import of_ranks, running, whole_process
 from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment
 from nano_loop.distributed.launch.failure import flush_output
-from nano_loop.distributed.launch.reports import Reporter
+from nano_loop.distributed.launch.stream import Reporter
 from nano_loop.distributed.payload.payload import load
 from nano_loop.integrations.fabric.rank_zero import note_rank
 from nano_loop.storage.trusted_files import opened_folder, path_of
@@ -50,7 +50,7 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path) -> None
                 where = " in worker_init"
                 load(sent_by_rank_0 / WORKER_INIT)()
                 where = ""
-            assignment: Assignment = load(sent_by_rank_0 / PAYLOAD, with_modules=True)
+            assignment: Assignment = load(sent_by_rank_0 / PAYLOAD)
         task = assignment.task
         guard_files()  # what is in the payload may be mapped from rank 0's descriptors, which it shuts off
         gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again

@@ -15,6 +15,7 @@ from typing import Any
 
 from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words, start_thread
 from nano_loop.distributed.launch.failure import Failure, Kind, first
+from nano_loop.distributed.launch.interrupts import Interrupts
 
 _INTERVAL = 0.1  # seconds between two looks at the workers
 _GRACE = 1.0  # seconds that a failure waits for its cause, and a rank that has waited for others that have
@@ -69,6 +70,8 @@ class Workers:
     ----------
     workers : sequence of Worker
         Those that have been started; `end` closes them.
+    interrupts : Interrupts
+        Where one has come that rank 0 cannot hear, the workers are killed, which ends what it waits for.
     latest_news : float
         Seconds until it is known that a process or its host is gone, where that may take long. An error that this
         causes on other ranks waits for it.
@@ -79,7 +82,8 @@ class Workers:
         If there can be no such thread; the workers are closed.
     """
 
-    def __init__(self, workers: Sequence[Worker], latest_news: float = 0.0) -> None:
+    def __init__(self, workers: Sequence[Worker], interrupts: Interrupts, latest_news: float = 0.0) -> None:
+        self.interrupts = interrupts
         self.latest_news = latest_news
         self._workers = workers
         self._failures: list[Failure] = []
@@ -87,7 +91,7 @@ class Workers:
         self._failure: Failure | None = None  # that ends the run
         self._changed = threading.Condition()
         self._ending = False
-        self.interrupted = False  # whether the user has
+        self.interrupted = False  # where rank 0 could not hear it
         self._thread: int | None = threading.get_ident()  # of rank 0, in the loop
         self._watch = threading.Thread(target=self._watch_workers, name="nano_loop watch", daemon=True)
         with limits_in_words("the processes of a run could not be watched", SHARED_MEMORY), ExitStack() as stack:
@@ -143,11 +147,6 @@ class Workers:
         with self._changed:
             self._changed.wait_for(is_known, timeout)
             return self._failure or first(self._failures)
-
-    def interrupt(self) -> None:
-        """Kill every worker because the user has interrupted the run, which ends rank 0's wait for them."""
-        self.interrupted = True
-        self.kill()
 
     def kill(self) -> None:
         """Kill every worker."""
@@ -212,11 +211,16 @@ class Workers:
             self._failure = self._failure or self._decisive_failure()
             if self._failure is not None:
                 self.kill()  # which also ends what rank 0 waits for
+            if self.interrupts.are_unheard():
+                self.interrupted = True
+                self.kill()
             with self._changed:
                 self._changed.notify_all()
 
     def _wait_for_news(self) -> None:
         sources = dict.fromkeys(source for worker in self._workers for source in worker.sources)
+        if self.interrupts.source is not None:
+            sources[self.interrupts.source] = None
         if sources:
             wait([*sources], _INTERVAL)
         else:

@@ -26,11 +26,11 @@ from typing import Any, NoReturn
 from nano_loop.cpu.glibc import allocator_of_this_process
 from nano_loop.cpu.parent_process import end_with
 from nano_loop.distributed.files.private_files import prepare
-from nano_loop.distributed.launch.reports import DUMP, Frames, framed
+from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch_local import stack_dump
-from nano_loop.distributed.launch_local.forked_worker import WorkerRequest, work_for
+from nano_loop.distributed.launch_local.forked_worker import work_for
 
-_DESCRIPTORS = 4  # that come with each request for a worker: its channel, reports, standard output, standard error
+_DESCRIPTORS = 3  # that come with each request for a worker: its stream, standard output, standard error
 
 
 def serve(control: socket.socket, origin: dict[str, Any]) -> NoReturn:
@@ -44,8 +44,7 @@ def serve(control: socket.socket, origin: dict[str, Any]) -> NoReturn:
         What `nano_loop.distributed.launch_local.server.Server` has passed to this process.
     """
     preload(origin["modules"], origin["folder"])
-    server = ForkServer(control, _handle_of(origin["caller"]), origin["idle"])
-    _say(control, {"ready": True})
+    server = ForkServer(Stream(control), _handle_of(origin["caller"]), origin["idle"])
     try:
         server.run()
     except BaseException:  # the caller shows it as the last words of its workers
@@ -81,21 +80,19 @@ class ForkServer:
 
     Parameters
     ----------
-    control : socket.socket
-        A stream socket to the caller.
+    control : Stream
+        The end of the socket to the caller.
     caller : int or None
         A descriptor that is readable when the caller has ended; None where the system has none.
     idle : float
         Seconds without a run after which the process ends.
     """
 
-    def __init__(self, control: socket.socket, caller: int | None, idle: float) -> None:
+    def __init__(self, control: Stream, caller: int | None, idle: float) -> None:
         self._control = control
         self._idle = idle
         self._caller = caller
-        self._frames = Frames()
-        self._descriptors: list[int] = []  # that have come for workers to be forked
-        self._workers: dict[int, socket.socket] = {}  # the channels that the caller has to them, by their processes
+        self._workers: dict[int, int] = {}  # their processes, by the numbers that the caller has given them
         self._folders: set[str] = set()  # of the runs that are under way
         self._woken, self._waking = os.pipe()
         os.set_blocking(self._woken, False)
@@ -105,80 +102,63 @@ class ForkServer:
 
     def run(self) -> None:
         """Do what the caller asks for, until there is nothing more to do."""
+        self._say("ready")
+        sources: list[Any] = [self._control, self._woken, *([] if self._caller is None else [self._caller])]
         while True:
-            sources: list[Any] = [self._control, self._woken, *([] if self._caller is None else [self._caller])]
             busy = self._workers or self._folders
-            sources += [channel for channel in self._workers.values() if channel.fileno() >= 0]
             readable, _, _ = select.select(sources, [], [], None if busy else self._idle)
-            for pid, channel in self._workers.items():
-                if channel in readable:
-                    self._obey(pid, channel)
             if self._woken in readable:
                 os.read(self._woken, 1 << 12)
                 self._reap()
             if self._control in readable:  # also of a caller that is gone: it has said which folders are to be deleted
-                if not self._read():
+                for request, _ in self._control.receive():
+                    self._do(**request)
+                if not self._control.is_open:
                     return
             elif self._caller in readable or not (readable or busy):
                 return
 
     def end(self) -> NoReturn:
         """Kill all workers and what they have started, delete what the runs have left, and end this process."""
-        for pid in self._workers:
+        for pid in self._workers.values():
             _kill_group(pid)
-        for pid in self._workers:  # what still runs could write to the folders
+        for pid in self._workers.values():  # what still runs could write to the folders
             os.waitpid(pid, 0)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
-    def _read(self) -> bool:
-        """Do what the caller has asked for; return whether it may ask for more."""
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 64)
-        except ConnectionResetError:
-            return False
-        self._descriptors += descriptors
-        for header, _ in self._frames.feed(data):
-            self._do(header)
-        return bool(data)
-
-    def _do(self, request: dict[str, Any]) -> None:
-        kind = request["ask"]
+    def _do(self, kind: str, worker: int = -1, folder: str = "", start: dict[str, Any] | None = None, **_: Any) -> None:
+        """Do what the caller has asked for; a worker that has ended is none of this process's any more."""
         if kind == "answer":
-            _say(self._control, {"answer": True})
+            self._say("answer")
         elif kind == "begin":
-            self._folders.add(request["folder"])
+            self._folders.add(folder)
         elif kind == "finish":
-            self._folders.discard(request["folder"])
-        elif kind == "fork":
-            descriptors, self._descriptors = self._descriptors[:_DESCRIPTORS], self._descriptors[_DESCRIPTORS:]
-            channel = socket.socket(fileno=descriptors[0])
-            self._fork(WorkerRequest(request["start"], channel, descriptors[1:]))
+            self._folders.discard(folder)
+        elif kind == "fork" and start is not None:
+            self._fork(worker, start)
+        elif kind == "kill" and worker in self._workers:
+            _kill_group(self._workers[worker])
+        elif kind == "stack" and worker in self._workers:
+            self._say("stack", worker=worker, state=stack_dump.request(self._workers[worker]))
+
+    def _say(self, kind: str, **header: Any) -> None:
+        with contextlib.suppress(OSError):  # the caller is gone
+            self._control.send(kind, **header)
 
     # --- workers ---
 
-    def _obey(self, pid: int, channel: socket.socket) -> None:
-        """Do what the caller has asked for about one worker; nobody is there to ask if the channel is closed."""
-        request = _received(channel)
-        if request == DUMP:
-            _say(channel, {"state": stack_dump.request(pid)})
-        else:
-            _kill_group(pid)
-        if not request:
-            channel.close()
-
-    def _fork(self, request: WorkerRequest) -> None:
+    def _fork(self, worker: int, start: dict[str, Any]) -> None:
+        descriptors = [self._control.descriptors.pop(0) for _ in range(_DESCRIPTORS)]
         try:
-            pid = self._forked(request)
+            self._workers[worker] = self._forked(start, descriptors)
         except OSError as error:
-            _say(request.channel, {"refused": str(error)})
-            request.close()
-            return
-        self._workers[pid] = request.channel
-        request.close_streams()
+            self._say("refused", worker=worker, reason=str(error))
+        for descriptor in descriptors:
+            os.close(descriptor)
 
-    def _forked(self, request: WorkerRequest) -> int:
+    def _forked(self, start: dict[str, Any], descriptors: list[int]) -> int:
         """Return a new worker, which ends with this process at the latest."""
         server = os.getpid()
         with warnings.catch_warnings():
@@ -190,7 +170,7 @@ class ForkServer:
         try:
             self._leave()
             end_with(server)
-            work_for(request)
+            work_for(start, *descriptors)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -202,20 +182,18 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # Ctrl-C is for rank 0, and what the process starts ends with it
         caller = [] if self._caller is None else [self._caller]
-        for descriptor in (self._woken, self._waking, *self._descriptors, *caller):
+        for descriptor in (self._woken, self._waking, *self._control.descriptors, *caller):
             os.close(descriptor)
-        for connection in (self._control, *self._workers.values()):
-            connection.close()
+        self._control.close()
 
     def _reap(self) -> None:
         """Take note of the workers that have ended, and end what they have started."""
-        for pid, channel in [*self._workers.items()]:
+        for worker, pid in [*self._workers.items()]:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 _kill_group(pid)  # as long as nobody has waited for the worker, its number is not given away
                 _, status = os.waitpid(pid, 0)
-                del self._workers[pid]
-                _say(channel, {"exited": os.waitstatus_to_exitcode(status)})
-                channel.close()
+                del self._workers[worker]
+                self._say("exited", worker=worker, exitcode=os.waitstatus_to_exitcode(status))
 
 
 def _kill_group(leader: int) -> None:
@@ -234,15 +212,3 @@ def _handle_of(process: int) -> int | None:
         return os.pidfd_open(process)
     except (AttributeError, OSError):
         return None
-
-
-def _received(channel: socket.socket) -> bytes:
-    try:
-        return channel.recv(1)
-    except ConnectionResetError:
-        return b""
-
-
-def _say(connection: socket.socket, header: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the caller is gone, or does not ask any more
-        connection.sendall(framed(header))

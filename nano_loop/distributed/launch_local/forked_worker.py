@@ -8,46 +8,37 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.group import local_group
-from nano_loop.distributed.launch.reports import CUT_OFF, Reporter
+from nano_loop.distributed.launch.stream import Reporter, Stream
 from nano_loop.distributed.launch.worker import work
 from nano_loop.distributed.launch_local import stack_dump
 
-
-class WorkerRequest(NamedTuple):
-    """A request of the caller's for a worker, with the descriptors that have come with it."""
-
-    start: dict[str, Any]  # what `nano_loop.distributed.launch_local.start.start_of` has returned
-    channel: socket.socket
-    streams: list[int]  # its reports, its standard output, its standard error
-
-    def close(self) -> None:
-        """Close the descriptors in this process."""
-        self.close_streams()
-        self.channel.close()
-
-    def close_streams(self) -> None:
-        """Close those that are the worker's alone."""
-        for descriptor in self.streams:
-            os.close(descriptor)
+#: The exit code of a worker that has returned from the loop, and cannot say so.
+CUT_OFF = 113
 
 
-def work_for(request: WorkerRequest) -> None:
-    """Do the work of a rank in this process, and end it."""
-    request.channel.close()
-    start, (reports, *streams) = request.start, request.streams
-    _take_streams(*streams)
+def work_for(start: dict[str, Any], connection: int, output: int, errors: int) -> None:
+    """Do the work of a rank in this process, and end it.
+
+    Parameters
+    ----------
+    start : dict
+        What `nano_loop.distributed.launch_local.start.start_of` has returned.
+    connection, output, errors : int
+        The descriptors of its stream to rank 0, its standard output and its standard error.
+    """
+    _take_streams(output, errors)
     _take_over(start)
     stack_dump.dump_on_signal(start["folder"], start["rank"])
-    folder, reporter = Path(start["folder"]), Reporter(start["rank"], partial(_write, reports))
+    reporter = Reporter(start["rank"], Stream(socket.socket(fileno=connection)).send)
+    folder = Path(start["folder"])
     work(reporter, folder, _joined, payload=folder)
     # Threads of the user's may be running; there is nothing to clean up that rank 0 does not.
     os._exit(CUT_OFF if reporter.is_cut_off else 0)
@@ -72,16 +63,10 @@ def _take_over(start: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _joined(assignment: Assignment, rank: int) -> Iterator[RankSlot]:
-    """Connect a worker with the other ranks; a run beside the caller, who is none of its ranks, may have one alone."""
+    """Connect a worker with the other ranks."""
     slot = assignment.slots[rank]
-    backend = assignment.options.process_group_backend
-    with contextlib.nullcontext() if slot.ranks.size == 1 else local_group(slot.ranks, backend):
+    with local_group(slot.ranks, assignment.options.process_group_backend):
         yield slot
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def _take_streams(output: int, errors: int) -> None:

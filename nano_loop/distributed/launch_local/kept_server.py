@@ -49,7 +49,6 @@ def server_for(slot: RankSlot, modules: Sequence[str]) -> Server:
             kept.forget()
             continue
         if kept.origin == origin and _is_there(kept):
-            kept.begin(str(folder))
             return kept
         kept.end()
     reason = f"rank {slot.ranks.rank} could not be started"
@@ -57,14 +56,12 @@ def server_for(slot: RankSlot, modules: Sequence[str]) -> Server:
         message = error_message(f"{reason}: sys.executable is {sys.executable!r}", _IS_PYTHON, _HAS_NANO_LOOP)
         raise NanoWorkerError(message, rank=slot.ranks.rank)
     try:
-        server = Server(origin, cpus_of(slot), str(folder), IDLE, _with_optimizers(modules))
+        return Server(origin, cpus_of(slot), str(folder), IDLE, _with_optimizers(modules))
     except OSError as error:
         if limit_in_words(error, folder):
             raise
         message = error_message(f"{reason} with {sys.executable!r} ({error})", _IS_PYTHON, _HAS_NANO_LOOP)
         raise NanoWorkerError(message, rank=slot.ranks.rank) from error
-    server.begin(str(folder))
-    return server
 
 
 def _with_optimizers(modules: Sequence[str]) -> list[str]:

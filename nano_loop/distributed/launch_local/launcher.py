@@ -48,14 +48,14 @@ class Local(Launcher):
                 stack.enter_context(workers_files(folder))
                 stack.enter_context(cache_folders_made())
                 slots = slots_of(machine, shares, folder, options.timeout)
-                server = stack.enter_context(serving(slots[1], task.modules, Path(place_of(folder))))
+                server = stack.enter_context(_serving(slots[1], task.modules, folder, Path(place_of(folder))))
                 with interrupts.heard():
                     state = State.of_this_process(machine.num_threads)
                     # While the other process imports torch.
                     assignment = Assignment(task, state, options, slots)
                     slots[0].copied = write_payload(assignment, folder, task.names, options.worker_init)
                 stack.enter_context(bound(shares[0].cpus))
-                workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"))
+                workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"), interrupts)
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[None]:
                 slots[0].ranks.check = check
@@ -65,31 +65,21 @@ class Local(Launcher):
                 for name in (PAYLOAD, WORKER_INIT):
                     shutil.rmtree(folder / name, ignore_errors=name != PAYLOAD)
 
-            with running_together(workers, connect, options.timeout, interrupts, task.loop, forget=forget):
+            with running_together(workers, connect, options.timeout, task.loop, forget=forget):
                 yield slots[0]
 
 
 @contextmanager
-def serving(slot: RankSlot, modules: Sequence[str], *folders: Path) -> Iterator[Server]:
-    """Give the process that forks a slot's worker and its like, and deletes folders if this process is killed.
-
-    Parameters
-    ----------
-    slot : RankSlot
-        The place of one of the workers.
-    modules : sequence of str
-        The modules that the process imports for all workers, if it is a new one.
-    *folders : pathlib.Path
-        The folders of the run, besides that of the slot.
-    """
+def _serving(slot: RankSlot, modules: Sequence[str], *folders: Path) -> Iterator[Server]:
+    """Give the process that forks a slot's worker and its like, and deletes folders if this process is killed."""
     server = server_for(slot, modules)
     try:
         for folder in folders:
             server.begin(str(folder))
         yield server
     finally:
-        for name in map(str, (slot.ranks.folder, *folders)):
-            server.finish(name)
+        for folder in folders:
+            server.finish(str(folder))
         keep(server)
 
 

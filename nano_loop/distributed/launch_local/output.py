@@ -7,11 +7,10 @@ import fcntl
 import os
 from typing import Any
 
-from nano_loop.distributed.launch.reports import read_available
-
 _LAST_WORDS = 4000  # characters that are kept for a message
 _LONGEST_WORDS = 400  # of one line there: faulthandler ends with the names of all extension modules, 10,000 characters
 _LONGEST_LINE = 1 << 16  # bytes; a longer one is shown in pieces
+_READ = 1 << 16  # bytes at a time
 _STANDARD = 3  # descriptors below are the standard streams, which C libraries write to by number
 
 
@@ -41,11 +40,10 @@ class Output:
         """Show the lines that have come since."""
         if not self.is_open:
             return
-        data, ended = read_available(self.descriptor)
-        self.is_open = not ended
-        if data:
-            self._take(data)
-        if ended:
+        with contextlib.suppress(BlockingIOError):  # nothing more has come
+            while data := os.read(self.descriptor, _READ):
+                self._take(data)
+            self.is_open = False
             self.finish()
 
     def finish(self) -> None:

@@ -1,10 +1,9 @@
-"""A worker process as rank 0 has it: the pipes from it, what it writes, and how it ends."""
+"""A worker process as rank 0 has it: the stream to it, what it writes, and how it ends."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -14,20 +13,24 @@ from typing import Any
 from nano_loop.distributed.comm.limits import limit_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.failure import Failure, Kind, died
-from nano_loop.distributed.launch.reports import CUT_OFF, DUMP, KILL, Frames, ReportingWorker, read_available
+from nano_loop.distributed.launch.stream import Stream
+from nano_loop.distributed.launch.workers import Worker
 from nano_loop.distributed.launch_local import stack_dump
+from nano_loop.distributed.launch_local.forked_worker import CUT_OFF
 from nano_loop.distributed.launch_local.output import Output, pipe
-from nano_loop.distributed.launch_local.server import HELLO, NO_SIGNAL, Server
+from nano_loop.distributed.launch_local.server import HELLO, Server, socket_pair
 from nano_loop.distributed.launch_local.start import start_of
 from nano_loop.errors import NanoWorkerError, error_message
 
-_TAKES = "each worker process takes three pipes and a socket"
+_TAKES = "each worker process takes a socket and two pipes"
 _ENDED_BY_OTHERS = "End no Python by its name (pkill); where memory runs out, the kernel ends processes: see dmesg"
 _ENDING = 10.0  # seconds that a killed process may take to end
+_EXCEPTION = 1.0  # seconds that a failure waits for the exception itself
+_PATIENCE = 1.0  # seconds from a worker's last word to the news of its end; an echo waits longer
 
 
-class WorkerProcess(ReportingWorker):
-    """A `Worker` that is a process of this host, with the pipes from it.
+class WorkerProcess(Worker):
+    """A `Worker` that is a process of this host.
 
     Parameters
     ----------
@@ -43,37 +46,60 @@ class WorkerProcess(ReportingWorker):
         super().__init__(slot.ranks.rank)
         self._folder = str(slot.ranks.folder)
         self._server = server
-        self._replies: dict[str, Any] = {}  # what the server tells of it
-        self._reply_frames = Frames()
-        self._channel_is_open = True
         self._outputs: list[Output] = []
-        self._resources = contextlib.ExitStack()
-        try:
-            self._channel = self._forked(start_of(slot), sys.stdout if verbose else None, sys.stderr)
-        except BaseException:
-            self._resources.close()
-            raise
+        self._failure: Failure | None = None
+        self._failed_at = 0.0
+        self._silent_since: float | None = None
+        # The other ends are the worker's alone.
+        with contextlib.ExitStack() as own, contextlib.ExitStack() as others:
+            ours, other = socket_pair()
+            own.callback(ours.close)
+            others.callback(other.close)
+            self._stream = Stream(ours)
+            descriptors = [other.fileno()]
+            for shown in (sys.stdout if verbose else None, sys.stderr):
+                reading, writing = pipe()
+                own.callback(os.close, reading)
+                others.callback(os.close, writing)
+                self._outputs.append(Output(reading, shown, f"[rank {self.rank}] "))
+                descriptors.append(writing)
+            self._number = server.fork(start_of(slot), descriptors)
+            self._told = server.news[self._number]
+            own.callback(server.news.pop, self._number)
+            self._resources = own.pop_all()
 
     @property
     def sources(self) -> Sequence[Any]:
         """See `Worker.sources`."""
-        outputs = [output.descriptor for output in self._outputs if output.is_open]
-        return [*super().sources, *self._server_sources, *outputs]
+        stream = [self._stream] if self._stream.is_open else []
+        return [*stream, *self._server.sources, *(output.descriptor for output in self._outputs if output.is_open)]
 
-    def has_ended(self) -> bool:
-        """See `ReportingWorker.has_ended`."""
-        self._read_replies()
-        return self._has_ended
+    def poll(self) -> Failure | None:
+        """See `Worker.poll`."""
+        self._server.read_replies()
+        ended = self._has_ended  # asked first: what has been reported then is all that there will be
+        self._read()
+        if self._failure is not None:
+            waits = self._stream.is_open and time.monotonic() < self._failed_at + _EXCEPTION
+            return None if waits else self._failure
+        if self.finished:
+            return None
+        if ended:
+            return self._death()
+        if not self._stream.is_open:
+            self._silent_since = self._silent_since or time.monotonic()
+            return self._silence() if time.monotonic() > self._silent_since + _PATIENCE else None
+        return None
 
     def stack_dump(self) -> str:
         """See `Worker.stack_dump`."""
-        self._replies.pop("state", None)
-        self._ask(DUMP)
+        self._told.pop("stack", None)
+        self._server.ask("stack", worker=self._number)
         deadline = time.monotonic() + HELLO
-        while "state" not in self._replies and not self._has_ended and time.monotonic() < deadline:
-            wait(self._server_sources, 0.02)
-            self._read_replies()
-        if self._replies.get("state") in stack_dump.STOPPED:
+        while "stack" not in self._told and not self._has_ended and time.monotonic() < deadline:
+            wait(self._server.sources, 0.02)
+            self._server.read_replies()
+        if self._told.get("stack", {}).get("state") in stack_dump.STOPPED:
             return "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
         return stack_dump.read(self._folder, self.rank, deadline)
 
@@ -82,7 +108,7 @@ class WorkerProcess(ReportingWorker):
         if not self._server.ready:
             self._server.end()  # it imports, and would fork the worker first
         else:
-            self._ask(KILL)
+            self._server.ask("kill", worker=self._number)
 
     def close(self) -> None:
         """See `Worker.close`."""
@@ -93,80 +119,55 @@ class WorkerProcess(ReportingWorker):
             if waited > _ENDING or (waited > HELLO and not self._server.answers()):
                 self._server.end()
                 break
-            wait(self._server_sources, 0.1)
-            self._read_replies()
-        self._channel_is_open = False
-        self._channel.close()
-        self.read_reports()
+            wait(self._server.sources, 0.1)
+            self._server.read_replies()
+        self._read()
         for output in self._outputs:
             output.finish()
         self._outputs = []
-        self.reports = None
         self._resources.close()
-
-    @property
-    def _server_sources(self) -> Sequence[Any]:
-        """What is readable when the server has told something."""
-        return [*self._server.sources, *([self._channel] if self._channel_is_open else [])]
 
     @property
     def _has_ended(self) -> bool:
         """Whether it has ended, or will never begin. Who has forked it says so, unless that was killed with it."""
-        return self._server.gone or not self._channel_is_open or bool({"exited", "refused"} & {*self._replies})
+        return self._server.gone or bool({"exited", "refused"} & self._told.keys())
 
-    def _read_replies(self) -> None:
-        """Take in what the server has told, without waiting."""
-        with self._server.reading:
-            self._server.read_replies()
-            if self._channel_is_open:
-                data, closed = read_available(self._channel)
-                self._channel_is_open = not closed
-                for header, _ in self._reply_frames.feed(data):
-                    self._replies.update(header)
+    def _read(self) -> None:
+        """Take in what it has reported, and show what it has written to its standard streams."""
+        for output in self._outputs:
+            output.relay()
+        for header, content in self._stream.receive():
+            kind = header["kind"]
+            self.ready = self.ready or kind == "ready"
+            self.finished = self.finished or kind == "finished"
+            if kind == "failed":
+                self._failure = Failure.of_words(header["failure"])
+                self._failed_at = time.monotonic()
+            elif kind == "exception" and self._failure is not None:
+                self._failure.pickled = content
+                self._failed_at = 0.0  # complete
 
-    def _ask(self, request: bytes) -> None:
-        with contextlib.suppress(OSError):
-            self._channel.send(request, NO_SIGNAL)
-
-    def _forked(self, start: dict[str, Any], *shown: Any) -> socket.socket:
-        """Have it forked with three pipes: its reports, its standard output and its standard error."""
-        with contextlib.ExitStack() as stack:  # of the other ends, which only the worker keeps
-            pipes = []
-            for _ in range(3):
-                pipes.append(pipe())
-                self._resources.callback(os.close, pipes[-1][0])
-                stack.callback(os.close, pipes[-1][1])
-            (self.reports, *outputs), writing = zip(*pipes, strict=True)
-            self._outputs = [Output(*output, f"[rank {self.rank}] ") for output in zip(outputs, shown, strict=True)]
-            return self._server.fork(start, writing)
-
-    def silence(self) -> Failure:
-        """See `ReportingWorker.silence`."""
+    def _silence(self) -> Failure:
+        """Return the failure of a process that can no longer report, though it has not ended as far as is known."""
         what = "has closed its connection to rank 0, or ended"
         advice = "Close only descriptors that the loop has opened itself (see os.closerange, subprocess.Popen)"
         return Failure(self.rank, Kind.CAUSE, what, advice, traceback=self._outputs[-1].last_words or None)
 
-    def death(self) -> Failure:
-        """See `ReportingWorker.death`."""
-        refusal = self._server.refusal or self._replies.get("refused")
-        words = self._outputs[-1].last_words or self._server.last_words if self._outputs else ""
+    def _death(self) -> Failure:
+        """Return the failure of a process that has ended without a report."""
+        refusal = self._server.refusal or self._told.get("refused", {}).get("reason")
         if refusal is not None:
             advice = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
             return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
-        exitcode = self._replies.get("exited", self._server.exitcode)
+        exitcode = self._told.get("exited", {}).get("exitcode", self._server.exitcode)
         if exitcode == CUT_OFF:
-            return self.silence()
+            return self._silence()
+        words = self._outputs[-1].last_words or self._server.last_words
         if exitcode is None and self._server.pid is not None:
             server = f" ({self._server.pid})" if self._server.gone else ""
             what = f"ended with the process that it was forked from{server}, which was killed or has failed"
             return Failure(self.rank, Kind.CAUSE, what, _ENDED_BY_OTHERS, traceback=words or None)
         return died(self.rank, exitcode, words)
-
-    def read_reports(self) -> None:
-        """See `ReportingWorker.read_reports`; what it writes to its standard streams is shown."""
-        for output in self._outputs:
-            output.relay()
-        super().read_reports()
 
 
 def forked(server: Server, slots: Sequence[RankSlot], verbose: bool = False) -> list[WorkerProcess]:

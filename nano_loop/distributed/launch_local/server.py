@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import signal
@@ -16,11 +17,9 @@ from collections.abc import Iterable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from nano_loop.distributed.launch.reports import Frames, framed, read_available
+from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch_local.output import Output, above_stdio, pipe
 
-#: SIGPIPE may end the caller's process.
-NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 #: Seconds in which a process that is there answers.
 HELLO = 1.0
 _ENDING = 2.0  # seconds that its workers may take to end
@@ -43,7 +42,7 @@ gc.disable()
 origin = json.loads(sys.stdin.buffer.readline())
 control = socket.socket(fileno=int(sys.argv[1]))
 try:
-    control.sendall(json.dumps({"hello": os.getpid(), "bytes": 0}).encode() + b"\\n")
+    control.sendall(json.dumps({"kind": "hello", "pid": os.getpid(), "bytes": 0}).encode() + b"\\n")
 except OSError:  # the caller is gone, and has left a folder
     pass
 if origin["cpus"]:
@@ -73,6 +72,13 @@ class Server:
         Seconds without a run after which the process ends.
     modules : iterable of str
         What it imports besides torch.
+
+    Attributes
+    ----------
+    ready, gone : bool
+        Whether it has imported what it is to import, and whether it has ended.
+    news : dict of int to dict
+        What it has told of workers, by their numbers, each message by its kind; who asks for a worker takes that out.
     """
 
     def __init__(
@@ -82,12 +88,13 @@ class Server:
         self.owner = os.getpid()
         self.ready = self.gone = self._answered = False
         self.pid: int | None = None  # known once it has begun
-        self.reading = threading.RLock()
-        self._frames = Frames()
-        self._sending = threading.Lock()
+        self.news: dict[int, dict[str, dict[str, Any]]] = {}
+        self._numbers = itertools.count()
+        self._reading = threading.RLock()
         setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": idle}
         with contextlib.ExitStack() as stack:
-            self._control, other = _socket_pair()
+            ours, other = socket_pair()
+            self._control = Stream(ours)
             stack.callback(self._control.close)
             with other:
                 reading, writing = pipe()
@@ -126,7 +133,7 @@ class Server:
     def answers(self) -> bool:
         """Whether it is there and does its work: somebody may have killed or stopped it since the last run."""
         self._answered = False
-        self._ask({"ask": "answer"})
+        self.ask("answer")
         deadline = time.monotonic() + HELLO
         while not self._answered and not self.gone and time.monotonic() < deadline:
             wait(self.sources, HELLO)
@@ -135,45 +142,47 @@ class Server:
 
     def begin(self, folder: str) -> None:
         """Prepare it for a run, whose folder it deletes if this process is killed."""
-        self._ask({"ask": "begin", "folder": folder})
+        self.ask("begin", folder=folder)
 
     def finish(self, folder: str) -> None:
         """Leave a run's folder to this process again."""
-        self._ask({"ask": "finish", "folder": folder})
+        self.ask("finish", folder=folder)
 
-    def fork(self, start: dict[str, Any], streams: Sequence[int]) -> socket.socket:
-        """Ask for a worker, which takes over `start` and gets the streams: reports, output, errors.
+    def fork(self, start: dict[str, Any], descriptors: Sequence[int]) -> int:
+        """Ask for a worker, which takes over `start` and gets its stream, its output and its errors.
 
         Returns
         -------
-        socket.socket
-            A connection to the server for this worker alone.
+        int
+            Its number: what is asked about it ("kill", "stack"), and what is told of it, has that.
         """
-        channel, other = _socket_pair()
-        with other, self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `read_replies` notices
-            message = framed({"ask": "fork", "start": start})
-            sent = socket.send_fds(self._control, [message], [other.fileno(), *streams], NO_SIGNAL)
-            self._control.sendall(message[sent:], NO_SIGNAL)
-        return channel
+        number = next(self._numbers)
+        self.news[number] = {}
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `read_replies` notices
+            self._control.send("fork", descriptors=descriptors, worker=number, start=start)
+        return number
+
+    def ask(self, kind: str, **header: Any) -> None:
+        """Send a request, if it is there."""
+        with contextlib.suppress(OSError):
+            self._control.send(kind, **header)
 
     def read_replies(self) -> None:
         """Take in what it has answered, without waiting."""
-        with self.reading:
-            if self.gone:
-                return
-            data, ended = read_available(self._control)
-            self._take(data)
-            self._output.relay()
-            if ended:
-                self._reap()
+        with self._reading:
+            if not self.gone:
+                self._take_replies()
+                self._output.relay()
+                if not self._control.is_open:
+                    self._reap()
 
     def end(self) -> None:
         """End it, and with it all of its workers, at once."""
-        with self.reading:
+        with self._reading:
             if self.gone:
                 return
             self._read_pid()
-            self._control.shutdown(socket.SHUT_WR)  # it ends its workers, with all that they have started, and itself
+            self._control.end()  # it ends its workers, with all that they have started, and itself
             if not self.ready or not self._has_closed(_ENDING):
                 self._kill()
             self._reap()
@@ -183,29 +192,27 @@ class Server:
         self.gone = True
         self._resources.close()
 
-    def _ask(self, request: dict[str, Any]) -> None:
-        with self._sending, contextlib.suppress(OSError):
-            self._control.sendall(framed(request), NO_SIGNAL)
-
-    def _take(self, data: bytes) -> None:
-        for header, _ in self._frames.feed(data):
-            if "hello" in header:
-                self.pid = header["hello"]
+    def _take_replies(self) -> None:
+        for header, _ in self._control.receive():
+            kind = header["kind"]
+            if kind == "hello":
+                self.pid = header["pid"]
                 self._process.wait()  # the process that was started has forked this one, and ended
-            self.ready = self.ready or "ready" in header
-            self._answered = self._answered or "answer" in header
+            self.ready = self.ready or kind == "ready"
+            self._answered = self._answered or kind == "answer"
+            if "worker" in header:
+                self.news.get(header["worker"], {})[kind] = header
 
     def _read_pid(self) -> None:
         """Learn the number of the process, if it is about to say it: the one that was started has ended."""
-        if self.pid is None and self._process.poll() is not None and wait([self._control], HELLO):
-            self._take(read_available(self._control)[0])
+        if self.pid is None and self._process.poll() is not None and wait([self._control.fileno()], HELLO):
+            self._take_replies()
 
     def _has_closed(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
-        while wait([self._control], max(0.0, deadline - time.monotonic())):
-            if read_available(self._control)[1]:
-                return True
-        return False
+        while self._control.is_open and wait([self._control.fileno()], max(0.0, deadline - time.monotonic())):
+            self._take_replies()
+        return not self._control.is_open
 
     def _kill(self) -> None:
         self._process.kill()
@@ -223,7 +230,7 @@ class Server:
         self._resources.close()
 
 
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
+def socket_pair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets, clear of the standard streams."""
     ends = [end.detach() for end in socket.socketpair()]
     first, second = above_stdio(*ends)

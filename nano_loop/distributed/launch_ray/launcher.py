@@ -90,8 +90,8 @@ class RayLauncher(Launcher):
                 launch = Launch("ray", 0, assignment.size)
                 return join_run(store, assignment.options, machine, launch, options)
 
-            workers = Workers([*actors.values()], _LATEST_NEWS)
-            with running_together(workers, connect, options.timeout, interrupts, task.loop) as slot:
+            workers = Workers([*actors.values()], interrupts, _LATEST_NEWS)
+            with running_together(workers, connect, options.timeout, task.loop) as slot:
                 slot.copied = copied
                 yield slot
 

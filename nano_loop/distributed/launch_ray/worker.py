@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
-from typing_extensions import override
 
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
@@ -28,8 +27,8 @@ from nano_loop.distributed.files.caches import cache_folders_made
 from nano_loop.distributed.files.folder import discard, place_of, workers_files
 from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.failure import Failure, Kind
-from nano_loop.distributed.launch.reports import Reporter
 from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.stream import Reporter
 from nano_loop.distributed.launch.worker import work
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import JoinOptions, join_run
@@ -133,7 +132,7 @@ class RankWorker:
                 yield slot
 
         outcome = _Outcome(rank, store)
-        work(outcome, self._folder, join, payload=Path(own))
+        work(Reporter(rank, outcome.take), self._folder, join, payload=Path(own))
         return outcome.failure
 
 
@@ -143,18 +142,16 @@ def meeting_at(host: str, port: int, timeout: float, *, is_master: bool = False)
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=waiting)
 
 
-class _Outcome(Reporter):
-    """Keeps what a `Reporter` would send, for the actor to return; that the payload is read, the store is told."""
+class _Outcome:
+    """Takes what a `Reporter` sends, for the actor to return; that the payload is read, the store is told."""
 
     def __init__(self, rank: int, store: Store) -> None:
-        super().__init__(rank, write=lambda _: None)
         self.failure: Failure | None = None
-        self._store = store
+        self._ready, self._store = READY.format(rank), store
 
-    @override
-    def report(self, kind: str, content: bytes = b"", **header: Any) -> None:
+    def take(self, kind: str, content: bytes, **header: Any) -> None:
         if kind == "ready":
-            self._store.set(READY.format(self.rank), "")
+            self._store.set(self._ready, "")
         elif kind == "failed":
             self.failure = Failure.of_words(header["failure"])
         elif kind == "exception" and self.failure is not None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import cloudpickle
 
-from nano_loop.distributed.payload.edited_modules import refuse_edited_modules
 from nano_loop.distributed.payload.faithful_pickler import FaithfulPickler
 from nano_loop.distributed.payload.module_state import ModuleState, StatePickler
 from nano_loop.distributed.payload.places import take_state
@@ -24,8 +23,8 @@ from nano_loop.errors import NanoError, NanoWarning, error_message
 _MAIN_OF_SPAWNED = "__mp_main__"  # in a child that multiprocessing has spawned
 
 
-def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: bool = False) -> int:
-    """Write `call` to ``folder/payload``, and its large storages and arrays to files beside it.
+def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
+    """Write `call` and the data of the modules that it reaches to ``folder/payload``, and large storages beside it.
 
     Nothing of `call` is changed, and no large storage or contiguous array is copied in this process's memory. One that
     others can map where it is (a tensor after ``share_memory_()``, a mapped file) is not copied at all. After an error
@@ -39,8 +38,6 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: boo
         An existing, empty folder in the shared-memory file system.
     names : mapping of str to Any
         The arguments of the user's call by name, for the message where one of them cannot be pickled.
-    with_modules : bool
-        Whether the data of the modules that `call` reaches are written, too, for `load` to set them there.
 
     Returns
     -------
@@ -55,41 +52,37 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any], *, with_modules: boo
     """
     try:
         with _main_by_value():
-            state = None
-            if with_modules:
-                reached = ReachedModules([call])
-                refuse_edited_modules(reached.functions)
-                state = ModuleState(reached)
+            reached = ReachedModules([call])
+            reached.refuse_edited()
+            state = ModuleState(reached)
             copied = _write(call, state, folder)
     except NanoError:
         raise
     except Exception as error:  # what a user's __reduce__ may raise is anything
         with _main_by_value():
             raise NanoError(_refusal(call, names, error)) from error
-    if state is not None and state.not_compared:
+    if state.not_compared:
         got = "; ".join(f"{name} {why}" for name, why in state.not_compared.items())
         expected, hint = "worker processes have it as after a new import", "If they need more, set it in worker_init"
         warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
     return copied
 
 
-def _write(call: Any, state: ModuleState | None, folder: Path) -> int:
+def _write(call: Any, state: ModuleState, folder: Path) -> int:
     """Write what `load` reads, and return the bytes that were copied."""
     with SharedFiles(folder) as files:
-        pickler = FaithfulPickler(files, files.take)
-        if state is not None:
-            FaithfulPickler(files, files.take).dump(state.places)
-            of_state = StatePickler(files, files.take)
-            of_state.memo = state.memo
-            files.write(_memoizing(len(state.known)))
-            of_state.dump(state.contents)
-            pickler.memo = of_state.memo.copy()
+        FaithfulPickler(files, files.take).dump(state.places)
+        of_state, pickler = StatePickler(files, files.take), FaithfulPickler(files, files.take)
+        of_state.memo = state.memo
+        files.write(_memoizing(len(state.known)))
+        of_state.dump(state.contents)
+        pickler.memo = of_state.memo.copy()
         pickler.dump(call)
     return files.copied
 
 
-def load(folder: Path, *, with_modules: bool = False) -> Any:
-    """Read what `dump` has written.
+def load(folder: Path) -> Any:
+    """Read what `dump` has written. What differs in this process's modules is set first.
 
     Large arrays and tensors share their memory with all other processes that have loaded them, as long as nobody
     writes; what one process writes is its own. Parameters, buffers of modules and optimizer state are read into
@@ -99,14 +92,11 @@ def load(folder: Path, *, with_modules: bool = False) -> Any:
     ----------
     folder : Path
         The folder that was given to `dump`.
-    with_modules : bool
-        As in `dump`. What differs in this process's modules is set first.
     """
     with (folder / "payload").open("rb") as file:
-        places = pickle.load(file) if with_modules else []
+        places = pickle.load(file)
         unpickler = _Unpickler(file, buffers=mapped_buffers(folder))
-        if with_modules:
-            take_state(places, unpickler.load_knowing)
+        take_state(places, unpickler.load_knowing)
         return unpickler.load()
 
 

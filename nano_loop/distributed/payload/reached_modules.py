@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from importlib.machinery import SourceFileLoader
 from itertools import chain, islice
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,8 +25,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nano_loop.cpu.parent_process import process_start
 from nano_loop.distributed.payload.code_reductions import is_sent
-from nano_loop.patching.walk import CONTAINERS, attributes_of, items_of, walk
+from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.walk import CONTAINERS, attributes_of, code_in, items_of, walk
 
 #: Packages whose state is the process's, which a worker takes over in other ways, or their own.
 NOT_COMPARED = {
@@ -49,16 +55,37 @@ class ReachedModules:
         Those of the program, and those of libraries, by name.
     named : set of (str, str)
         The modules, and the attributes of theirs, that functions of `roots`, or functions that these call, name.
-    functions : list of (module, function)
-        Those of the program that other processes import.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.modules: dict[str, ModuleType] = {}
         self.named: set[tuple[str, str]] = set()
-        self.functions: list[tuple[ModuleType, FunctionType]] = []
+        self._functions: list[tuple[ModuleType, FunctionType]] = []  # of the program, that workers import
         for _ in walk(roots, self._contents, most=_MOST):
             pass
+
+    def refuse_edited(self) -> None:
+        """Raise if a function is not as the file of its module defines it now: a worker would get other code.
+
+        Python keeps no source, so code in memory is compared with what the file compiles to. That is done for files
+        that are newer than this process.
+
+        Raises
+        ------
+        NanoError
+            With the name of the file.
+        """
+        codes: dict[str, set[CodeType]] = defaultdict(set)
+        for module, function in self._functions:
+            # Another loader may compile in another way, as pytest's does.
+            loader = getattr(module.__spec__, "loader", None)
+            if type(loader) is SourceFileLoader and function.__code__.co_filename == loader.path:  # not of a decorator
+                codes[loader.path].add(function.__code__)
+        for path, known in codes.items():
+            if _has_changed(path, known):
+                got = f"{path} has changed since it was imported"
+                expected = "worker processes import it from that file, and would compute by other code"
+                raise NanoError(error_message(got, expected, "Restart the program"))
 
     def _contents(self, value: Any) -> Iterable[Any]:
         kind = type(value)  # isinstance would run a __class__ property of the user's
@@ -114,7 +141,7 @@ class ReachedModules:
             self._add_library(module)
             return
         if is_program(module):
-            self.functions.append((module, function))
+            self._functions.append((module, function))
         yield from (module, function.__defaults__, function.__kwdefaults__)
         names, imported = _named_in(function.__code__)
         owners: list[Any] = [*_imported(imported, module)]
@@ -198,3 +225,14 @@ def _named_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
             names |= inner
             imported |= more
     return frozenset(names), frozenset(imported)
+
+
+def _has_changed(path: str, codes: set[CodeType]) -> bool:
+    try:
+        if os.stat(path).st_ctime < process_start():
+            return False
+        return not codes <= {*code_in(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True))}
+    except OSError:  # it has gone, which the worker says
+        return False
+    except (SyntaxError, ValueError):  # it is being edited
+        return True

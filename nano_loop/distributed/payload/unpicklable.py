@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from nano_loop.distributed.payload.faithful_pickler import FaithfulPickler
@@ -34,17 +34,10 @@ def find_unpicklable(named: Mapping[str, Any]) -> str | None:
     return None
 
 
-class _Nowhere:
-    """A file that keeps nothing."""
-
-    def write(self, data: Any) -> None:
-        pass
-
-
 def _failure(value: Any) -> Exception | None:
     """Return what pickling `value` alone raises."""
     try:
-        FaithfulPickler(_Nowhere(), lambda buffer: False).dump(value)
+        FaithfulPickler(SimpleNamespace(write=len), lambda buffer: False).dump(value)
     except Exception as error:  # a user's __reduce__ may raise anything
         return error
     return None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import weakref
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from datetime import date, timedelta
 from decimal import Decimal
@@ -35,23 +34,6 @@ _PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
-class Known:
-    """Objects that were alike on all ranks. They may differ by now in what they cache, which has no meaning."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[Any]] = {}
-
-    def __contains__(self, value: object) -> bool:
-        reference = self._references.get(id(value))
-        return reference is not None and reference() is value
-
-    def add(self, values: Iterable[Any]) -> None:
-        """Add those of the values that have attributes. They are not kept alive."""
-        for value in values:
-            if hasattr(type(value), "__weakref__") and value not in self:
-                self._references[id(value)] = weakref.ref(value)
-
-
 class Digest:
     """A number that is equal on two ranks that hold the same values, and almost surely differs otherwise.
 
@@ -63,7 +45,7 @@ class Digest:
     ----------
     *values : object
         The values.
-    known : Known, optional
+    known : container of object
         Objects of which only the kind counts, too.
     pickled : bool
         Whether all objects count as they are pickled, as is right for items: an image, a record of a table.
@@ -79,11 +61,11 @@ class Digest:
     """
 
     def __init__(
-        self, *values: Any, known: Known | None = None, pickled: bool = False, elements: int = _ELEMENTS
+        self, *values: Any, known: Container[Any] = (), pickled: bool = False, elements: int = _ELEMENTS
     ) -> None:
         self.crc = 0
         self.seen: dict[int, Any] = {}
-        self._known = known or Known()
+        self._known = known
         self._pickled = pickled
         self._elements = elements
         self._add(values, 0)
@@ -104,17 +86,17 @@ class Digest:
                 self._add_contents(value, depth + 1)
 
     def _add_contents(self, value: Any, depth: int) -> None:
-        if isinstance(value, (list, tuple, deque)):
-            self._add_items([*value] if isinstance(value, deque) else value, depth)
-        elif isinstance(value, dict):
-            self._add_items([*value.items()], depth)
+        if isinstance(value, _NAMED):
+            self._note(value.__qualname__)
         elif isinstance(value, (set, frozenset)):
             plain = [repr(item) for item in value if isinstance(item, (*_PLAIN, str, bytes))]
             self._note(repr(len(value) if len(value) > _ITEMS else (len(value), sorted(plain))))
-        elif isinstance(value, _NAMED):
-            self._note(value.__qualname__)
         elif hasattr(type(value), "iloc"):  # a table of pandas, which has its values in no attribute
             self._note(_ADDRESS.sub("", repr(value)))
+        elif isinstance(value, (deque, dict)):
+            self._add_items([*value.items()] if isinstance(value, dict) else [*value], depth)
+        elif isinstance(value, (list, tuple)):
+            self._add_items(value, depth)
         elif not isinstance(value, GENERATORS):
             self._add_items(self._state_of(value), depth)
 
@@ -127,9 +109,10 @@ class Digest:
                 return [*parts[1:3], *(list(items) for items in parts[3:5] if items is not None)]
         return sorted(named_attributes_of(value), key=lambda item: str(item[0]))
 
-    def _add_items(self, items: list[Any] | tuple[Any, ...], depth: int) -> None:
+    def _add_items(self, items: Sequence[Any], depth: int) -> None:
         self._note(repr(len(items)))
-        for item in _sample(items, _ITEMS):
+        # About so many, from the first to the last.
+        for item in items if len(items) <= _ITEMS else [*items[:: 1 + len(items) // _ITEMS], items[-1]]:
             self._add(item, depth)
 
     def _add_tensor(self, value: torch.Tensor) -> None:
@@ -165,8 +148,3 @@ def digest(*values: Any) -> int:
 def _pickles_itself(kind: type) -> bool:
     """Whether a class says in Python how its objects are pickled."""
     return any(isinstance(getattr(kind, name, None), FunctionType) for name in _PICKLING)
-
-
-def _sample(items: Any, count: int) -> Iterable[Any]:
-    """Return about so many items, from the first to the last."""
-    return items if len(items) <= count else [*items[:: 1 + len(items) // count], items[-1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from nano_loop.distributed.comm.channel import ITERATION
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.sharding.dataset_digest import Digest, Known
+from nano_loop.distributed.sharding.dataset_digest import Digest
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.user_code import warn_once
+from nano_loop.patching.walk import items_of
 
 _FIRST = 64  # items that are compared one by one
 _MOST = 1 << 16  # samples of a loader that are looked for among the other ranks' first ones
@@ -51,16 +53,6 @@ class Source(NamedTuple):
         return type(self.dataset).__qualname__
 
 
-class _Seen(NamedTuple):
-    """What one rank is about to divide."""
-
-    loader: int
-    dataset: int
-    items: int
-    samples: list[int]
-    length: int | None
-
-
 class OwnShares:
     """Compares what the ranks have of one loader, at the start of each of its iterations.
 
@@ -71,8 +63,9 @@ class OwnShares:
     ----------
     ranks : Ranks
         Who compares.
-    known : Known
-        What the ranks of this run have found to be alike, in all of its loaders.
+    known : WeakIdKeyDictionary
+        Has the objects that were alike on all ranks, in all loaders of this run. They may differ by now in what they
+        cache, which has no meaning.
     loader : int
         The loader's place among those that were set up, from 1 on; 0 for others.
 
@@ -84,7 +77,7 @@ class OwnShares:
         How many items each of them then takes, where all know how many they have; else 0.
     """
 
-    def __init__(self, ranks: Ranks, known: Known, loader: int = 0) -> None:
+    def __init__(self, ranks: Ranks, known: Any, loader: int = 0) -> None:
         self.apart = False
         self.steps = 0
         self._ranks = ranks
@@ -117,16 +110,18 @@ class OwnShares:
         dataset = Digest(self._dataset, *_indices(source.dataset)).crc
         items = Digest(ahead, pickled=True, elements=_ELEMENTS).crc
         samples = [*itertools.islice(_digests(ahead, source.batched), _FIRST)]
-        by_rank = self._ranks.gather(_Seen(self._loader, dataset, items, samples, source.length), ITERATION)
-        self._check_loaders([one.loader for one in by_rank])
+        by_rank = self._ranks.gather((self._loader, dataset, items, samples, source.length), ITERATION)
+        loaders, datasets, _, samples_by_rank, lengths = zip(*by_rank, strict=True)
+        self._check_loaders(loaders)
         self.apart = len({one[:3] for one in by_rank}) > 1
-        lengths = [one.length for one in by_rank]
-        self.steps = max(lengths) if self.apart and None not in lengths else 0  # type: ignore[type-var,assignment]
-        if len({one.dataset for one in by_rank}) > 1:
+        self.steps = max(lengths) if self.apart and None not in lengths else 0
+        if len(set(datasets)) > 1:
             return []
         if is_new:
-            self._known.add(looked.seen.values())
-        return [one.samples for one in by_rank]
+            for value in looked.seen.values():
+                with suppress(TypeError):  # of one that cannot be held weakly
+                    self._known[value] = True
+        return [*samples_by_rank]
 
     def take_all(self, items: Iterator[Any], source: Source, first: list[list[int]]) -> Iterator[Any]:
         """Yield all that this rank has, and its first items again where other ranks have more.
@@ -165,7 +160,7 @@ class OwnShares:
             met |= others.intersection(samples)
         return any(2 * len(met) > len(others) for others, met in common)
 
-    def _check_loaders(self, loaders: list[int]) -> None:
+    def _check_loaders(self, loaders: Sequence[int]) -> None:
         if len(set(loaders)) > 1:
             iterated = ", ".join(f"rank {rank} loader {loader}" for rank, loader in enumerate(loaders))
             got = f"the ranks iterate different loaders of those that were set up: {iterated}"
@@ -195,31 +190,20 @@ def _digests(items: Sequence[Any], batched: bool) -> Iterator[int]:
 
 def _samples(batch: Any) -> Sequence[Any]:
     """Return the samples of a batch, by its columns or as they are in a list; or the batch, if it has none."""
-    count = _rows(batch)
-    if count is not None:
-        return [_row(batch, place) for place in range(count)]
+    columns = [*_columns(batch)]
+    counts = {None if column is None else len(column) for column in columns}
+    if len(counts) == 1 and None not in counts:
+        return [*zip(*columns, strict=True)]
     return batch if isinstance(batch, (list, tuple)) else [batch]
 
 
-def _rows(value: Any) -> int | None:
-    """Return how many rows a column has, or columns that have as many each; None where it is neither."""
-    if isinstance(value, _ARRAYS):
-        return len(value) if value.ndim else None
-    parts = _parts(value)
-    if parts is None:
-        return len(value) if isinstance(value, (list, tuple)) else None
-    counts = {_rows(part) for part in parts}
-    return counts.pop() if len(counts) == 1 else None
-
-
-def _row(value: Any, place: int) -> Any:
-    parts = None if isinstance(value, _ARRAYS) else _parts(value)
-    return value[place] if parts is None else [_row(part, place) for part in parts]
-
-
-def _parts(value: Any) -> list[Any] | None:
-    """Return the columns of a dict, or of a list that has some; None for others."""
-    if isinstance(value, dict):
-        return [*value.values()]
+def _columns(value: Any) -> Iterator[Any]:
+    """Yield the arrays and lists that a batch consists of, and None for what is neither."""
     is_several = isinstance(value, (list, tuple)) and any(isinstance(item, _COLUMNS) for item in value)
-    return [*value] if is_several else None
+    if isinstance(value, dict) or is_several:
+        for part in items_of(value):
+            yield from _columns(part)
+    elif isinstance(value, _ARRAYS):
+        yield value if value.ndim else None
+    else:
+        yield value if isinstance(value, (list, tuple)) else None

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.data.random_states import diverge_rng, generators_of
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.sharding.dataset_digest import Known
 from nano_loop.distributed.sharding.own_shares import OwnShares, Source
 from nano_loop.distributed.sharding.shared_sampler_rng import AgreedItems, AgreedState
 from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start
@@ -38,7 +38,7 @@ class BatchSharding(LoaderChange):
         eval mode.
     shard : bool or None
         True to shard always, False never; None leaves it to the models' mode, and to whether gradients are on.
-    known : Known, optional
+    known : WeakIdKeyDictionary, optional
         See `OwnShares`.
     number : int
         The loader's place among those that were set up, from 1 on; 0 for others.
@@ -54,13 +54,13 @@ class BatchSharding(LoaderChange):
         models: Collection[nn.Module],
         shard: bool | None = None,
         *,
-        known: Known | None = None,
+        known: Any = None,
         number: int = 0,
     ) -> None:
         self.ranks = ranks
         self.models = models
         self.shard = shard
-        self.own_shares = OwnShares(ranks, known or Known(), number)
+        self.own_shares = OwnShares(ranks, WeakIdKeyDictionary() if known is None else known, number)
         self.number = number
         self.last_was_whole: bool | None = None  # how the most recent batch was served
 
@@ -123,16 +123,34 @@ class BatchSharding(LoaderChange):
         return max(length, self.own_shares.steps) if self.own_shares.apart else -(-length // self.ranks.size)
 
     def divide(self, take: Callable[[int], list[Any]], source: Source) -> Iterator[Any]:
-        """Yield this rank's items of those that `take` returns; see `sharded`."""
-        ahead = [take(self.ranks.size)]
-        first = self.own_shares.compare(ahead[0], source)
+        """Yield every N-th item of N ranks, from this rank's number on, and as many of them on every rank.
+
+        The last group is filled up from the first items. A group is taken whole before its item is yielded, so what the
+        loop changes in a sampler in between counts for the same items on every rank.
+
+        Parameters
+        ----------
+        take : callable
+            Is given a number, and returns so many of the next items, or fewer at the end.
+        source : Source
+            What yields the items. Where the program has divided them, all that this rank has are yielded.
+        """
+        rank, size = self.ranks.rank, self.ranks.size
+        group = take(size)
+        samples = self.own_shares.compare(group, source)
         if self.own_shares.apart:
-            groups = itertools.chain(ahead, iter(lambda: take(1), []))
-            del ahead
-            yield from self.own_shares.take_all(itertools.chain.from_iterable(groups), source, first)
-        else:
-            self.ranks.context.sharding.implicit_loaders |= not self.number
-            yield from sharded(lambda n: ahead.pop() if ahead else take(n), self.ranks.rank, self.ranks.size)
+            groups = itertools.chain([group], iter(lambda: take(1), []))
+            del group  # the items may be batches, of which no more are kept than needed
+            yield from self.own_shares.take_all(itertools.chain.from_iterable(groups), source, samples)
+            return
+        self.ranks.context.sharding.implicit_loaders |= not self.number
+        first = group[:rank]  # the most that this rank can lack
+        while group:
+            item = group[rank] if rank < len(group) else first[(rank - len(group)) % len(first)]
+            is_last = len(group) < size
+            del group
+            yield item
+            group = [] if is_last else take(size)
 
     def served(self, whole: bool) -> None:
         """Take note that a batch has come to the loop, and how."""
@@ -229,28 +247,3 @@ def _sharding_samplers(loader: Loader, size: int) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)  # which a loader that is being made has not yet
     samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     return [one for one in samplers if getattr(one, "num_replicas", None) == size and hasattr(one, "rank")]
-
-
-def sharded(take: Callable[[int], list[Any]], rank: int, size: int) -> Iterator[Any]:
-    """Yield every `size`-th item, from the `rank`-th on, and as many of them on every rank.
-
-    The last group is filled up from the first items. A group is taken whole before its item is yielded, so what the
-    loop changes in a sampler in between counts for the same items on every rank.
-
-    Parameters
-    ----------
-    take : callable
-        Is given a number, and returns so many of the next items, or fewer at the end.
-    rank, size : int
-        This rank, and how many there are.
-    """
-    first: list[Any] | None = None
-    while group := take(size):
-        if first is None:
-            first = group[:rank]  # the most that this rank can lack
-        item = group[rank] if rank < len(group) else first[(rank - len(group)) % len(first)]
-        last = len(group) < size
-        del group  # the items may be batches, of which no more are kept than needed
-        yield item
-        if last:
-            return

@@ -20,7 +20,7 @@ import torch
 
 from nano_loop.distributed.comm.mismatch import CallSite, mismatch_message
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.comm.raw_bytes import Receive, raw_bytes
+from nano_loop.distributed.comm.raw_bytes import Receive, parts_of_streams, raw_bytes
 from nano_loop.distributed.shared_memory.reductions import Reduction
 from nano_loop.distributed.shared_memory.shared_file import map_by_name, refuse_failed
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
@@ -99,12 +99,8 @@ class SharedChannel:
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         """See `Channel.broadcast_tensor`."""
         content, own = raw_bytes(tensor), self._ranks.rank == source
-
-        def receive(rank: int, start: int, piece: memoryview) -> None:
-            if not own:
-                content[start : start + len(piece)] = piece
-
         said = f"broadcast of {source}, {len(content)} bytes"
+        receive = _ignore if own else parts_of_streams([tensor], [0], source)
         self.exchange(said, content if own else memoryview(b""), receive)
 
     def add_up(self, tensor: torch.Tensor) -> None:

@@ -53,10 +53,6 @@ class Done(distributed.Work):
         """Return True."""
         return True
 
-    def is_success(self) -> bool:
-        """Return True."""
-        return True
-
     def result(self) -> Any:
         """Return the tensors."""
         return self._result

@@ -1,4 +1,6 @@
-"""A ring of slots in shared memory, through which batches of tensors go round and come out as means.
+"""The transport between ranks of one host: a ring of slots in shared memory, several times as fast as gloo's loopback.
+
+Batches of tensors go round in it, and come out as means.
 
 Three things are under way at once: a rank copies the other ranks' slices of batch k into its slot, sums its own slice
 of batch k - 1 over all ranks' slots, into its tensors and into the ring's result slot, and copies the other slices of
@@ -28,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nano_loop.distributed.comm.averaging_math import divide_each, new_scratch, real, write_mean
-from nano_loop.distributed.comm.packing import Batch, Packing, Places
+from nano_loop.distributed.comm.packing import Batch, Packing, Places, Signature, pack, signature
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_segment import LINE, SharedSegment
 from nano_loop.errors import NanoError, error_message
@@ -39,53 +41,72 @@ _MARKS = 1  # two words behind the counter of what has begun
 # What is summed in itself. Numbers of 16 bits are summed in another dtype, and complex ones as pairs.
 _SUMMED_IN_PLACE = (torch.float32, torch.float64)
 
+_CHUNK = 1 << 20  # bytes that are copied, summed and copied back at once; the ring of them stays in a cache
+_LEAST = 1 << 16  # such bytes where all gradients together are few
+_SLOTS = 3  # one is copied in, one summed, one copied out
+_MOST_PLANS = 64
+
 _Flat = dict[int, torch.Tensor]  # see `Packing.flat`
 
 
-class Ring:
-    """The slots, and this rank's place in the ring.
+class SharedMemoryTransport:
+    """Averages through a ring of slots in a file that all ranks map.
 
     Parameters
     ----------
-    ranks, mapped
-        See `SharedSegment`.
+    ranks : Ranks
+        Two or more, all on this host. Collective.
+    mapped : callable
+        See `SharedSegment`, such as `map_together` with a folder of a file system in memory.
     chunk : int
-        Bytes of a batch, a multiple of 128.
+        Bytes that are averaged at once, a multiple of 128.
     slots : int
-        Batches that the ring holds, two or more.
+        Such chunks under way at a time, two or more.
 
-    Attributes
-    ----------
-    segment : SharedSegment
-        The memory; what views it must go with it.
+    Raises
+    ------
+    NanoError
+        What `mapped` raises, if there is no room.
     """
 
-    def __init__(self, ranks: Ranks, mapped: Callable[[int], mmap.mmap], chunk: int, slots: int) -> None:
+    def __init__(
+        self, ranks: Ranks, mapped: Callable[[int], mmap.mmap], *, chunk: int = _CHUNK, slots: int = _SLOTS
+    ) -> None:
         rows = slots * (ranks.size + 1)
-        self.segment = SharedSegment(ranks, 1 + len(_OF_BATCHES), rows * chunk, mapped)
-        self._names, self._rank, self._size, self._slots = ranks.names, ranks.rank, ranks.size, slots
-        self._memory = self.segment.memory.view(slots, ranks.size + 1, -1)  # the last of a row is for the result
-        self._begun = self.segment.places(_BEGUN)
-        self._posted, self._reduced, self._read = map(self.segment.places, _OF_BATCHES)
+        self._segment = SharedSegment(ranks, 1 + len(_OF_BATCHES), rows * chunk, mapped)
+        self._names, self._rank, self._size = ranks.names, ranks.rank, ranks.size
+        self._slots, self._chunk = slots, chunk
+        self._memory = self._segment.memory.view(slots, ranks.size + 1, -1)  # the last of a row is for the result
+        self._begun = self._segment.places(_BEGUN)
+        self._posted, self._reduced, self._read = map(self._segment.places, _OF_BATCHES)
         self._averagings = 0
         self._base = 0  # batches until now, and those that a list left out at its end
         self._scratch = new_scratch()
+        self._plans: dict[Signature, _Plan] = {}  # their views hold for the ring's life
+        self._is_open = True
 
-    def plan(self, packing: Packing) -> Plan:
-        """Make the views that averaging a list needs; they hold for the ring's life."""
-        length = -(-len(packing.batches) // self._slots) * self._slots
-        counts = [*range(1, len(packing.batches)), length]  # the last batch counts for the slots that are left out
-        stages = [self._stage(*arguments) for arguments in zip(packing.batches, range(length), counts, strict=False)]
-        cut = {index for stage in stages for index in stage.cut}
-        return Plan(replace(packing, split=tuple(sorted({*packing.split, *cut}))), stages, length)
+    @torch.no_grad()
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite each tensor in place by its mean over all ranks, which is the same to the bit on every rank.
 
-    def average(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite `tensors`, for which `plan` was made, by their means.
+        The steps are in one order on all ranks, and none waits for a later one. Collective.
 
-        The steps are in one order on all ranks, and none waits for a later one. Collective. Raises a NanoError where
-        another rank averages another list, and after an averaging that was interrupted.
+        Parameters
+        ----------
+        tensors : sequence of torch.Tensor
+            On the CPU, of float32, float64, bfloat16, float16, complex64 or complex128, of any strides without
+            overlap. Every rank gives the same shapes and dtypes in the same order; strides may differ.
+
+        Raises
+        ------
+        NanoError
+            Where a dtype is another, where a rank that this one waits for has failed, or is too late, and on every rank
+            where they give different lists. Also after an averaging that was interrupted, and after `close`.
         """
-        self.segment.begin()
+        if not self._is_open:
+            raise NanoError(error_message("averaging after the run", "the transport is closed", "Start another run"))
+        plan = self._plan(signature(tensors))
+        self._segment.begin()
         self._begin(plan.packing.mark)
         flat = plan.packing.flat(tensors)
         stages, last = plan.stages, len(plan.stages)
@@ -95,16 +116,41 @@ class Ring:
                     step(stages[number - delay], number - delay, tensors, flat)
         self._base += plan.length
         plan.packing.put_back(tensors, flat)
-        self.segment.end()
+        self._segment.end()
+
+    def leave(self) -> None:
+        """Announce that this rank averages no more, so that a rank which waits for it raises at once."""
+        self._segment.leave()
+
+    def close(self) -> None:
+        """Give back all memory. A closed transport raises on use."""
+        if self._is_open:
+            self._is_open, self._plans = False, {}
+            self._memory = self._memory.new_empty(0)
+            self._segment.close()
+
+    def _plan(self, signature: Signature) -> _Plan:
+        """Return the views that averaging a list needs."""
+        if signature not in self._plans:
+            if len(self._plans) == _MOST_PLANS:
+                self._plans.clear()
+            packing = pack(signature, self._chunk)
+            length = -(-len(packing.batches) // self._slots) * self._slots
+            counts = [*range(1, len(packing.batches)), length]  # the last batch counts for the slots that are left out
+            stages = [self._stage(*batch) for batch in zip(packing.batches, range(length), counts, strict=False)]
+            cut = {index for stage in stages for index in stage.cut}
+            whole = replace(packing, split=tuple(sorted({*packing.split, *cut})))
+            self._plans[signature] = _Plan(whole, stages, length)
+        return self._plans[signature]
 
     def _begin(self, mark: int) -> None:
         """Announce what this rank begins, which all others have to begin too; raise if one begins something else."""
-        words = self.segment.words
+        words = self._segment.words
         self._averagings += 1
         offset = _MARKS + self._averagings % 2
         words[self._begun[self._rank] + offset] = mark
-        self.segment.publish(self._begun[self._rank], self._averagings)
-        self.segment.wait(self._begun, self._averagings)
+        self._segment.publish(self._begun[self._rank], self._averagings)
+        self._segment.wait(self._begun, self._averagings)
         others = [
             str(name) for name, place in zip(self._names, self._begun, strict=True) if words[place + offset] != mark
         ]
@@ -114,23 +160,23 @@ class Ring:
             raise NanoError(error_message(got, "all ranks must average the same gradients in the same order", hint))
 
     def _post(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor], flat: _Flat) -> None:
-        self.segment.wait(self._reduced, self._base + number + 1 - self._slots)
+        self._segment.wait(self._reduced, self._base + number + 1 - self._slots)
         stage.coming.fill(tensors, flat)
-        self.segment.publish(self._posted[self._rank], self._base + stage.count)
+        self._segment.publish(self._posted[self._rank], self._base + stage.count)
 
     def _reduce(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor], flat: _Flat) -> None:
-        self.segment.wait(self._posted, self._base + number + 1)
-        self.segment.wait(self._read, self._base + number + 1 - self._slots)
+        self._segment.wait(self._posted, self._base + number + 1)
+        self._segment.wait(self._read, self._base + number + 1 - self._slots)
         if stage.own is not None:
             stage.own.average(tensors, flat)
         elif len(stage.mean):
             write_mean(stage.mean, stage.parts, self._scratch)
-        self.segment.publish(self._reduced[self._rank], self._base + stage.count)
+        self._segment.publish(self._reduced[self._rank], self._base + stage.count)
 
     def _copy_out(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor], flat: _Flat) -> None:
-        self.segment.wait(self._reduced, self._base + number + 1)
+        self._segment.wait(self._reduced, self._base + number + 1)
         stage.going.empty(tensors, flat)
-        self.segment.publish(self._read[self._rank], self._base + stage.count)
+        self._segment.publish(self._read[self._rank], self._base + stage.count)
 
     def _stage(self, batch: Batch, number: int, count: int) -> _Stage:
         slot = self._memory[number % self._slots]
@@ -210,9 +256,17 @@ class _Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class _Plan:
     """How a list of tensors goes through a ring."""
 
     packing: Packing
     stages: list[_Stage]
     length: int  # slots that it takes, a multiple of the ring's
+
+
+def chunk_for(nbytes: int) -> int:
+    """Return the chunk for gradients of so many bytes together: memory that nobody uses takes time to make.
+
+    For a model of some thousand parameters, the memory for the largest chunk took 20 ms of each run.
+    """
+    return min(max(1 << max(nbytes - 1, 0).bit_length(), _LEAST), _CHUNK)

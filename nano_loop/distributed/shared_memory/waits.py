@@ -1,6 +1,6 @@
 """Finds ranks that wait for each other in different collectives, which none of them would ever leave.
 
-A rank that has waited for a second writes down in memory that all see for whom it waits, and counts there how often it
+A rank that has waited for a second writes down in a file that all see for whom it waits, and counts there how often it
 has found the other still missing. A rank that waits follows these notes from rank to rank. Where they lead back to it,
 each rank in the ring waits for one that cannot come: a deadlock.
 
@@ -11,20 +11,29 @@ counts came after the ranks of the ring had all begun to wait.
 
 from __future__ import annotations
 
-import mmap
+import json
+import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from nano_loop.distributed.comm.mismatch import CallSite
-from nano_loop.distributed.shared_memory.shared_file import make_at_once, map_whole
 
-_FILE = "waits"
-_RECORD = 1024  # bytes of a rank's note: words, and behind them its call site
-_WORD = 8
-_SERIAL, _COUNT, _OTHER, _LENGTH, _WORDS = range(5)
 _LONG, _EVERY = 1.0, 0.05  # seconds: before a wait is written down, and between counts
+_LOOKS = 3  # where in a note they are
+
+
+class Note(NamedTuple):
+    """A rank's note of a wait: its number, the rank waited for, how often that was missing, and where the rank is."""
+
+    rank: int
+    serial: int
+    other: int
+    looks: int
+    what: str
+    line: str
 
 
 class Waits:
@@ -35,86 +44,62 @@ class Waits:
 
     Parameters
     ----------
-    rank, size : int
-        This rank, and how many there are.
+    rank : int
+        This rank.
     folder : pathlib.Path
         Their private folder, in shared memory.
     """
 
-    def __init__(self, rank: int, size: int, folder: Path) -> None:
+    def __init__(self, rank: int, folder: Path) -> None:
         self.rank = rank
-        self._size = size
-        self._path = folder / _FILE
-        self._memory: mmap.mmap | None = None
-        self._words = memoryview(b"").cast("q")
+        self._folder = folder
         self._thread = 0
         self._serial = 0
         self._usable = True
+        self._is_there = False  # whether this rank has a file
 
     def begin(self, other: int, what: str) -> Wait:
         """Return the wait that this rank begins, for rank `other` in a collective."""
-        return Wait(self, other, what)
-
-    def write_down(self, other: int, what: str) -> bool:
-        """Write down a wait of this thread; return False where it cannot be, or is not to be."""
-        if not self._is_usable():
-            return False
-        assert self._memory is not None
-        first, start = self.rank * _RECORD // _WORD, self.rank * _RECORD + _WORDS * _WORD
-        text = CallSite.of_this_rank(what).pack()[: _RECORD - _WORDS * _WORD]
-        self._memory[start : start + len(text)] = text
         self._serial += 1
-        self._words[first + _OTHER], self._words[first + _LENGTH] = other, len(text)
-        self._words[first + _SERIAL] = self._serial
-        return True
+        return Wait(self, self._serial, other, what)
 
-    def count(self) -> None:
-        """Note that this rank still waits."""
-        self._words[self.rank * _RECORD // _WORD + _COUNT] += 1
+    def write_down(self, note: Note) -> bool:
+        """Write down a wait of this thread; return False where it cannot be, or is not to be."""
+        self._thread = self._thread or threading.get_ident()
+        if self._thread != threading.get_ident():
+            self._usable = False
+            self.erase()
+        if self._usable:
+            try:
+                self._write(note, os.O_CREAT * (not self._is_there))
+                self._is_there = True
+            except OSError:  # no room, or the run has ended: a deadlock then ends with the timeout
+                self._usable = False
+        return self._usable
 
     def erase(self) -> None:
         """Note that this rank waits no more."""
-        self._words[self.rank * _RECORD // _WORD + _SERIAL] = 0
+        with suppress(OSError):
+            self._write(None)
 
     def note_of(self, rank: int) -> Note | None:
         """Return what a rank has written down; None if it does not wait, or not for long."""
-        first = rank * _RECORD // _WORD
-        serial, count, other = self._words[first : first + _LENGTH]
-        return Note(rank, serial, other, count) if serial and 0 <= other < self._size else None
+        with suppress(OSError, ValueError):  # it is being written
+            note = json.loads(self._path(rank).read_bytes().partition(b"\n")[0])
+            return None if note is None else Note(*note)
+        return None
 
-    def call_site_of(self, rank: int) -> CallSite:
-        """Return where a rank waits that has written it down."""
-        assert self._memory is not None
-        length = self._words[rank * _RECORD // _WORD + _LENGTH]
-        start = rank * _RECORD + _WORDS * _WORD
-        return CallSite.unpack(self._memory[start : start + length])
-
-    def _is_usable(self) -> bool:
-        if self._memory is None:
-            self._thread = threading.get_ident()
-            self._open()
-        elif self._thread != threading.get_ident():
-            self._usable = False
-            self.erase()
-        return self._usable
-
-    def _open(self) -> None:
-        nbytes = self._size * _RECORD
+    def _write(self, note: Note | None, flags: int = 0) -> None:
+        # The file is made once: whoever deletes the folder finds no new one in it.
+        descriptor = os.open(self._path(self.rank), os.O_WRONLY | flags, 0o600)
         try:
-            make_at_once(str(self._path), nbytes)
-            self._memory = map_whole(str(self._path), nbytes)
-        except OSError:  # no room, or the run has ended: a deadlock then ends with the timeout
-            self._memory, self._usable = mmap.mmap(-1, nbytes), False
-        self._words = memoryview(self._memory).cast("q")
+            os.fchmod(descriptor, 0o600)  # whatever the umask
+            os.write(descriptor, json.dumps(note).encode() + b"\n")
+        finally:
+            os.close(descriptor)
 
-
-class Note(NamedTuple):
-    """A rank's note of a wait: its number, the rank waited for, and how often that rank was missing."""
-
-    rank: int
-    serial: int
-    other: int
-    looks: int
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"wait-{rank}"
 
 
 class Wait:
@@ -124,16 +109,18 @@ class Wait:
     ----------
     waits : Waits
         Of this rank.
+    serial : int
+        No other wait of this rank has it.
     other : int
         For which rank it waits.
     what : str
         In which collective.
     """
 
-    def __init__(self, waits: Waits, other: int, what: str) -> None:
-        self._waits, self._other, self._what = waits, other, what
+    def __init__(self, waits: Waits, serial: int, other: int, what: str) -> None:
+        self._waits, self._what = waits, what
+        self._note = Note(waits.rank, serial, other, 0, what, "")
         self._next = time.monotonic() + _LONG
-        self._written = self._tried = False
         self._before: list[Note] = []
 
     def look(self) -> dict[int, CallSite]:
@@ -145,20 +132,18 @@ class Wait:
         if time.monotonic() < self._next:
             return {}
         self._next = time.monotonic() + _EVERY
-        if not self._tried:
-            self._tried = True
-            self._written = self._waits.write_down(self._other, self._what)
-        if not self._written:
+        line = self._note.line if self._note.looks else CallSite.of_this_rank(self._what).line
+        self._note = self._note._replace(looks=self._note.looks + 1, line=line)
+        if not self._waits.write_down(self._note):
             return {}
-        self._waits.count()
         ring = self._ring()
         if not (ring and self._waits.rank == min(ring).rank and self._found_before(ring)):
             return {}
-        return {note.rank: self._waits.call_site_of(note.rank) for note in sorted(ring)}
+        return {note.rank: CallSite(note.what, note.line) for note in sorted(ring)}
 
     def end(self) -> None:
         """Note that the wait is over."""
-        if self._written:
+        if self._note.looks:
             self._waits.erase()
 
     def _ring(self) -> list[Note]:
@@ -180,6 +165,3 @@ class Wait:
             self._before = ring
             return False
         return all(now.looks >= then.looks + 2 for then, now in zip(before, ring, strict=True))
-
-
-_LOOKS = 3  # where in a note they are

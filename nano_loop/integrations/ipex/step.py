@@ -23,10 +23,10 @@ from nano_loop.integrations.quiet_import import leaving_no_trace
 from nano_loop.kernels.dropout.bernoulli import by_torch
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import overridden, plainly
+from nano_loop.runtime.clock import StepTimes
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
-from nano_loop.steps.stopwatch import Stopwatch
 
 #: Median time per step in milliseconds, by kind of run and by whether IPEX's kernels ran, for the runs of this process.
 _measured: dict[str, dict[str, float]] = {}
@@ -60,7 +60,7 @@ class Ipex(Step):
 
     @override
     def begin(self) -> None:
-        self._watch: Stopwatch | None = None
+        self._times: StepTimes | None = None
 
     @property
     @override
@@ -70,9 +70,8 @@ class Ipex(Step):
     @override
     def observe(self, parts: TrainingObjects) -> None:
         """Time the steps of the run, with or without IPEX, if a fitting IPEX is installed."""
-        if self._watch is None and parts.optimizers and parts.loaders and _fits_torch():
-            self._watch = Stopwatch(parts.optimizers[0])
-            self.undoing.callback(self._watch.close)
+        if self._times is None and parts.optimizers and parts.loaders and _fits_torch():
+            self._times = StepTimes(self.clock, parts.optimizers[0])
             self._kind = _kind_of_run(self.options, parts)
 
     @override
@@ -81,7 +80,7 @@ class Ipex(Step):
         if not self.enabled and _MODULE in sys.modules:
             detail = "not asked for, but already imported in this process: its kernels run until the process ends"
             return StepResult(self.name, "applied", detail)
-        median_ms = None if self._watch is None else self._watch.median_ms()
+        median_ms = None if self._times is None else self._times.median_ms()
         if median_ms is None:
             return None
         times = _measured.setdefault(self._kind, {})

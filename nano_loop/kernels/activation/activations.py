@@ -5,19 +5,18 @@ GELU by the error function is torch's, which is as fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nano_loop.kernels import memory
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.memory import BF16, DENSE
-from nano_loop.kernels.replacement import Replacement, unless_none
+from nano_loop.kernels.override import BF16, COMPILED, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
-from nano_loop.patching.ownership import belongs_to_set_up_model
 
-_BF16 = BF16._replace(layout=DENSE)
+_BF16 = memory.BF16._replace(layout=memory.DENSE)
 KERNEL = CompiledKernel(
     "activations", {"tanh_forward": (_BF16,) * 2, "gelu_forward": (_BF16,) * 2, "gelu_backward": (_BF16,) * 3}
 )
@@ -32,16 +31,11 @@ _FUNCTIONS = {
 }
 
 
-def _replacing(operator: str) -> Callable[[Kernel | None], Callable[..., Any]]:
-    """Return the `make` of a replacement. Calls that do not belong to a set-up model are torch's, to the bit."""
-
-    def ours(kernel: Kernel, *tensors: Tensor, **kwargs: Any) -> Tensor | None:
-        x, function = tensors[-1], _FUNCTIONS.get((operator, kwargs.get("approximate", "none")))
-        if function is None or x.dtype is not torch.bfloat16 or x.numel() < MIN_ELEMENTS:
-            return None
-        return computed(function, *tensors) if belongs_to_set_up_model() else None
-
-    return unless_none(ours)
+def _supports(operator: str, kernel: Kernel, *tensors: Tensor, **kwargs: Any) -> Call | None:
+    function = _FUNCTIONS.get((operator, kwargs.get("approximate", "none")))
+    if function is None or tensors[-1].dtype is not torch.bfloat16 or tensors[-1].numel() < MIN_ELEMENTS:
+        return None
+    return Call(operator, tensors, kernel=kernel, details=function)
 
 
 def computed(function: str, *tensors: Tensor) -> Tensor:
@@ -51,4 +45,8 @@ def computed(function: str, *tensors: Tensor) -> Tensor:
     return out
 
 
-REPLACEMENTS = tuple(Replacement(operator, _replacing(operator)) for operator in ("tanh", "gelu", "gelu_backward"))
+_ALGORITHM = Algorithm(COMPILED, lambda call: computed(call.details, *call.tensors), BF16, is_raced=False)
+OVERRIDES = tuple(
+    Override(operator, (_ALGORITHM,), functools.partial(_supports, operator))
+    for operator in ("tanh", "gelu", "gelu_backward")
+)

@@ -9,53 +9,30 @@ errors and times).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from nano_loop.kernels import override
 from nano_loop.kernels.attention import blocked_attention, torch_attention
-from nano_loop.kernels.memory import attempt, is_plain
-from nano_loop.kernels.replacement import Choose, Replacement
-from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.kernels.memory import is_plain
+from nano_loop.kernels.override import BF16, Algorithm, Call, Override
+from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.torch_private import in_functorch
 
-#: Under this name, a call into a set-up model may have a rule that chooses the algorithm (see `Choose`).
-ALGORITHM = "algorithm of attention"
-#: The algorithms: blocks in C, and torch's kernel.
-BLOCKS, TORCH = "blocks", "torch"
+#: The name of the algorithm in C.
+BLOCKS = "blocks"
 #: Minimum number of scores. Below it, the Python overhead exceeds the gain.
 MIN_SCORES = 1 << 14
 #: Minimum head size. With smaller heads there is no gain, and torch's kernel is more accurate.
 _MIN_HEAD_SIZE = 16
+_DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 
-def for_set_up_models(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """Return the replacement of the autocast kernel of ``aten::scaled_dot_product_attention``.
-
-    Calls that do not belong to a set-up model return torch's own result, bitwise identical.
-
-    Parameters
-    ----------
-    original : callable or None
-        The original kernel. None if torch does not return it; `attention` then calls torch's function.
-    """
-
-    def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Tensor:
-        ours = belongs_to_set_up_model()
-        if ours or original is None:
-            return attention(*args, **kwargs, ours=ours)
-        return original(keys, *args, **kwargs)
-
-    return dispatched
-
-
-REPLACEMENTS = (Replacement("scaled_dot_product_attention", for_set_up_models, "AutocastCPU"),)
-
-
-def attention(
+def _supports(
+    kernel: Kernel,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -65,89 +42,75 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-    ours: bool = True,
-) -> Tensor:
-    """Compute what `torch.nn.functional.scaled_dot_product_attention` does under bf16 autocast.
+) -> Call | None:
+    """Return a call under autocast to bf16 that another algorithm may compute, and that is large enough."""
+    if torch.compiler.is_compiling():  # which would guard the sizes that are asked for
+        return None
+    tensors, mask = (query, key, value), attn_mask
+    if min(tensor.dim() for tensor in tensors) < 3 or math.prod(query.shape[:-1]) * key.size(-2) < MIN_SCORES:
+        return None
+    # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
+    if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return None
+    if torch.get_autocast_dtype("cpu") is not torch.bfloat16:
+        return None
+    if not all(is_plain(tensor, _DTYPES) for tensor in tensors):
+        return None
+    if mask is not None and (is_causal or mask.requires_grad or mask.dtype not in (torch.bool, *_DTYPES)):
+        return None
+    heads = -3 if enable_gqa else -2
+    if not query.shape[:heads] == key.shape[:heads] == value.shape[:heads] or key.shape[-3:-1] != value.shape[-3:-1]:
+        return None
+    if query.size(-1) != key.size(-1) or (enable_gqa and not blocked_attention.share_heads(query, key)):
+        return None
+    if min(query.size(-1), value.size(-1)) < _MIN_HEAD_SIZE:
+        return None
+    factors = (*(tensor.bfloat16() for tensor in tensors), None if mask is None else _cast(mask, torch.bfloat16))
+    details = dropout_p, is_causal, blocked_attention.scale_of(query, scale)
+    return Call("attention", factors, (is_causal, dropout_p > 0), kernel, details=details, leaves=3, timed=_timed)
 
-    Parameters
-    ----------
-    query : torch.Tensor
-        Of shape (..., heads, L, E) and any floating dtype.
-    key, value : torch.Tensor
-        Of shapes (..., heads, S, E) and (..., heads, S, Ev).
-    attn_mask, dropout_p, is_causal, scale, enable_gqa
-        As in torch.
-    ours : bool
-        If False, torch's kernel computes the result.
 
-    Returns
-    -------
-    torch.Tensor
-        Of shape (..., heads, L, Ev), in autocast's dtype. It can be differentiated twice where torch's can.
-    """
+def _timed(call: Call) -> Call | None:
+    """Return a call without the dropout, which draws from the generator."""
+    scores = math.prod(call.tensors[0].shape[:-1]) * call.tensors[1].size(-2)
+    measurable = call.is_measurable and scores <= override.MOST_ELEMENTS
+    return call._replace(details=(0.0, *call.details[1:])) if measurable else None
+
+
+def _in_blocks(call: Call) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return blocked_attention.blocked_attention(*call.tensors, *call.details)
+
+
+def _by_torch(call: Call) -> Tensor:
+    # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
+    with torch.autocast("cpu", enabled=False):
+        return torch_attention.by_torch(*call.tensors, *call.details)
+
+
+def _without_kernel(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **how: Any
+) -> Any:
     dtype = torch.get_autocast_dtype("cpu")
     query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))
     mask = None if attn_mask is None else _cast(attn_mask, dtype)
-    call = Arguments(query, key, value, mask, dropout_p, is_causal, blocked_attention.scale_of(query, scale))
-    # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
-        supported = ours and not torch.compiler.is_compiling()
-        if supported and _supports(query, key, value, mask, is_causal, enable_gqa):
-            computed = attempt(ALGORITHMS[_algorithm(call)], *call)
-            if computed is not None:
-                return computed
-        return scaled_dot_product_attention(
-            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-
-class Arguments(NamedTuple):
-    """The arguments of an algorithm; see `nano_loop.kernels.attention.blocked_attention.blocked_attention`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    dropout_p: float
-    is_causal: bool
-    scale: float
-
-
-#: The functions of the algorithms.
-ALGORITHMS: dict[str, Callable[..., Tensor]] = {
-    BLOCKS: blocked_attention.blocked_attention,
-    TORCH: torch_attention.by_torch,
-}
-
-
-def _algorithm(call: Arguments) -> str:
-    if not blocked_attention.supports(call.query, call.key, call.value):
-        return TORCH
-    rule: Choose | None = rule_for(ALGORITHM)
-    return BLOCKS if rule is None else rule(call, lambda: ALGORITHMS, BLOCKS)
+        return scaled_dot_product_attention(query, key, value, mask, *args, **how)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast like autocast, which does not change bool and float64 masks."""
-    return tensor.to(dtype) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
+    return tensor.to(dtype) if tensor.dtype in _DTYPES else tensor
 
 
-def _supports(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
-) -> bool:
-    """Whether another algorithm may compute a call, which is large enough. torch computes others, and raises errors."""
-    tensors = (query, key, value)
-    # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
-    if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
-        return False
-    if not all(tensor.dim() >= 3 and is_plain(tensor, (torch.bfloat16,)) for tensor in tensors):
-        return False
-    if mask is not None and (is_causal or mask.requires_grad or mask.dtype not in (torch.bool, torch.bfloat16)):
-        return False
-    heads = -3 if enable_gqa else -2
-    if not query.shape[:heads] == key.shape[:heads] == value.shape[:heads] or key.shape[-3:-1] != value.shape[-3:-1]:
-        return False
-    if query.size(-1) != key.size(-1) or (enable_gqa and not blocked_attention.share_heads(query, key)):
-        return False
-    wide = min(query.size(-1), value.size(-1)) >= _MIN_HEAD_SIZE
-    return wide and math.prod(query.shape[:-1]) * key.size(-2) >= MIN_SCORES
+def _fits_blocks(call: Call) -> bool:
+    return blocked_attention.supports(*call.tensors[:3])
+
+
+_ALGORITHM = Algorithm(BLOCKS, _in_blocks, BF16, supports=_fits_blocks, has_reference=True)
+OVERRIDES = (
+    Override(
+        *("scaled_dot_product_attention", (_ALGORITHM,), _supports, lambda call: BLOCKS, _by_torch, "AutocastCPU"),
+        otherwise=_without_kernel,
+    ),
+)

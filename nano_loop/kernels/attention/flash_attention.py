@@ -7,6 +7,7 @@ that is faster. Where torch computes attention by single products instead, as wi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,54 +16,29 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.attention import blocked_attention, fp32_attention
-from nano_loop.kernels.fp16 import in_fp16
-from nano_loop.kernels.fp32 import COMPILED, TORCH, is_compiled
-from nano_loop.kernels.memory import attempt, is_plain
-from nano_loop.kernels.replacement import Arguments, Replacement, unless_none
-from nano_loop.patching.ownership import rule_for
+from nano_loop.kernels.memory import is_plain
+from nano_loop.kernels.override import COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
+from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.torch_private import FLASH_KERNEL
+from nano_loop.policy import policy
 from nano_loop.policy.policy import ATTENTION
-from nano_loop.policy.products import dtype_of, rounds
 
 _DIMENSIONS = 4  # batch, heads, rows, columns
 
 
-class _Attention(NamedTuple):
-    """What forward and backward have in common."""
+class _Details(NamedTuple):
+    """What forward and backward need besides their tensors, which are the factors, the gradient first, and the mask."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
     is_causal: bool
     scale: float
-
-    @property
-    def multiplications(self) -> int:
-        """The number of multiplications of a forward."""
-        query, key, value = self[:3]
-        if any(tensor.dim() != _DIMENSIONS for tensor in (query, key, value)):
-            return 0
-        return math.prod(query.shape[:-1]) * key.size(-2) * (query.size(-1) + value.size(-1))
-
-    def supports_rounding(self) -> bool:
-        """Whether attention is computed in blocks from these tensors, rounded to bf16."""
-        query, key, value, mask, *_ = self
-        if query.size(0) != key.size(0) or key.shape[:-1] != value.shape[:-1] or query.size(-1) != key.size(-1):
-            return False
-        if not all(is_plain(tensor, (torch.float32,)) for tensor in (query, key, value, mask) if tensor is not None):
-            return False
-        return blocked_attention.share_heads(query, key) and blocked_attention.supports(query, key, value)
-
-    def as_rounded(self, *tensors: Tensor) -> tuple[Any, ...]:
-        """Return tensors in bf16 and the other arguments of `blocked_attention.forward` and its backward."""
-        mask = None if self.mask is None else blocked_attention.as_mask(self.mask, self.query, self.key)
-        narrow = [blocked_attention.with_columns(tensor.bfloat16()) for tensor in tensors]
-        return *narrow, mask, None, 0.0, self.is_causal, self.scale
+    #: The factor of the scores as the program has passed it.
+    given_scale: float | None
+    #: In a backward, what the forward has returned.
+    outs: tuple[Tensor, ...] = ()
 
 
 def _forward(
-    kernel: Callable[..., Any],
+    kernel: Kernel,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -71,29 +47,13 @@ def _forward(
     *,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor] | None:
-    """Return the output, and the logarithm of the sum of each row, or None where torch has to compute."""
-    call = _Attention(query, key, value, attn_mask, is_causal, blocked_attention.scale_of(query, scale))
-
-    def by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
-        return kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
-
-    def rounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        out = blocked_attention.laid_out_as(query, value.size(-1))
-        arguments: tuple[Any, ...] = (*call.as_rounded(query, key, value), out)
-        return blocked_attention.forward(*arguments)
-
-    def in_c(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        return fp32_attention.forward(query, key, value, mask, is_causal, call.scale)
-
-    computed: tuple[Tensor, Tensor] | None = None
-    if not dropout_p:
-        computed = _computed(ATTENTION, call, (query, key, value), by_torch, rounded, in_c)
-    return computed
+) -> Call | None:
+    details = _Details(is_causal, blocked_attention.scale_of(query, scale), scale)
+    return None if dropout_p else _call(ATTENTION, kernel, (query, key, value, attn_mask), details)
 
 
 def _backward(
-    kernel: Callable[..., Any],
+    kernel: Kernel,
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -105,57 +65,87 @@ def _backward(
     *,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> tuple[Tensor, ...] | None:
-    """Return the gradients of query, key and value, or None where torch has to compute."""
-    call = _Attention(query, key, value, attn_mask, is_causal, blocked_attention.scale_of(query, scale))
-
-    def by_torch(*tensors: Any) -> Any:
-        return kernel(*tensors[:-1], out, logsumexp, 0.0, is_causal, attn_mask=tensors[-1], scale=scale)
-
-    def rounded(*tensors: Any) -> tuple[Tensor, ...]:
-        gradient, *narrow = call.as_rounded(*tensors[:-1])
-        gradients = [blocked_attention.laid_out_as(tensor) for tensor in (query, key, value)]
-        arguments: tuple[Any, ...] = (gradient, logsumexp.contiguous(), *narrow, gradients)
-        blocked_attention.backward(*arguments)
-        return tuple(gradients)
-
-    def in_c(*tensors: Any) -> tuple[Tensor, ...]:
-        arguments: tuple[Any, ...] = (*tensors, is_causal, call.scale)
-        return fp32_attention.backward(*arguments)
-
-    computed: tuple[Tensor, ...] | None = None
-    if not dropout_p:
-        tensors = grad_out, query, key, value
-        computed = _computed(f"gradients of {ATTENTION}", call, tensors, by_torch, rounded, in_c)
-    return computed
+) -> Call | None:
+    details = _Details(is_causal, blocked_attention.scale_of(query, scale), scale, (out, logsumexp))
+    tensors = grad_out, query, key, value, attn_mask
+    return None if dropout_p else _call(f"gradients of {ATTENTION}", kernel, tensors, details)
 
 
-REPLACEMENTS = (
-    Replacement(FLASH_KERNEL, unless_none(_forward)),
-    Replacement(f"{FLASH_KERNEL}_backward", unless_none(_backward)),
-)
-
-
-def _computed(
-    name: str,
-    call: _Attention,
-    factors: tuple[Tensor, ...],
-    by_torch: Callable[..., Any],
-    rounded: Callable[..., Any],
-    in_c: Callable[..., Any],
-) -> Any:
-    """Return what one of the algorithms computes, which take the factors and the mask, or None for torch's kernel."""
-    multiplications = call.multiplications
-    in_fp16s_numbers = in_fp16(ATTENTION, multiplications, *factors)
-    if in_fp16s_numbers is not None:
-        return by_torch(*in_fp16s_numbers, call.mask)
-    tensors = (*factors, call.mask)
-    arguments = Arguments(name, tensors, (call.is_causal,))
-    may_round = dtype_of(ATTENTION, multiplications) is torch.bfloat16 and call.supports_rounding()
-    if may_round and rounds(ATTENTION, multiplications, arguments, by_torch, rounded):
-        return rounded(*tensors)
-    rule = rule_for(fp32_attention.RULE)
-    if rule is None or not fp32_attention.supports(*call[:4]):
+def _call(name: str, kernel: Kernel, tensors: tuple[Any, ...], details: _Details) -> Call | None:
+    query, key, value, _ = tensors[-4:]
+    if any(tensor.dim() != _DIMENSIONS for tensor in (query, key, value)):
         return None
-    algorithms = {TORCH: by_torch, COMPILED: in_c}
-    return attempt(in_c, *tensors) if is_compiled(rule, arguments, lambda: algorithms, TORCH) else None
+    multiplications = math.prod(query.shape[:-1]) * key.size(-2) * (query.size(-1) + value.size(-1))
+    if multiplications < min(fp32_attention.MIN_MULTIPLICATIONS, policy.MIN_MULTIPLICATIONS[ATTENTION]):
+        return None
+    return Call(name, tensors, (details.is_causal,), kernel, multiplications, details)
+
+
+def _by_torch(call: Call) -> Any:
+    (*factors, mask), details = call.tensors, call.details
+    assert call.kernel is not None
+    scale = details.given_scale
+    return call.kernel(*factors, *details.outs, 0.0, details.is_causal, attn_mask=mask, scale=scale)
+
+
+def _rounded(call: Call) -> tuple[Tensor, Tensor]:
+    query, _, value, _ = call.tensors
+    arguments: tuple[Any, ...] = (*_narrow(call), blocked_attention.laid_out_as(query, value.size(-1)))
+    return blocked_attention.forward(*arguments)
+
+
+def _gradients_rounded(call: Call) -> tuple[Tensor, ...]:
+    gradient, *narrow = _narrow(call)
+    gradients = [blocked_attention.laid_out_as(tensor) for tensor in call.tensors[1:4]]
+    arguments: tuple[Any, ...] = (gradient, call.details.outs[1].contiguous(), *narrow, gradients)
+    blocked_attention.backward(*arguments)
+    return tuple(gradients)
+
+
+def _narrow(call: Call) -> tuple[Any, ...]:
+    """Return the factors in bf16 and the other arguments of `blocked_attention.forward` and its backward."""
+    *factors, mask = call.tensors
+    query, key, _ = factors[-3:]
+    mask = None if mask is None else blocked_attention.as_mask(mask, query, key)
+    narrow = [blocked_attention.with_columns(tensor.bfloat16()) for tensor in factors]
+    return *narrow, mask, None, 0.0, call.details.is_causal, call.details.scale
+
+
+def _compiled(function: Callable[..., Any], call: Call) -> Any:
+    return function(*call.tensors, call.details.is_causal, call.details.scale)
+
+
+def _supports_rounding(call: Call) -> bool:
+    """Whether attention is computed in blocks from these tensors, rounded to bf16."""
+    query, key, value, mask = call.tensors[-4:]
+    if query.size(0) != key.size(0) or key.shape[:-1] != value.shape[:-1] or query.size(-1) != key.size(-1):
+        return False
+    if not all(is_plain(tensor, (torch.float32,)) for tensor in (query, key, value, mask) if tensor is not None):
+        return False
+    return blocked_attention.share_heads(query, key) and blocked_attention.supports(query, key, value)
+
+
+OVERRIDES = tuple(
+    Override(
+        operator,
+        (
+            Algorithm(ROUNDED, rounded, FP32, is_exact=False, supports=_supports_rounding),
+            Algorithm(
+                COMPILED,
+                functools.partial(_compiled, compiled),
+                FP32,
+                supports=lambda call: fp32_attention.supports(*call.tensors[-4:]),
+                kernel=fp32_attention.KERNEL.name,
+            ),
+        ),
+        supports,
+        lambda call: TORCH,
+        _by_torch,
+        product=ATTENTION,
+        factors=factors,
+    )
+    for operator, supports, rounded, compiled, factors in (
+        (FLASH_KERNEL, _forward, _rounded, fp32_attention.forward, 3),
+        (f"{FLASH_KERNEL}_backward", _backward, _gradients_rounded, fp32_attention.backward, 4),
+    )
+)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nano_loop.kernels.attention import blocked_attention
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
-from nano_loop.kernels.fp32 import rule_of
 from nano_loop.kernels.memory import BYTES, FP32, STRIDED, empty
 
 _STRIDED = FP32._replace(layout=STRIDED)
@@ -23,8 +22,6 @@ KERNEL = CompiledKernel(
         "fp32_attention_backward": (*(_STRIDED,) * 8, BYTES),
     },
 )
-#: The name of the rule of models whose attention may be computed by the functions.
-RULE = rule_of(KERNEL)
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 20
 _DIMENSIONS = 4  # batch, heads, rows, columns

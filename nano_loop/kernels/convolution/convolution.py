@@ -11,7 +11,7 @@ docs/measurements.md has the times.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,120 +28,98 @@ from nano_loop.kernels.convolution.gradient_plans import (
     pixels_of,
     plans,
 )
-from nano_loop.kernels.convolution.rounded_convolution import may_be_rounded
-from nano_loop.kernels.fp16 import in_fp16
-from nano_loop.kernels.memory import attempt, is_plain
-from nano_loop.kernels.replacement import Arguments as Product
-from nano_loop.kernels.replacement import Choose, Replacement
-from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.kernels.convolution.rounded_convolution import can_round
+from nano_loop.kernels.memory import is_plain
+from nano_loop.kernels.override import FP32, REFERENCE, ROUNDED, Algorithm, Call, Compute, Override, choose
+from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.ownership import NO_RULES, rules_now
 from nano_loop.policy.policy import CONVOLUTION
-from nano_loop.policy.products import rounds
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-#: The operator, without its overload.
-OPERATOR = "convolution_backward"
+
+def _supports(kernel: Kernel, *args: Any) -> Call:
+    call = Arguments(*args)
+    return Call("gradients of convolution", call[:3], call[3:], kernel, pixels_of(call) * call.weight.numel())
 
 
-def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gradients]:
-    """Return the replacement of the CPU kernel of ``aten::convolution_backward``.
+def _by_plans(call: Call, *, rounds_inputs: bool = False) -> _Gradients | None:
+    """Compute some gradients faster than the CPU's kernel, which computes the remaining ones.
 
-    Backwards that do not belong to a set-up model return torch's own result, bitwise identical. A rule of the set-up
-    model for the operator chooses the plan by its name; see `nano_loop.kernels.replacement.Choose`.
-
-    Parameters
-    ----------
-    original : callable
-        The original kernel. None is not supported.
-    """
-    assert original is not None
-
-    def dispatched(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
-        call = Arguments(*args)
-        multiplications = pixels_of(call) * call.weight.numel()
-        factors = in_fp16(CONVOLUTION, multiplications, *call[:3])
-        if factors is not None:
-            return _of_rounded(functools.partial(original, keys), call, factors)
-        if may_be_rounded(call.inputs, call.weight, multiplications, call.groups):
-
-            def in_fp32(*tensors: Tensor) -> _Gradients:
-                gradients: _Gradients = original(keys, *tensors, *call[3:])
-                return gradients
-
-            def rounded(*tensors: Tensor) -> _Gradients:
-                return faster_backward(original, rule_for(OPERATOR), rounds_inputs=True)(keys, *tensors, *call[3:])
-
-            product = Product(f"gradients of a {CONVOLUTION}", call[:3], call[3:])
-            is_rounded = rounds(CONVOLUTION, multiplications, product, in_fp32, rounded)
-            return (rounded if is_rounded else in_fp32)(*call[:3])
-        if belongs_to_set_up_model():
-            return faster_backward(original, rule_for(OPERATOR))(keys, *args)
-        gradients: _Gradients = original(keys, *args)
-        return gradients
-
-    return dispatched
-
-
-REPLACEMENTS = (Replacement(OPERATOR, for_set_up_models),)
-
-
-def faster_backward(
-    kernel: Callable[..., _Gradients], choose: Choose | None = None, *, rounds_inputs: bool = False
-) -> Callable[..., _Gradients]:
-    """Return a function that computes some gradients of bf16 convolutions faster than the CPU's kernel.
+    Products and sums are accumulated in fp32, as in oneDNN, in a different order. Gradients have the dtypes of their
+    tensors, and are None if they are not requested.
 
     Parameters
     ----------
-    kernel : callable
-        The original kernel, which computes the remaining gradients.
-    choose : callable, optional
-        Chooses one of `plans` by its name. By default it is that of `first_guess`.
+    call : Call
+        The call.
     rounds_inputs : bool
-        Whether it takes tensors in fp32 instead, which are rounded to bf16. The gradients are in fp32.
-
-    Returns
-    -------
-    callable
-        Takes the dispatch key set, followed by the arguments of the operator. Returns the gradients of input, weight
-        and bias, in their dtypes, and None for each that is not requested. Products and sums are accumulated in fp32,
-        as in oneDNN, in a different order.
+        Whether it is of tensors in fp32, which are rounded to bf16. The gradients are in fp32.
     """
+    arguments = Arguments(*call.tensors, *call.numbers)
+    in_fp32 = not rounds_inputs and arguments.weight.dtype is torch.float32 and is_depthwise(arguments)
+    if not _are_plain(torch.float32 if rounds_inputs or in_fp32 else torch.bfloat16, *call.tensors):
+        return None
+    guess = first_guess(arguments)
+    if in_fp32 and arguments.output_mask[1]:
+        guess = Plan("torch", "depthwise")
+    if in_fp32:
+        return _by_plan(call, guess)
 
-    def backward(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
-        call = Arguments(*args)
-        in_fp32 = not rounds_inputs and call.weight.dtype is torch.float32 and is_depthwise(call)
-        if not _are_plain(torch.float32 if rounds_inputs or in_fp32 else torch.bfloat16, *call[:3]):
-            return kernel(keys, *args)
+    def algorithms() -> dict[str, Compute]:
+        wanted = {*plans(arguments), guess}
+        by_name: dict[str, Compute] = {
+            plan.name: functools.partial(_by_plan, plan=plan, rounds_inputs=rounds_inputs) for plan in wanted
+        }
+        if any("fp32" in name for name in by_name):
+            all_in_fp32 = Plan(*("fp32" if is_needed else "torch" for is_needed in arguments.output_mask[:2]))
+            by_name[REFERENCE] = by_name.get(all_in_fp32.name, functools.partial(_by_plan, plan=Plan()))
+        return by_name
 
-        def by_plan(plan: Plan, *arguments: Any) -> _Gradients:
-            return _by_plan(plan, kernel, keys, Arguments(*arguments), rounds_inputs)
+    def timed(call: Call) -> Call | None:
+        """Return a call without the gradient that all plans compute alike."""
+        *geometry, (needs_inputs, *others) = call.numbers
+        differ = len({plan.inputs for plan in (*plans(arguments), guess)}) > 1
+        return call._replace(numbers=(*geometry, [needs_inputs and differ, *others])) if call.is_measurable else None
 
-        def algorithms() -> dict[str, Callable[..., _Gradients]]:
-            return {plan.name: functools.partial(by_plan, plan) for plan in {*plans(call), first_guess(call)}}
-
-        plan = Plan("torch", "depthwise") if in_fp32 and call.output_mask[1] else first_guess(call)
-        if choose is not None and not in_fp32:
-            plan = Plan(*choose(call, algorithms, plan.name).split("/"))
-        computed = attempt(by_plan, plan, *call)
-        return kernel(keys, *args) if computed is None else computed
-
-    return backward
+    as_timed = call._replace(operator=f"{call.operator}, rounded") if rounds_inputs else call
+    chosen = choose(rules_now() or NO_RULES, as_timed._replace(numbers_in="bf16", timed=timed), algorithms, guess.name)
+    return _by_plan(call, Plan(*chosen.split("/")), rounds_inputs=rounds_inputs)
 
 
-def _of_rounded(kernel: Callable[..., _Gradients], call: Arguments, factors: Sequence[Tensor]) -> _Gradients:
+_by_rounded_plans = functools.partial(_by_plans, rounds_inputs=True)
+
+
+def _of_rounded(call: Call, factors: Sequence[Tensor]) -> _Gradients:
     """Return the gradients by torch's kernel, of factors that were rounded. The bias's is no product."""
-    *needs, needs_bias = call.output_mask
-    *gradients, _ = kernel(*factors, *call.geometry, [*needs, False]) if any(needs) else (None, None, None)
-    return gradients[0], gradients[1], _sum_of_pixels(call.gradient) if needs_bias else None
+    *geometry, (*needs, needs_bias) = call.numbers
+    assert call.kernel is not None
+    *gradients, _ = call.kernel(*factors, *geometry, [*needs, False]) if any(needs) else (None, None, None)
+    return gradients[0], gradients[1], _sum_of_pixels(call.tensors[0]) if needs_bias else None
+
+
+OVERRIDES = (
+    Override(
+        "convolution_backward",
+        (
+            Algorithm(ROUNDED, _by_rounded_plans, FP32, False, lambda call: can_round(call, 1, call.numbers[-2])),
+            Algorithm("plans", _by_plans, (torch.bfloat16, torch.float32), is_raced=False),
+        ),
+        _supports,
+        product=CONVOLUTION,
+        factors=3,
+        in_fp16=_of_rounded,
+    ),
+)
 
 
 def _sum_of_pixels(gradient: Tensor) -> Tensor:
     return gradient.sum([0, *range(2, gradient.dim())])
 
 
-def _by_plan(
-    plan: Plan, kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, call: Arguments, rounds_inputs: bool
-) -> _Gradients:
+def _by_plan(of: Call, plan: Plan, rounds_inputs: bool = False) -> _Gradients:
+    call, kernel = Arguments(*of.tensors, *of.numbers), of.kernel
+    assert kernel is not None
     needs_inputs, _, needs_bias = call.output_mask
     dtype, exact = call.weight.dtype, call.gradient
     ours: list[Tensor | None] = [None, None, None]
@@ -163,7 +141,7 @@ def _by_plan(
     if needs_bias and (rounds_inputs or plan.weight != "torch" or call.transposed):
         ours[2] = _sum_of_pixels(exact)
     if any(fp32):
-        computed = _partly_in_fp32(kernel, keys, call._replace(gradient=exact), fp32)
+        computed = _partly_in_fp32(kernel, call._replace(gradient=exact), fp32)
         ours = [own if other is None else other for own, other in zip(ours, computed, strict=True)]
     missing = [is_needed and computed is None for is_needed, computed in zip(call.output_mask, ours, strict=True)]
     if any(missing):
@@ -171,7 +149,7 @@ def _by_plan(
         if rounds_inputs:
             inputs = inputs.bfloat16() if missing[1] else _shaped_like(inputs, torch.bfloat16)
             gradient, weight = gradient.bfloat16(), weight.bfloat16()
-        others = kernel(keys, gradient, inputs, weight, *call.geometry, missing)
+        others = kernel(gradient, inputs, weight, *call.geometry, missing)
         ours = [b if is_needed else a for a, b, is_needed in zip(ours, others, missing, strict=True)]
     for_inputs, for_weight, for_bias = [None if tensor is None else tensor.to(dtype) for tensor in ours]
     return for_inputs, for_weight, for_bias
@@ -199,13 +177,12 @@ def _are_plain(dtype: torch.dtype, *tensors: Tensor) -> bool:
     return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
-def _partly_in_fp32(
-    kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, call: Arguments, mask: tuple[bool, bool]
-) -> _Gradients:
+def _partly_in_fp32(kernel: Kernel, call: Arguments, mask: tuple[bool, bool]) -> _Gradients:
     """Return the gradients of inputs and weight that are asked for, computed in fp32."""
     gradient, inputs, weight = call[:3]
     inputs = inputs.float() if mask[1] else _shaped_like(inputs, torch.float32)
-    return kernel(keys, gradient.float(), inputs, weight.float(), *call.geometry, [*mask, False])
+    gradients: _Gradients = kernel(gradient.float(), inputs, weight.float(), *call.geometry, [*mask, False])
+    return gradients
 
 
 def _weight_gradient(call: Arguments, dtype: torch.dtype) -> Tensor:

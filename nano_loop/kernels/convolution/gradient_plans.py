@@ -52,8 +52,8 @@ class Plan(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the algorithm."""
-        return "/".join(self)
+        """The name of the algorithm: of torch's own, that of torch's kernels."""
+        return "torch" if self == Plan() else "/".join(self)
 
 
 class Arguments(NamedTuple):

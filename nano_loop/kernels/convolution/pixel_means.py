@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_loop.kernels.memory import computes_now
 from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.ownership import belongs_to_set_up_model
-from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 from nano_loop.patching.torch_private_autograd import in_forward_mode
 
 
@@ -63,6 +63,6 @@ def _is_image(x: Tensor) -> bool:
     """Whether a tensor has a gradient, and lies in NHWC and not also in NCHW."""
     if x.dim() != 4 or x.dtype not in (torch.bfloat16, torch.float32) or not x.requires_grad or x.is_contiguous():
         return False
-    if torch.compiler.is_compiling() or in_dispatch_mode() or in_functorch() or in_forward_mode():
+    if in_forward_mode() or not computes_now():
         return False
     return x.is_contiguous(memory_format=torch.channels_last)

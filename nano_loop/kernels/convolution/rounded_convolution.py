@@ -7,7 +7,7 @@ bf16: in NCHW, oneDNN is slower in bf16 than in fp32. To fp16's numbers, all are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,61 +15,51 @@ from torch import Tensor
 
 from nano_loop.kernels.convolution import blocked_convolution
 from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, Geometry
-from nano_loop.kernels.fp16 import in_fp16
 from nano_loop.kernels.memory import attempt, is_plain
-from nano_loop.kernels.replacement import Arguments, Replacement
+from nano_loop.kernels.override import FP32, ROUNDED, Algorithm, Call, Override
+from nano_loop.patching.operators.operators import Kernel
 from nano_loop.policy.policy import CONVOLUTION
-from nano_loop.policy.products import dtype_of, rounds
 
 #: Layouts with the channels of a pixel side by side, by the number of dimensions.
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., Tensor]:
-    """Return the replacement of the CPU kernel of ``aten::convolution``.
-
-    Parameters
-    ----------
-    original : callable
-        The original kernel. None is not supported.
-    """
-    assert original is not None
-
-    def dispatched(
-        keys: torch.DispatchKeySet, inputs: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
-    ) -> Tensor:
-        def in_fp32(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            out: Tensor = original(keys, inputs, weight, bias, *geometry)
-            return out
-
-        def rounded(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            blocked = attempt(_in_blocks, inputs, weight, bias, geometry)
-            if blocked is not None:
-                return blocked
-            out: Tensor = original(keys, inputs.bfloat16(), weight.bfloat16(), None, *geometry).float()
-            return out if bias is None else out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
-
-        multiplications = inputs.size(0) * math.prod(_places(inputs, weight, geometry)) * weight.numel()
-        factors = in_fp16(CONVOLUTION, multiplications, inputs, weight)
-        if factors is not None:
-            return in_fp32(factors[0], factors[1], bias)
-        call = Arguments(CONVOLUTION, (inputs, weight, bias), geometry)
-        is_rounded = may_be_rounded(inputs, weight, multiplications, geometry[-1]) and rounds(
-            CONVOLUTION, multiplications, call, in_fp32, rounded
-        )
-        return (rounded if is_rounded else in_fp32)(inputs, weight, bias)
-
-    return dispatched
+def _supports(kernel: Kernel, inputs: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Call | None:
+    if inputs.dtype is not torch.float32:
+        return None
+    multiplications = inputs.size(0) * math.prod(_places(inputs, weight, geometry)) * weight.numel()
+    return Call(CONVOLUTION, (inputs, weight, bias), geometry, kernel, multiplications)
 
 
-REPLACEMENTS = (Replacement("convolution", for_set_up_models),)
+def _rounded(call: Call) -> Tensor:
+    inputs, weight, bias = call.tensors
+    blocked = attempt(_in_blocks, inputs, weight, bias, call.numbers)
+    if blocked is not None:
+        return blocked
+    assert call.kernel is not None
+    out: Tensor = call.kernel(inputs.bfloat16(), weight.bfloat16(), None, *call.numbers).float()
+    return out if bias is None else out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
 
 
-def may_be_rounded(inputs: Tensor, weight: Tensor, multiplications: int, groups: int) -> bool:
-    """Whether a convolution, or its gradients, may round these to bf16."""
-    if groups != 1 or dtype_of(CONVOLUTION, multiplications) is not torch.bfloat16:
-        return False
-    if not all(is_plain(tensor, (torch.float32,)) for tensor in (inputs, weight)):
+OVERRIDES = (
+    Override(
+        "convolution",
+        (
+            Algorithm(
+                ROUNDED, _rounded, FP32, is_exact=False, supports=lambda call: can_round(call, 0, call.numbers[-1])
+            ),
+        ),
+        _supports,
+        product=CONVOLUTION,
+        factors=2,
+    ),
+)
+
+
+def can_round(call: Call, first: int, groups: int) -> bool:
+    """Whether a convolution can be faster with products that round to bf16: of the tensors from this one on."""
+    inputs, weight = call.tensors[first : first + 2]
+    if groups != 1 or not all(is_plain(tensor, FP32) for tensor in (inputs, weight)):
         return False
     layout = _LAYOUTS.get(inputs.dim())
     return layout is not None and not inputs.is_contiguous() and inputs.is_contiguous(memory_format=layout)

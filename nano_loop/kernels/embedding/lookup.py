@@ -5,77 +5,55 @@ See `nano_loop.kernels.embedding.row_gradient`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from nano_loop.kernels.embedding.row_gradient import KERNEL, Lookups, RowGradient, tracked
-from nano_loop.kernels.fp32 import rule_of
-from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.memory import CONTIGUOUS, computes_now, has_tangent, is_plain
+from nano_loop.kernels.override import FP32, Algorithm, Call, Override
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.operators.operators import Kernel
-from nano_loop.patching.ownership import rule_for
-from nano_loop.patching.torch_private import BAGS_KERNEL, in_dispatch_mode, in_functorch, sums_of_bags
+from nano_loop.patching.torch_private import BAGS_KERNEL, sums_of_bags
 
 #: Fewest elements of a table. torch fills a smaller one with zeros in the time that Python takes for a lookup.
 MIN_ELEMENTS = 1 << 18
-#: The name of the rule of a model whose gradients are those of rows.
-_RULE = rule_of(KERNEL)
 _SUM = 0  # torch's number of what becomes of a bag
 
 
-def _embedding(original: Kernel | None) -> Callable[..., Tensor]:
-    """Return the replacement of the autograd kernel of ``aten::embedding``."""
-    assert original is not None
-
-    def dispatched(
-        keys: torch.DispatchKeySet, weight: Tensor, indices: Tensor, padding: int = -1, *flags: bool, **named: Any
-    ) -> Tensor:
-        if any(flags) or any(named.values()) or not (_is_supported(weight, indices) and rule_for(_RULE) is not None):
-            out: Tensor = original(keys, weight, indices, padding, *flags, **named)
-            return out
-        rows = tracked(weight)
-        looked_up: Tensor = _Rows.apply(rows.root(weight), rows, weight.detach(), indices, padding)  # type: ignore[no-untyped-call]
-        return looked_up
-
-    return dispatched
+def _embedding(
+    kernel: Kernel, weight: Tensor, indices: Tensor, padding: int = -1, *flags: bool, **named: Any
+) -> Call | None:
+    if any(flags) or any(named.values()) or not _is_supported(weight, indices):
+        return None
+    return Call("embedding", (weight,), (indices, padding))
 
 
-def _embedding_bag(original: Kernel | None) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the replacement of the autograd kernel of ``aten::_embedding_bag``."""
-    assert original is not None
-
-    def dispatched(
-        keys: torch.DispatchKeySet,
-        weight: Tensor,
-        indices: Tensor,
-        offsets: Tensor,
-        by_frequency: bool = False,
-        mode: int = _SUM,
-        sparse: bool = False,
-        sample_weights: Tensor | None = None,
-        with_last_offset: bool = False,
-        padding: int = -1,
-    ) -> tuple[Tensor, ...]:
-        arguments = (indices, offsets, by_frequency, mode, sparse, sample_weights, with_last_offset, padding)
-        is_plain = not by_frequency and mode == _SUM and not sparse and sample_weights is None
-        if not (is_plain and _is_supported(weight, indices) and rule_for(_RULE) is not None):
-            out: tuple[Tensor, ...] = original(keys, weight, *arguments)
-            return out
-        rows = tracked(weight)
-        bags: tuple[Tensor, ...] = _Bags.apply(rows.root(weight), rows, weight.detach(), *arguments)  # type: ignore[no-untyped-call]
-        return bags
-
-    return dispatched
+def _embedding_bag(
+    kernel: Kernel,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    by_frequency: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    sample_weights: Tensor | None = None,
+    with_last_offset: bool = False,
+    padding: int = -1,
+) -> Call | None:
+    is_simple = not by_frequency and mode == _SUM and not sparse and sample_weights is None
+    if not (is_simple and _is_supported(weight, indices)):
+        return None
+    arguments = (indices, offsets, by_frequency, mode, sparse, sample_weights, with_last_offset, padding)
+    return Call("embedding_bag", (weight,), arguments)
 
 
-REPLACEMENTS = (
-    Replacement("embedding", _embedding, "AutogradCPU"),
-    Replacement(BAGS_KERNEL, _embedding_bag, "AutogradCPU"),
-)
+def _by_rows(function: type[torch.autograd.Function], call: Call) -> Any:
+    (weight,) = call.tensors
+    rows = tracked(weight)
+    return function.apply(rows.root(weight), rows, weight.detach(), *call.numbers)  # type: ignore[no-untyped-call]
 
 
 def _is_supported(weight: Tensor, indices: Tensor) -> TypeGuard[nn.Parameter]:
@@ -85,18 +63,12 @@ def _is_supported(weight: Tensor, indices: Tensor) -> TypeGuard[nn.Parameter]:
         and weight.numel() >= MIN_ELEMENTS
         and weight.requires_grad
         and torch.is_grad_enabled()
-        and weight.dtype is torch.float32
         and weight.dim() == 2
-        and weight.is_cpu
-        and weight.is_contiguous()
-        and type(indices) is Tensor
-        and indices.dtype in (torch.int64, torch.int32)
-        and indices.is_cpu
+        and is_plain(weight, FP32, CONTIGUOUS)
+        and is_plain(indices, (torch.int64, torch.int32))
         and not is_exporting()
-        and not torch.compiler.is_compiling()
-        and not in_functorch()
-        and not in_dispatch_mode()
-        and forward_ad.unpack_dual(weight).tangent is None  # type: ignore[no-untyped-call]
+        and computes_now()
+        and not has_tangent(weight)
     )
 
 
@@ -139,3 +111,14 @@ class _Bags(torch.autograd.Function):
             sources = torch.searchsorted(offsets, places, right=True) - 1
             ctx.rows.add(Lookups(gradient, indices, sources, ctx.padding))
         return (None,) * len(ctx.needs_input_grad)
+
+
+OVERRIDES = tuple(
+    Override(
+        operator,
+        (Algorithm("rows", functools.partial(_by_rows, function), FP32, kernel=KERNEL.name, is_raced=False),),
+        supports,
+        dispatch_key="AutogradCPU",
+    )
+    for operator, function, supports in (("embedding", _Rows, _embedding), (BAGS_KERNEL, _Bags, _embedding_bag))
+)

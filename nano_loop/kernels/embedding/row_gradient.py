@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.double_backward import is_followed
-from nano_loop.kernels.memory import BYTES, FP32, INT64, Pointer, empty
+from nano_loop.kernels.memory import BYTES, FP32, INT64, Pointer, empty, is_plain
 from nano_loop.patching.patch_table import process_wide, shared_change
 from nano_loop.patching.torch_private import address_of, has_lone_storage, is_unwritten, shared_until_written
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
@@ -142,7 +142,8 @@ class RowGradient:
         lookups = self._pending.pop((threading.get_ident(), graph_task()), None)
         if lookups is None:
             return None
-        if is_followed(*(part.gradient for part in lookups)) or not all(_is_plain(part.gradient) for part in lookups):
+        gradients = [part.gradient for part in lookups]
+        if is_followed(*gradients) or not all(is_plain(gradient, FP32.dtypes) for gradient in gradients):
             return self._differentiable(lookups)
         with self._lock:
             sums = self._zeros()
@@ -256,12 +257,6 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, None]:
         return ctx.rows.compute(), None
-
-
-def _is_plain(gradient: Tensor) -> bool:
-    """Whether a gradient has numbers in memory that a C function reads, once they are contiguous."""
-    is_strided = type(gradient) is Tensor and gradient.layout is torch.strided
-    return is_strided and gradient.dtype is torch.float32 and not gradient.is_neg()
 
 
 def _raw(tensor: Tensor) -> Tensor:

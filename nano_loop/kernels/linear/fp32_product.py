@@ -7,24 +7,16 @@ time. Elsewhere MKL is as fast or faster, so torch's kernel is taken until the f
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.fp32 import COMPILED, TORCH, is_compiled, rule_of
 from nano_loop.kernels.memory import FP32, STRIDED, empty
-from nano_loop.kernels.replacement import Arguments
-from nano_loop.patching.ownership import rule_for
 
 _STRIDED = FP32._replace(layout=STRIDED)
 KERNEL = CompiledKernel("fp32_product", {"fp32_product": (_STRIDED, _STRIDED, FP32, FP32)})
-#: The name of the rule of models whose products may be computed by the function.
-RULE = rule_of(KERNEL)
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 20
-_DIMENSIONS = 2
 
 
 class _Shape(ctypes.Structure):
@@ -54,27 +46,3 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     out = empty(call.rows, call.columns)
     KERNEL("fp32_product", call, a, b, bias, out)
     return out
-
-
-def product_if_faster(by_torch: Callable[..., Any], a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Compute what `product` does for a model with `RULE`, or return None where torch has to compute.
-
-    Parameters
-    ----------
-    by_torch : callable
-        torch's kernel. Takes a, b, and the bias or None.
-    a, b, bias : torch.Tensor
-        The arguments of an operator of torch.
-    """
-    rule = rule_for(RULE)
-    if rule is None or not _supports(a, b, bias) or a.numel() * b.size(1) < MIN_MULTIPLICATIONS:
-        return None
-    call, algorithms = Arguments("product", (a, b, bias)), {TORCH: by_torch, COMPILED: product}
-    return product(a, b, bias) if is_compiled(rule, call, lambda: algorithms, TORCH) else None
-
-
-def _supports(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
-    """Whether sizes are those of a product, plus a bias for each column. torch raises for others, or broadcasts."""
-    if a.dim() != _DIMENSIONS or b.dim() != _DIMENSIONS or a.size(1) != b.size(0):
-        return False
-    return bias is None or bias.shape == b.shape[1:]

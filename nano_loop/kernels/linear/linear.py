@@ -6,163 +6,160 @@ to bf16. Other matrices of fp32 are multiplied by `nano_loop.kernels.linear.fp32
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nano_loop.kernels.fp16 import in_fp16
+from nano_loop.kernels import override
 from nano_loop.kernels.linear import fp32_product, product
-from nano_loop.kernels.memory import attempt, is_plain
-from nano_loop.kernels.replacement import Arguments, Choose, Replacement
+from nano_loop.kernels.memory import is_plain
+from nano_loop.kernels.override import BF16, COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
-from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.policy import policy
 from nano_loop.policy.policy import PRODUCT
-from nano_loop.policy.products import dtype_of, rounds
 
 #: Minimum number of multiplications of bf16 matrices. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 24
 _MATRIX, _BATCH = 2, 3
-
-#: The name of the rule that chooses an algorithm, which is no operator's, and the algorithms.
-ALGORITHM = "algorithm of products"
-TORCH, BLOCKS = "torch", "blocks"
-
-
-class _Product(NamedTuple):
-    """alpha a b + beta bias, of matrices or of batches of as many."""
-
-    a: Tensor
-    b: Tensor
-    bias: Tensor | None = None
-    out: Tensor | None = None
-    beta: float = 1
-    alpha: float = 1
-
-    @property
-    def shape(self) -> torch.Size:
-        """That of the result."""
-        return torch.Size((*self.a.shape[:-1], self.b.size(-1)))
-
-    @property
-    def adds_row(self) -> bool:
-        """Whether the bias is added to each row, and nothing else changes the product."""
-        bias = self.bias
-        is_row = bias is not None and bias.shape == self.shape[-1:] and bias.stride() == (1,)
-        return is_row and self.beta == self.alpha == 1
-
-    def supports(self, dtype: torch.dtype, dimensions: int) -> bool:
-        """Whether `product.product` multiplies plain factors of this dtype, and what is added is plain, too."""
-        a, b, bias, out, *_ = self
-        if a.dim() != dimensions or b.dim() != dimensions:
-            return False
-        if not all(is_plain(tensor, (dtype,)) for tensor in (a, b, bias) if tensor is not None):
-            return False
-        if a.size(-1) != b.size(-2) or a.shape[:-2] != b.shape[:-2]:
-            return False
-        if out is not None and not product.can_be_filled(out, self.shape, dtype, (a, b, bias)):
-            return False
-        return product.supports(a, b)
+#: Minimum number of rows of a product that are measured.
+_MIN_ROWS = 64
+#: The name of the algorithm for bf16 matrices.
+BLOCKS = "blocks"
 
 
-def _replacing(dimensions: int) -> Callable[[Kernel | None], Callable[..., Any]]:
-    """Return the `make` of an operator's replacement. Calls outside of set-up models are torch's."""
-
-    def make(original: Kernel | None) -> Callable[..., Any]:
-        assert original is not None
-
-        def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            *_, a, b = args
-            if not _is_small(a, b):
-                result = attempt(_computed, partial(original, keys), dimensions, *args, **kwargs)
-                if result is not None:
-                    return result
-            return original(keys, *args, **kwargs)
-
-        return dispatched
-
-    return make
-
-
-#: Of matrices and of batches. Inductor calls those with ``out``.
-MATRICES, BATCHES = (
-    tuple(Replacement(f"{name}{overload}", _replacing(dimensions)) for name in names for overload in ("", ".out"))
-    for dimensions, names in ((_MATRIX, ("mm", "addmm")), (_BATCH, ("bmm", "baddbmm")))
-)
-REPLACEMENTS = (*MATRICES, *BATCHES)
-
-
-def _multiplications(a: Tensor, b: Tensor) -> int:
-    """Return the number of multiplications of a product, whatever its factors are: torch raises for wrong ones."""
-    return a.numel() * (b.size(-1) if b.dim() else 0)
-
-
-def _is_small(a: Tensor, b: Tensor) -> bool:
-    """Whether a product is too small for any function, which is asked first, since it costs the least."""
-    multiplications = _multiplications(a, b)
-    if a.dtype is torch.float32:
-        is_small = multiplications < fp32_product.MIN_MULTIPLICATIONS
-        return is_small and dtype_of(PRODUCT, multiplications) is torch.float32
-    return a.dtype is not torch.bfloat16 or multiplications < MIN_MULTIPLICATIONS
-
-
-def _computed(kernel: Callable[..., Any], dimensions: int, *args: Any, **kwargs: Any) -> Any:
-    """Return the result, or None where torch has to compute."""
+def _supports(
+    dimensions: int, kernel: Kernel, *args: Tensor, beta: float = 1, alpha: float = 1, **named: Any
+) -> Call | None:
+    """Return alpha a b + beta bias, of matrices or of batches of as many, which is large enough."""
     *added, a, b = args
-    call = _Product(a, b, *added, **kwargs)
-
-    def by_torch(a: Tensor, b: Tensor, bias: Tensor | None) -> Any:
-        of_its_own = {} if call.out is None else {"out": a.new_empty((*a.shape[:-1], b.size(-1)))}
-        return kernel(*(() if bias is None else (bias,)), a, b, **{**kwargs, **of_its_own})
-
-    if a.dtype is torch.bfloat16:
-        return _in_bf16(call, by_torch) if dimensions == _MATRIX else None
-    multiplications = _multiplications(a, b)
-    factors = in_fp16(PRODUCT, multiplications, a, b)
-    if factors is not None:
-        return kernel(*added, *factors, **kwargs)
-    if dtype_of(PRODUCT, multiplications) is torch.bfloat16 and call.supports(torch.float32, dimensions):
-        rounded = _rounded(call, by_torch, multiplications)
-        if rounded is not None:
-            return rounded
-    is_simple = dimensions == _MATRIX and not kwargs
-    return fp32_product.product_if_faster(by_torch, a, b, call.bias) if is_simple else None
-
-
-def _in_bf16(call: _Product, by_torch: Callable[..., Any]) -> Tensor | None:
-    """Return the product of bf16 matrices in blocks, or None where torch has to compute."""
-    adds_other = call.bias is not None and not call.adds_row
-    if not belongs_to_set_up_model() or adds_other or not call.supports(torch.bfloat16, _MATRIX):
+    is_fp32 = a.dtype is torch.float32
+    if (not is_fp32 and a.dtype is not torch.bfloat16) or a.dim() != dimensions or b.dim() != dimensions:
         return None
-    guess = BLOCKS if product.KERNEL.is_first_guess else TORCH
-    rule: Choose | None = rule_for(ALGORITHM)
-    key = Arguments("product", call[:3])
-    choice = guess if rule is None else rule(key, lambda: {TORCH: by_torch, BLOCKS: product.product}, guess)
-    return product.product(*call[:4]) if choice == BLOCKS else None
-
-
-def _rounded(call: _Product, by_torch: Callable[..., Any], multiplications: int) -> Tensor | None:
-    """Return the product of factors in bf16, to which fp32 is added, or None where it is faster in fp32."""
-    beta, alpha, adds_row = call.beta, call.alpha, call.adds_row
-    if call.bias is not None and not adds_row and not _is_expandable(call.bias, call.shape):
+    multiplications = a.numel() * b.size(-1)
+    fewest = MIN_MULTIPLICATIONS
+    if is_fp32:
+        fewest = min(fp32_product.MIN_MULTIPLICATIONS, policy.MIN_MULTIPLICATIONS[PRODUCT])
+    if multiplications < fewest:
         return None
+    scales = () if alpha == beta == 1 else (beta, alpha)
+    bias = added[0] if added else None
+    return Call(PRODUCT, (a, b, bias), scales, kernel, multiplications, named, timed=_timed)
 
-    def rounded(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        row = bias if adds_row else None
-        result = product.product(a, b, row, out, torch.float32)
-        if alpha != 1:
-            result.mul_(alpha)
-        if bias is not None and row is None and beta != 0:
-            result.add_(bias, alpha=beta)
-        return result
 
-    key = Arguments(PRODUCT, call[:3], () if alpha == beta == 1 else (beta, alpha))
-    packed = call.a.numel() + call.b.numel()
-    return rounded(*call[:4]) if rounds(PRODUCT, multiplications, key, by_torch, rounded, packed) else None
+def _timed(call: Call) -> Call | None:
+    """Return a product of some rows, since the result of a vocabulary's layer takes memory."""
+    a, b, bias = call.tensors
+    if a.dim() == _MATRIX and (bias is None or bias.dim() <= 1):
+        a = a[: max(override.MOST_ELEMENTS // max(b.size(-1), 1), _MIN_ROWS)]
+    call = call._replace(tensors=(a, b, bias))
+    if "out" in call.details:
+        call = call._replace(details={"out": a.new_empty(_shape(call))})
+    return call if call.numbers_in != ROUNDED or call.is_measurable else None
+
+
+def _by_torch(call: Call) -> Any:
+    a, b, bias = call.tensors
+    named = dict(zip(("beta", "alpha"), call.numbers, strict=False)) | call.details
+    assert call.kernel is not None
+    return call.kernel(*(() if bias is None else (bias,)), a, b, **named)
+
+
+def _in_blocks(call: Call) -> Tensor:
+    a, b, bias = call.tensors
+    return product.product(a, b, bias, call.details.get("out"))
+
+
+def _in_fp32(call: Call) -> Tensor:
+    return fp32_product.product(*call.tensors)
+
+
+def _rounded(call: Call) -> Tensor:
+    """Return the product of factors in bf16, to which fp32 is added."""
+    (a, b, bias), (beta, alpha) = call.tensors, call.numbers or (1, 1)
+    row = bias if _adds_row(call) else None
+    result = product.product(a, b, row, call.details.get("out"), dtype=torch.float32)
+    if alpha != 1:
+        result.mul_(alpha)
+    if bias is not None and row is None and beta != 0:
+        result.add_(bias, alpha=beta)
+    return result
+
+
+def _supports_blocks(call: Call) -> bool:
+    return call.tensors[0].dim() == _MATRIX and (call.tensors[2] is None or _adds_row(call)) and _can_pack(call)
+
+
+def _supports_rounding(call: Call) -> bool:
+    bias = call.tensors[2]
+    return (bias is None or _adds_row(call) or _is_expandable(bias, _shape(call))) and _can_pack(call)
+
+
+def _supports_fp32(call: Call) -> bool:
+    """Whether sizes are those of a product, plus a bias for each column. torch raises for others, or broadcasts."""
+    (a, b, bias), is_simple = call.tensors, not call.numbers and not call.details
+    if not is_simple or a.dim() != _MATRIX or a.size(1) != b.size(0):
+        return False
+    if call.multiplications < fp32_product.MIN_MULTIPLICATIONS:
+        return False
+    return bias is None or bias.shape == b.shape[1:]
+
+
+def _can_pack(call: Call) -> bool:
+    """Whether `product.product` multiplies the factors, which are plain as well as what is added."""
+    (a, b, bias), out = call.tensors, call.details.get("out")
+    if not all(is_plain(tensor, (a.dtype,)) for tensor in call.tensors if tensor is not None):
+        return False
+    if a.size(-1) != b.size(-2) or a.shape[:-2] != b.shape[:-2]:
+        return False
+    if out is not None and not product.can_be_filled(out, _shape(call), a.dtype, (a, b, bias)):
+        return False
+    return product.supports(a, b)
+
+
+def _adds_row(call: Call) -> bool:
+    """Whether the bias is added to each row, and nothing else changes the product."""
+    bias = call.tensors[2]
+    return not call.numbers and bias is not None and bias.shape == _shape(call)[-1:] and bias.stride() == (1,)
+
+
+def _shape(call: Call) -> torch.Size:
+    """Return that of the result."""
+    a, b, _ = call.tensors
+    return torch.Size((*a.shape[:-1], b.size(-1)))
 
 
 def _is_expandable(bias: Tensor, shape: torch.Size) -> bool:
     sizes = zip(reversed(bias.shape), reversed(shape), strict=False)
     return bias.dim() <= len(shape) and all(size in (1, of) for size, of in sizes)
+
+
+def _default(call: Call) -> str:
+    return BLOCKS if call.tensors[0].dtype is torch.bfloat16 and product.KERNEL.is_first_guess else TORCH
+
+
+_ALGORITHMS = (
+    Algorithm(BLOCKS, _in_blocks, BF16, supports=_supports_blocks),
+    Algorithm(ROUNDED, _rounded, FP32, is_exact=False, supports=_supports_rounding),
+    Algorithm(COMPILED, _in_fp32, FP32, supports=_supports_fp32, kernel=fp32_product.KERNEL.name),
+)
+#: Of matrices and of batches. Inductor calls those with ``out``.
+MATRICES, BATCHES = (
+    tuple(
+        Override(
+            f"{name}{overload}",
+            _ALGORITHMS,
+            partial(_supports, dimensions),
+            _default,
+            _by_torch,
+            product=PRODUCT,
+            factors=2,
+            packs=True,
+        )
+        for name in names
+        for overload in ("", ".out")
+    )
+    for dimensions, names in ((_MATRIX, ("mm", "addmm")), (_BATCH, ("bmm", "baddbmm")))
+)
+OVERRIDES = (*MATRICES, *BATCHES)

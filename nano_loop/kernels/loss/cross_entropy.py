@@ -8,21 +8,20 @@ which it writes in the dtype of the logits. Only the logits are kept in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nano_loop.kernels import override
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.double_backward import gradients_of
-from nano_loop.kernels.fp32 import COMPILED, TORCH, is_compiled, rule_of
-from nano_loop.kernels.memory import BF16, FP32, INT64, attempt, empty
-from nano_loop.kernels.replacement import Arguments, Choose, Replacement
+from nano_loop.kernels.memory import BF16, FP32, INT64, computes_now, empty, is_plain
+from nano_loop.kernels.override import COMPILED, Algorithm, Call, Override
+from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.operators.upcasts import Upcast, upcast_of
-from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for, rule_of_node
-from nano_loop.patching.torch_private import below_autocast, in_dispatch_mode, in_functorch
+from nano_loop.patching.ownership import Rules, rules_now, rules_of_node
+from nano_loop.patching.torch_private import below_autocast
 from nano_loop.patching.torch_private_autograd import node_number
 
 _KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -45,59 +44,72 @@ _FAR = 4
 _MEAN, _SUM = 1, 2  # torch's numbers of the reductions; 0 is none
 
 
-def outside_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """Return the replacement of the autograd kernel of ``aten::cross_entropy_loss``, for fp32 logits.
-
-    Parameters
-    ----------
-    original : callable or None
-        The original kernel. None if torch does not return it.
-    """
-
-    def dispatched(keys: torch.DispatchKeySet, logits: Tensor, target: Tensor, *args: Any) -> Tensor:
-        by_torch: Callable[..., Tensor] = _OPERATOR.decompose if original is None else partial(original, keys)
-        if logits.numel() >= MIN_LOGITS and logits.dtype is torch.float32 and _is_plain(logits, target):
-            call = Arguments("cross_entropy", (logits, target, *args), is_differentiated=True)
-            algorithms = {TORCH: by_torch, COMPILED: cross_entropy}
-            if supports(logits, target) and is_compiled(_rule_for(logits), call, lambda: algorithms):
-                loss = attempt(cross_entropy, logits, target, *args)
-                if loss is not None:
-                    return loss
-        return by_torch(logits, target, *args)
-
-    return dispatched
-
-
-def under_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """Return the replacement of the autocast kernel of ``aten::cross_entropy_loss``, which casts to fp32.
-
-    Parameters
-    ----------
-    original : callable or None
-        The original kernel. None if torch does not return it.
-    """
-
-    def dispatched(keys: torch.DispatchKeySet, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if logits.numel() >= MIN_LOGITS and logits.dtype in _KINDS and belongs_to_set_up_model():
-            with below_autocast():
-                loss = attempt(cross_entropy, logits, target, *args, **kwargs)
-            if loss is not None:
-                return loss
-        if original is None:
-            with below_autocast():
-                weight = args[0] if args else kwargs.pop("weight", None)
-                weight = None if weight is None else weight.float()
-                return torch.ops.aten.cross_entropy_loss(logits.float(), target, weight, *args[1:], **kwargs)  # type: ignore[no-any-return]
-        return original(keys, logits, target, *args, **kwargs)
-
-    return dispatched
-
-
 _OPERATOR = torch.ops.aten.cross_entropy_loss.default
-_RULE = rule_of(KERNEL)
-REPLACEMENTS = (
-    Replacement("cross_entropy_loss", under_autocast, "AutocastCPU"),
-    Replacement("cross_entropy_loss", outside_autocast, "AutogradCPU"),
+
+
+def _under_autocast(kernel: Kernel, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Call | None:
+    if logits.numel() < MIN_LOGITS or logits.dtype not in _KINDS:
+        return None
+    return Call("cross_entropy", (logits, target), args, kernel, details=kwargs)
+
+
+def _outside_autocast(kernel: Kernel, logits: Tensor, target: Tensor, *args: Any) -> Call | None:
+    if logits.numel() < MIN_LOGITS or logits.dtype is not torch.float32 or not supports(logits, target):
+        return None
+    return Call("cross_entropy", (logits, target), args, kernel, details={}, leaves=1, timed=_timed)
+
+
+def _timed(call: Call) -> Call | None:
+    """Return the loss of some rows of a vocabulary's logits."""
+    rows = max(override.MOST_ELEMENTS // max(call.tensors[0][:1].numel(), 1), 1)
+    call = call._replace(tensors=tuple(tensor[:rows] for tensor in call.tensors))
+    return call if call.is_measurable else None
+
+
+def _computed(call: Call) -> Tensor | None:
+    return cross_entropy(*call.tensors, *call.numbers, **call.details)
+
+
+def _below_autocast(call: Call) -> Tensor | None:
+    with below_autocast():
+        return _computed(call)
+
+
+def _rules_of(call: Call) -> Rules | None:
+    """Return the rules of the set-up model that has computed logits, in a call of this thread, or is computing them."""
+    rules = rules_now()
+    node: Any = call.tensors[0].grad_fn
+    for _ in range(_FAR):
+        if rules is not None or node is None:
+            break
+        rules = rules_of_node(node_number(node))
+        node = node.next_functions[0][0] if node.next_functions else None
+    return rules
+
+
+def _by_autocast(logits: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    with below_autocast():
+        weight = None if weight is None else weight.float()
+        return torch.ops.aten.cross_entropy_loss(logits.float(), target, weight, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+OVERRIDES = (
+    # Under autocast, which casts to fp32.
+    Override(
+        "cross_entropy_loss",
+        (Algorithm(COMPILED, _below_autocast, tuple(_KINDS), is_raced=False),),
+        _under_autocast,
+        dispatch_key="AutocastCPU",
+        otherwise=_by_autocast,
+    ),
+    Override(
+        "cross_entropy_loss",
+        (Algorithm(COMPILED, _computed, override.FP32, kernel=KERNEL.name),),
+        _outside_autocast,
+        dispatch_key="AutogradCPU",
+        rules=_rules_of,
+        otherwise=_OPERATOR.decompose,
+    ),
 )
 
 
@@ -132,7 +144,7 @@ def cross_entropy(
     """
     if weight is not None or not 0 <= label_smoothing <= 1:
         return None
-    if not (_is_plain(logits, target) and supports(logits, target)):
+    if not supports(logits, target):
         return None
     rows = logits if logits.dim() == 2 else logits.movedim(1, -1).flatten(0, -2)
     upcast = upcast_of(rows, logits) if logits.dtype is torch.float32 else None
@@ -149,41 +161,16 @@ def cross_entropy(
     return losses.sum() if reduction == _SUM else losses.sum() / target.ne(ignore_index).sum()
 
 
-def _rule_for(logits: Tensor) -> Choose | None:
-    """Return the rule of the set-up model that has computed logits, in a call of this thread, or is computing them."""
-    if belongs_to_set_up_model():
-        return rule_for(_RULE)
-    node: Any = logits.grad_fn
-    for _ in range(_FAR):
-        rule = None if node is None else rule_of_node(_RULE, node_number(node))
-        if rule is not None or node is None:
-            return rule
-        node = node.next_functions[0][0] if node.next_functions else None
-    return None
-
-
 def supports(logits: Tensor, target: Tensor) -> bool:
-    """Whether the kernel supports the dtypes and shapes of a call. torch handles all other calls, and all errors."""
+    """Whether the kernel computes a call, which nobody traces. torch handles all other calls, and all errors."""
     return (
-        logits.dim() >= 2
+        is_plain(logits, tuple(_KINDS))
+        and is_plain(target, (torch.int64,))
+        and computes_now()
+        and logits.dim() >= 2
         and (*logits.shape[:1], *logits.shape[2:]) == target.shape
-        and logits.dtype in _KINDS
-        and target.dtype is torch.int64
         and logits.numel() > 0
-        and logits.layout is target.layout is torch.strided
         and (logits if logits.dim() == 2 else logits.movedim(1, -1)).is_contiguous()
-        and logits.device.type == target.device.type == "cpu"
-    )
-
-
-def _is_plain(logits: Tensor, target: Tensor) -> bool:
-    """Whether a call computes now, with numbers, and nobody traces or transforms it."""
-    return (
-        type(logits) is Tensor
-        and type(target) is Tensor
-        and not torch.compiler.is_compiling()
-        and not in_functorch()
-        and not in_dispatch_mode()
     )
 
 

@@ -11,6 +11,7 @@ hooks, checkpoints and vmap are torch's.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_loop.kernels import override
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.fp32 import COMPILED, TORCH, is_compiled, rule_of
 from nano_loop.kernels.memory import DENSE, FLOATS, FP32, empty
 from nano_loop.kernels.norm import norm_arguments
 from nano_loop.kernels.norm.norm_arguments import (
@@ -31,9 +32,8 @@ from nano_loop.kernels.norm.norm_arguments import (
     shape_of,
     supports_rows,
 )
-from nano_loop.kernels.replacement import Arguments, Replacement, unless_none
+from nano_loop.kernels.override import BF16, COMPILED, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
-from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
 _DENSE, _PARAMETERS, _STATISTICS = FLOATS._replace(layout=DENSE), (FP32, FP32), (FP32, FP32)
 _FORWARD = (_DENSE, *_PARAMETERS, _DENSE, *_STATISTICS)
@@ -62,42 +62,26 @@ _FASTER_IN_FP32: Mapping[str, Callable[..., bool]] = {
 _Results = tuple[Tensor | None, Tensor | None, Tensor | None]
 #: Takes the arguments of an operator. Returns its results, or None where torch has to compute them.
 _Compute = Callable[..., _Results | None]
-#: The name of the rule of models whose fp32 tensors may be normalised by the functions.
-RULE = rule_of(KERNEL)
 
 
-def _for_set_up_models(compute: _Compute) -> Callable[[Kernel | None], Callable[..., Any]]:
-    name = compute.__name__
-    place = int(name.endswith("backward"))  # of the input, behind the gradient
-
-    def ours(kernel: Kernel, *args: Any) -> _Results | None:
-        x: Tensor = args[place]
-        if x.numel() < norm_arguments.MIN_ELEMENTS:
-            return None
-        if x.dtype is not torch.float32:
-            is_ours = belongs_to_set_up_model()
-        else:
-            is_ours = _FASTER_IN_FP32[name](*args) and is_compiled(
-                rule_for(RULE), Arguments(name, args), lambda: _repeatable(name, {TORCH: kernel, COMPILED: compute})
-            )
-        return compute(*args) if is_ours else None
-
-    return unless_none(ours)
+def _supports(name: str, kernel: Kernel, *args: Any) -> Call | None:
+    x: Tensor = args[int(name.endswith("backward"))]  # behind the gradient
+    if x.numel() < norm_arguments.MIN_ELEMENTS:
+        return None
+    if x.dtype is torch.float32 and not _FASTER_IN_FP32[name](*args):
+        return None
+    return Call(name, args[:1], args[1:], kernel, timed=_with_copies if name == "batch_norm" else None)
 
 
-def _repeatable(name: str, algorithms: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
-    """Return algorithms that leave running statistics as they are."""
-    if name != "batch_norm":
-        return algorithms
+def _computed(compute: _Compute, call: Call) -> _Results | None:
+    return compute(*call.tensors, *call.numbers)
 
-    def with_copies(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def computed(x: Tensor, weight: Any, bias: Any, *args: Any) -> Any:
-            copies = [None if running is None else running.clone() for running in args[:2]]
-            return compute(x, weight, bias, *copies, *args[2:])
 
-        return computed
-
-    return {algorithm: with_copies(compute) for algorithm, compute in algorithms.items()}
+def _with_copies(call: Call) -> Call | None:
+    """Return a batch norm that leaves the running statistics as they are."""
+    weight, bias, *args = call.numbers
+    copies = [None if running is None else running.clone() for running in args[:2]]
+    return call._replace(numbers=(weight, bias, *copies, *args[2:])) if call.is_measurable else None
 
 
 def batch_norm(
@@ -219,8 +203,15 @@ def layer_norm_backward(
     return _gradients("layer_norm", rows, gradient, x, weight, means, inverses, mask)
 
 
-REPLACEMENTS = tuple(
-    Replacement(f"native_{compute.__name__}", _for_set_up_models(compute))
+OVERRIDES = tuple(
+    Override(
+        f"native_{compute.__name__}",
+        (
+            Algorithm(COMPILED, functools.partial(_computed, compute), BF16, is_raced=False),
+            Algorithm(COMPILED, functools.partial(_computed, compute), override.FP32, kernel=KERNEL.name),
+        ),
+        functools.partial(_supports, compute.__name__),
+    )
     for compute in (
         *(batch_norm, batch_norm_backward, group_norm, group_norm_backward),
         *(layer_norm, layer_norm_backward),

@@ -5,20 +5,18 @@ torch composes an RMS norm of six operators, and its backward of more than ten, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_loop.kernels.double_backward import gradients_of
-from nano_loop.kernels.fp32 import COMPILED, TORCH, is_compiled
-from nano_loop.kernels.memory import empty, has_tangent, is_plain
+from nano_loop.kernels.memory import computes_now, empty, has_tangent, is_plain
 from nano_loop.kernels.norm.norm_arguments import rows_of, supports_rows
-from nano_loop.kernels.norm.norms import KERNEL, RULE
-from nano_loop.kernels.replacement import Arguments, Replacement, unless_none
-from nano_loop.patching.ownership import rule_for
-from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
+from nano_loop.kernels.norm.norms import KERNEL
+from nano_loop.kernels.override import COMPILED, FP32, Algorithm, Call, Override
+from nano_loop.patching.operators.operators import Kernel
 
 #: Minimum number of elements. Below it, the Python of autograd's function takes as long as torch's operators.
 MIN_ELEMENTS = 1 << 14
@@ -31,34 +29,31 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps:
     return out
 
 
-def _computed(
-    kernel: Callable[..., Any],
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor | None:
-    """Compute ``aten::rms_norm``, or return None where torch has to."""
+def _supports(
+    kernel: Kernel, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Call | None:
+    """Return a call of ``aten::rms_norm`` that the function computes, and that is large enough."""
     if x.dtype is not torch.float32 or x.numel() < MIN_ELEMENTS:
         return None
-    rule = rule_for(RULE)
-    if rule is None or not _supports(x, shape, weight):
-        return None
-    call = Arguments("rms_norm", (x, [*shape], weight, eps), is_differentiated=True)
-    algorithms = {TORCH: kernel, COMPILED: rms_norm}
-    return rms_norm(x, shape, weight, eps) if is_compiled(rule, call, lambda: algorithms) else None
+    return Call("rms_norm", (x,), ([*shape], weight, eps), kernel, leaves=1)
 
 
-def _supports(x: Tensor, shape: Sequence[int], weight: Tensor | None) -> bool:
+def _is_taken(call: Call) -> bool:
+    (x,), (shape, weight, _) = call.tensors, call.numbers
     tensors = [tensor for tensor in (x, weight) if tensor is not None]
-    if in_functorch() or in_dispatch_mode() or any(map(has_tangent, tensors)) or not supports_rows(x, shape):
+    if not computes_now() or any(map(has_tangent, tensors)) or not supports_rows(x, shape):
         return False
-    if not all(is_plain(tensor, (torch.float32,)) for tensor in tensors) or not x.is_contiguous():
+    if not all(is_plain(tensor, FP32) for tensor in tensors) or not x.is_contiguous():
         return False
     return weight is None or weight.shape == torch.Size(shape)
 
 
-REPLACEMENTS = (Replacement("rms_norm", unless_none(_computed), "AutogradCPU"),)
+def _computed(call: Call) -> Tensor:
+    return rms_norm(*call.tensors, *call.numbers)
+
+
+_ALGORITHM = Algorithm(COMPILED, _computed, FP32, supports=_is_taken, kernel=KERNEL.name)
+OVERRIDES = (Override("rms_norm", (_ALGORITHM,), _supports, dispatch_key="AutogradCPU"),)
 
 
 class _RmsNorm(torch.autograd.Function):

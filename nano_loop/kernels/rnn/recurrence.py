@@ -18,9 +18,8 @@ from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.linear import fp32_product, product
 from nano_loop.kernels.memory import BYTES, FLOATS, FP32, INT64, empty
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, Arguments, Recurrence, by_operators
-from nano_loop.patching.ownership import rule_for
+from nano_loop.patching.ownership import rules_now
 from nano_loop.patching.torch_private import below_autocast
-from nano_loop.policy.policy import RULE
 
 KERNEL = CompiledKernel(
     "recurrence",
@@ -149,10 +148,15 @@ def _sizes(layer: Recurrence, tensors: Arguments) -> _Call:
 
 def _is_computed_in_steps(layer: Recurrence, tensors: Arguments) -> bool:
     """Whether inputs are multiplied in the steps: where they are few, or the weights of both stay in the cache."""
-    if not layer.rounds and rule_for(RULE) is not None:  # torch's operators may round
+    if not layer.rounds and _has_policy():  # torch's operators may round
         return False
     gates, size = tensors.input_weight.shape
     return size < _FEW_INPUTS or gates * (size + tensors.state.size(1)) * (2 if layer.rounds else 4) <= _CACHED
+
+
+def _has_policy() -> bool:
+    rules = rules_now()
+    return rules is not None and rules.policy is not None
 
 
 def _forward(layer: Recurrence, tensors: Arguments, is_trained: bool) -> tuple[_Kept, tuple[Tensor, ...]]:
@@ -220,7 +224,7 @@ def _backward(
     of_gates, sums = layer.operands(rows, width), empty(width)
     of_projected = None if projection is None else layer.operands(rows, call.outputs)
     before = layer.operands(rows, call.outputs) if layer.is_packed else kept.before(layer, rows)
-    in_c = not layer.rounds and rule_for(RULE) is None  # else torch's operators may round
+    in_c = not layer.rounds and not _has_policy()  # else torch's operators may round
     products = [
         empty(*tensor.shape) if in_c and is_needed else None
         for tensor, is_needed in zip(tensors[:3], needs, strict=False)
@@ -270,7 +274,7 @@ def _product(
     if layer.in_bf16 and product.supports(a, b, bias):
         return product.product(a, b, bias, dtype=dtype)
     a, b, bias = a.float(), b.float(), _wide(bias)
-    if rule_for(RULE) is not None:  # torch's operators may round
+    if _has_policy():  # torch's operators may round
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     return fp32_product.product(a, b, bias)
 

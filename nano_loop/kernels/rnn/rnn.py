@@ -7,26 +7,27 @@ those the faster algorithm is chosen.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nano_loop.kernels import denormals
-from nano_loop.kernels.fp32 import COMPILED, TORCH, rule_of
+from nano_loop.kernels import denormals, override
 from nano_loop.kernels.linear import product
-from nano_loop.kernels.memory import has_tangent, is_plain
-from nano_loop.kernels.replacement import Choose, Replacement, unless_none
+from nano_loop.kernels.memory import computes_now, has_tangent, is_plain
+from nano_loop.kernels.override import COMPILED, REFERENCE, ROUNDED, TORCH, Algorithm, Call, Compute, Override, choose
 from nano_loop.kernels.rnn import recurrence, recurrent_layer
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Recurrence
-from nano_loop.patching.operators.operators import Kernel
-from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
-from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_mode, in_functorch
-from nano_loop.policy import policy, products
+from nano_loop.patching.operators.operators import Kernel, overridden
+from nano_loop.patching.ownership import NO_RULES, ProductPolicy, Rules, belongs_to_set_up_model, rules_now
+from nano_loop.patching.torch_private import below_autocast, below_torch_functions
+from nano_loop.policy import policy
 
-#: The name of the rule of a model whose recurrent layers are computed in C. It chooses the algorithm of oneDNN's LSTMs.
-ALGORITHM = rule_of(recurrence.KERNEL)
+#: Number of steps of an LSTM that are measured, or of multiplications if that is more steps: what a call takes besides
+#: should not decide.
+_TIMED_STEPS, _TIMED_MULTIPLICATIONS = 16, 1 << 26
 #: Most units of an LSTM in fp32 that is not left to oneDNN, and of all sequences together. The weights of more units
 #: do not fit into a core's cache, and with more sequences oneDNN's products of a step are as fast.
 _MOST_UNITS, _MOST_OF_A_STEP = 256, 1 << 14
@@ -79,7 +80,7 @@ class Arguments(NamedTuple):
     bidirectional: bool
     batch_first: bool = False
     is_trained: bool = False
-    products: Literal["fp32", "bf16", "rounded"] = "fp32"
+    products: str = "fp32"
 
     @property
     def is_projected(self) -> bool:
@@ -125,40 +126,88 @@ class Arguments(NamedTuple):
         return layers
 
 
-def _computed(
-    mode: int, is_packed: bool, kernel: Callable[..., Any], inputs: Tensor, *args: Any
-) -> tuple[Tensor, ...] | None:
-    """Compute one of torch's operators, or return None where torch's kernel has to."""
-    rule: Choose | None = rule_for(ALGORITHM)
-    if rule is None:
-        return None
+def _supports(mode: int, is_packed: bool, kernel: Kernel, inputs: Tensor, *args: Any) -> Call:
     batch_sizes, (states, weights, *numbers) = (args[0], args[1:]) if is_packed else (None, args)
     states = tuple(states) if mode == LSTM else (states,)
     is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights))
     call = Arguments(mode, inputs, batch_sizes, states, tuple(weights), *numbers)._replace(is_trained=is_trained)
-    layer = _layer(call)
+    return Call("lstm", (inputs, *states, *weights), kernel=kernel, details=call)
+
+
+def _computed(of: Call) -> tuple[Tensor, ...] | None:
+    """Compute one of torch's operators, or return None where torch's kernel has to."""
+    call, rules = of.details, rules_now() or NO_RULES
+    layer = _layer(call, rules)
     if layer is None:
         return None
     if call.is_onednns:
-        choice = _beside_onednn(call, layer)
+        choice = _beside_onednn(call, layer, rules.policy)
         if choice is None:
             return None
         call, layer, guess = choice
-        algorithms: Mapping[str, Callable[..., Any]] = {
-            TORCH: lambda call: kernel(*call.of_torch),
-            COMPILED: functools.partial(_of_some_steps, layer=layer),
-        }
-        if rule(call, lambda: algorithms, guess) != COMPILED:
+        algorithms: dict[str, Compute] = {TORCH: _by_torch, COMPILED: functools.partial(_of_some_steps, layer=layer)}
+        if call.products == "bf16":
+            algorithms[REFERENCE] = _by_torch_in_fp32
+        if choose(rules, _as_asked(of, call), lambda: algorithms, guess) != COMPILED:
             return None
-        if call.products == "rounded":
-            products.note(policy.LSTM, call.multiplications)
+        if call.products == ROUNDED and rules.policy is not None:
+            rules.policy.note(policy.LSTM, call.multiplications, 0)
     with below_torch_functions():
         return _by_layers(call, layer)
 
 
-#: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
+def _as_asked(of: Call, call: Arguments) -> Call:
+    """Return a call as its algorithm is asked for."""
+    return of._replace(
+        numbers=(call.batch_first, call.has_biases, call.bidirectional, call.num_layers, call.is_trained),
+        details=call,
+        leaves=len(of.tensors) if call.is_trained else 0,
+        numbers_in=call.products,
+        rough=(0, 1),
+        timed=_timed,
+    )
+
+
+def _arguments(of: Call) -> Arguments:
+    call, (inputs, *others) = of.details, of.tensors
+    count = len(call.states)
+    arguments: Arguments = call._replace(inputs=inputs, states=(*others[:count],), weights=(*others[count:],))
+    return arguments
+
+
+def _timed(of: Call) -> Call | None:
+    """Return some steps of a call, without the dropout, which draws from the generator."""
+    call = _arguments(of)
+    time = 1 if call.batch_first else 0
+    steps = max(_TIMED_STEPS, _TIMED_MULTIPLICATIONS * call.inputs.size(time) // call.multiplications)
+    inputs = call.inputs.narrow(time, 0, min(steps, call.inputs.size(time)))
+    of = of._replace(tensors=(inputs, *of.tensors[1:]), details=call._replace(dropout=0.0))
+    return of if GATES[LSTM] * max(tensor.numel() for tensor in of.tensors) <= override.MOST_ELEMENTS else None
+
+
+def _by_torch(of: Call) -> Any:
+    assert of.kernel is not None
+    return of.kernel(*_arguments(of).of_torch)
+
+
+def _by_torch_in_fp32(of: Call) -> Any:
+    with below_autocast():
+        return _by_torch(of)
+
+
+def _of_some_steps(of: Call, layer: Recurrence) -> tuple[Tensor, ...]:
+    """Compute a call with other steps than those of the layer, as where some are measured."""
+    call = _arguments(of)
+    return _by_layers(call, layer._replace(offsets=_offsets_of_equal(call)))
+
+
+def denormals_flushed() -> AbstractContextManager[None]:
+    """Return a context in which oneDNN's backward of set-up models' LSTMs flushes denormals, as that in C does."""
+    return overridden("mkldnn_rnn_layer_backward", _without_denormals, "CPU")
+
+
 def _without_denormals(original: Kernel | None) -> Callable[..., Any]:
-    """Return oneDNN's backward of an LSTM, in which gradients that vanish become 0, as in that in C."""
+    """Return oneDNN's backward of an LSTM, in which gradients that vanish become 0."""
     assert original is not None
 
     def backward(*args: Any) -> Any:
@@ -172,17 +221,16 @@ def _without_denormals(original: Kernel | None) -> Callable[..., Any]:
     return backward
 
 
-REPLACEMENTS = (
-    *(
-        Replacement(
-            f"{name}.{overload}",
-            unless_none(functools.partial(_computed, mode, overload == "data")),
-            "AutogradCPU",
-        )
-        for name, mode in (("rnn_relu", RELU), ("rnn_tanh", TANH), ("gru", GRU), ("lstm", LSTM))
-        for overload in ("input", "data")
-    ),
-    Replacement("mkldnn_rnn_layer_backward", _without_denormals),
+#: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
+OVERRIDES = tuple(
+    Override(
+        f"{name}.{overload}",
+        (Algorithm(COMPILED, _computed, _DTYPES, kernel=recurrence.KERNEL.name, is_raced=False),),
+        functools.partial(_supports, mode, overload == "data"),
+        dispatch_key="AutogradCPU",
+    )
+    for name, mode in (("rnn_relu", RELU), ("rnn_tanh", TANH), ("gru", GRU), ("lstm", LSTM))
+    for overload in ("input", "data")
 )
 
 
@@ -207,15 +255,10 @@ def _by_layers(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
     return outputs, *map(torch.ops.aten.stack, zip(*states, strict=True))
 
 
-def _of_some_steps(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
-    """Compute a call with other steps than those of the layer, as where some are measured."""
-    return _by_layers(call, layer._replace(offsets=_offsets_of_equal(call)))
-
-
-def _layer(call: Arguments) -> Recurrence | None:
+def _layer(call: Arguments, rules: Rules) -> Recurrence | None:
     """Return what all layers of a call have in common, or None where torch computes it."""
     tensors = (call.inputs, *call.states, *call.weights)
-    if in_functorch() or in_dispatch_mode() or any(map(has_tangent, tensors)):
+    if not computes_now() or any(map(has_tangent, tensors)):
         return None
     if not all(is_plain(tensor, _DTYPES) for tensor in tensors):
         return None
@@ -224,7 +267,7 @@ def _layer(call: Arguments) -> Recurrence | None:
     if autocast not in (None, torch.bfloat16) or (autocast is None and len(dtypes) > 1):
         return None
     in_bf16 = autocast is not None or dtypes == {torch.bfloat16}
-    if in_bf16 and any(rule_for(operator) is not None for operator in _COMPOSED):
+    if in_bf16 and not rules.operators.keys().isdisjoint(_COMPOSED):
         return None
     offsets = _offsets(call)
     if offsets is None or not _are_shapes_right(call) or not is_large(call, offsets.numel() - 1):
@@ -286,13 +329,16 @@ def is_large(call: Arguments, steps: int) -> bool:
     return steps >= fewest and (call.is_trained or batch > 1 or hidden <= _MOST_OF_ONE)
 
 
-def _beside_onednn(call: Arguments, layer: Recurrence) -> tuple[Arguments, Recurrence, str] | None:
+def _beside_onednn(
+    call: Arguments, layer: Recurrence, rounding: ProductPolicy | None
+) -> tuple[Arguments, Recurrence, str] | None:
     """Return an LSTM of sequences of equal length as it may be computed in C, and the first guess, or None."""
     multiplications, is_first_guess = call.multiplications, product.KERNEL.is_first_guess
+    in_bf16 = rounding is not None and rounding.dtype is torch.bfloat16
     if layer.in_bf16:
         call, is_faster = call._replace(products="bf16"), is_first_guess and multiplications >= MIN_MULTIPLICATIONS
-    elif products.dtype_of(policy.LSTM, multiplications) is torch.bfloat16:
-        call, layer = call._replace(products="rounded"), layer._replace(in_bf16=True)
+    elif rounding is not None and in_bf16 and rounding.may_round(policy.LSTM, multiplications):
+        call, layer = call._replace(products=ROUNDED), layer._replace(in_bf16=True)
         rounds_fast = is_first_guess or product.KERNEL.uses_amx  # oneDNN's LSTM in fp32 is slower
         is_faster = rounds_fast and policy.is_large(policy.LSTM, multiplications)
     else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -26,7 +26,7 @@ from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.entry import through_interceptor
 from nano_loop.patching.calls.entry_points import MODULE_CALL, called_by_loops, entry_points
 from nano_loop.patching.calls.exports import is_exporting, plain_models_exported
-from nano_loop.patching.ownership import NO_RULES, NONE, Rule, call_state, forget_graphs, note_graph
+from nano_loop.patching.ownership import NO_RULES, NONE, Rules, call_state, forget_graphs, note_graph, rules_now
 from nano_loop.patching.patch_table import process_wide, shared_change
 from nano_loop.patching.torch_private_autograd import in_backward, next_node_number
 from nano_loop.patching.torch_private_compiler import constant_when_traced
@@ -75,8 +75,8 @@ class CallInterceptor:
         self._arounds: dict[str, Callable[[nn.Module], Call | None]] = {}
         #: What is around the calls of modules, by the id of a module.
         self.inner: dict[int, Call] = {}
-        #: What computes an operator in these calls, by the operator's name. Not changed, once there are calls.
-        self.rules: Mapping[str, Rule] = NO_RULES
+        #: What holds in these calls. It is replaced, and not changed: a backward has the rules of its forward.
+        self.rules = NO_RULES._replace(owner=id(self))
         #: Whether the calls compute by torch's own kernels, as the plain loop does, whatever other runs replace.
         self.is_plain = False
 
@@ -155,16 +155,19 @@ class CallInterceptor:
         """Whether a call of the loop is to compute as without a run."""
         return self._trainings_only and not (module.training and torch.is_grad_enabled())
 
-    def is_outermost_call(self, module: nn.Module) -> bool:
-        """Whether this call into `module` comes from the loop.
+    def _surroundings(self, module: nn.Module) -> tuple[Call, Rules]:
+        """Return the layers around a call into `module`, and its rules.
 
         An activation checkpoint inside a model calls modules again during the backward, and restores the context of the
-        forward, including the layers' effects. Only modules that the loop called directly need the layers again.
+        forward, including the layers' effects. Only modules that the loop called directly need the layers again. It has
+        to compute as its forward did, by the rules of that.
         """
-        if in_backward():
-            return id(module) in self._called
-        self._called.add(id(module))
-        return True
+        if not in_backward():
+            self._called.add(id(module))
+            return self.layers, self.rules
+        of_node = rules_now()
+        rules = self.rules if of_node is None or of_node.owner != self.rules.owner else of_node
+        return self.layers if id(module) in self._called else _innermost, rules
 
     def enter(self, original: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call `original` of a module for the loop, inside the layers of the run that the call belongs to."""
@@ -178,9 +181,9 @@ class CallInterceptor:
             return interceptor.traced(original, module, *args, **kwargs)
         if interceptor._is_left_plain(module):
             interceptor._had_other_calls = True
-            return _inside(_PLAIN, _innermost, original, module, *args, **kwargs)
-        layers = interceptor.layers if interceptor.is_outermost_call(module) else _innermost
-        return _inside(interceptor, layers, original, module, *args, **kwargs)
+            return _inside(_PLAIN, _innermost, NO_RULES, original, module, *args, **kwargs)
+        layers, rules = interceptor._surroundings(module)
+        return _inside(interceptor, layers, rules, original, module, *args, **kwargs)
 
     def traced(self, function: Call, /, *args: Any, **kwargs: Any) -> Any:
         """Call `function` inside the layers while torch traces the call. The compiled graph is one node, made later."""
@@ -235,7 +238,7 @@ class CallInterceptors:
             interceptor = self._by_model[model] = self._open(model)
         return interceptor
 
-    def rules_of(self, model: nn.Module) -> Mapping[str, Rule]:
+    def rules_of(self, model: nn.Module) -> Rules:
         """Return the rules of the calls into `model`, without intercepting them."""
         interceptor: CallInterceptor | None = self._by_model.get(model)
         return NO_RULES if interceptor is None else interceptor.rules
@@ -313,10 +316,9 @@ _PLAIN = CallInterceptor()
 _PLAIN.is_plain = True
 
 
-def _inside(interceptor: CallInterceptor, call: Call, /, *args: Any, **kwargs: Any) -> Any:
+def _inside(interceptor: CallInterceptor, call: Call, rules: Rules, /, *args: Any, **kwargs: Any) -> Any:
     """Call `call`, and mark the operators in it and in its backward as belonging to a set-up model."""
     start = next_node_number()
-    rules = interceptor.rules
     call_state.in_call, call_state.accelerated = True, not interceptor.is_plain
     call_state.modules, call_state.rules = interceptor.inner, rules
     try:

@@ -64,7 +64,7 @@ _StepHook = Callable[[Optimizer, Any, Any], Any]
 _before_steps: list[_StepHook] = process_wide("hooks before steps", [])
 _after_steps: list[_StepHook] = process_wide("hooks after steps", [])
 _lock = threading.RLock()  # a model that is freed meanwhile ends its run
-_handles: list[RemovableHandle] = process_wide("hooks of torch for those of steps", [])
+_handles: dict[int, RemovableHandle] = process_wide("hooks of torch for those of steps", {})  # by the list's id
 
 
 class _Hook:
@@ -99,16 +99,17 @@ class StepHook:
         self._functions, self._function = functions, function
         with _lock:
             functions.append(function)
-            if not _handles:
-                _handles.append(register_optimizer_step_pre_hook(_Hook(_before_steps)))
-                _handles.append(register_optimizer_step_post_hook(_Hook(_after_steps)))
+            if id(functions) not in _handles:
+                is_before = functions is _before_steps
+                register = register_optimizer_step_pre_hook if is_before else register_optimizer_step_post_hook
+                _handles[id(functions)] = register(_Hook(functions))
 
     def remove(self) -> None:
         """Call the function no more."""
         with _lock:
             self._functions.remove(self._function)
-            while _handles and not (_before_steps or _after_steps):
-                _handles.pop().remove()
+            if not self._functions:
+                _handles.pop(id(self._functions)).remove()
 
 
 def hook_before_steps(function: _StepHook) -> StepHook:

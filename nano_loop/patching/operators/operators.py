@@ -1,6 +1,6 @@
 """Replaces torch's kernels by Python functions during a run. A function can call the kernel that it replaces.
 
-Under autocast, a call into a set-up model may have a rule for an operator, which then decides about the function. One
+Under autocast, the rules of a set-up model may list an operator, and then decide about the function. One
 operator can have several functions, of several runs: the last one is called, and all of them call torch's own kernel.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nano_loop.patching.ownership import rule_for
+from nano_loop.patching.ownership import rules_now
 from nano_loop.patching.patch_table import shared_change
 from nano_loop.patching.torch_private import destroy_library, full_name, has_kernel
 from nano_loop.patching.torch_private_compiler import forget_dispatch, never_compiled
@@ -53,7 +53,8 @@ class _Site:
         self._latest: Callable[..., Any] | None = None
 
     def __call__(self, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        rule, functions = rule_for(self.operator), self.functions
+        rules, functions = rules_now(), self.functions
+        rule = None if rules is None else rules.operators.get(self.operator)
         function: Any = functions[-1] if functions else self._latest
         if rule is None:
             return function(keys, *args, **kwargs)

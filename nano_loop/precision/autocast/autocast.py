@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.ownership import without_rule
+from nano_loop.patching.ownership import without_policy
 from nano_loop.patching.walk import find
-from nano_loop.policy.policy import RULE
 
 #: The dtypes that autocast casts to.
 LOW_DTYPES = (torch.bfloat16, torch.float16)
@@ -66,7 +65,7 @@ def disable_casts() -> Iterator[None]:
     (torch.bfloat16, torch.float32)
     """
     enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    rounding = nullcontext() if torch.compiler.is_compiling() else without_rule(RULE)
+    rounding = nullcontext() if torch.compiler.is_compiling() else without_policy()
     # Autocast to fp32 casts mixed inputs of an operator. With autocast disabled, bf16 mixed with fp32 would raise.
     torch.set_autocast_dtype("cpu", torch.float32)
     torch.set_autocast_enabled("cpu", True)

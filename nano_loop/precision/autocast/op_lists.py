@@ -17,7 +17,7 @@ from torch import Tensor
 from nano_loop.config.op_names import operators_of, overloads_of
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.operators.operators import ruled
-from nano_loop.patching.ownership import Rule
+from nano_loop.patching.ownership import OperatorRule
 from nano_loop.patching.torch_private import arguments_of
 from nano_loop.precision.autocast.default_ops import TORCHS, as_torch_does, below, cast_like_autocast
 
@@ -52,7 +52,7 @@ class OpLists:
 
     def __init__(self, bf16_ops: Collection[str], fp32_ops: Collection[str]) -> None:
         self.kinds: dict[str, str] = {}
-        self.rules: dict[str, Rule] = {}
+        self.rules: dict[str, OperatorRule] = {}
         self.idle: list[str] = []
         for names, kind in ((bf16_ops, "low"), (fp32_ops, "fp32")):
             for name in names:
@@ -86,7 +86,7 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
-def _casting(name: str, overload: Any, kind: str) -> Rule:
+def _casting(name: str, overload: Any, kind: str) -> OperatorRule:
     first_only = kind == "low" and name.partition(".")[0] in _NORMS
     kept = frozenset(
         place
@@ -109,7 +109,7 @@ def _casting(name: str, overload: Any, kind: str) -> Rule:
     return rule
 
 
-def _following(overload: Any) -> Rule:
+def _following(overload: Any) -> OperatorRule:
     def rule(function: Any, keys: Any, written: Tensor, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_tensors(lambda tensor: cast_like_autocast(tensor, written.dtype), (args, kwargs))
         return below(overload, (written, *args), kwargs)

@@ -12,8 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.kernels.build import CompiledKernel, for_report
-from nano_loop.kernels.fp32 import always, by_guess, rule_of
-from nano_loop.kernels.replacement import Choose, Replacement
+from nano_loop.kernels.override import Override
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -30,7 +29,7 @@ class Kernels(NamedTuple):
     ----------
     kernel : CompiledKernel
         The compiled functions.
-    replacements : tuple of Replacement
+    overrides : tuple of Override
         What replaces torch's kernels.
     is_for : callable
         Whether a model calls the replaced operators.
@@ -40,19 +39,21 @@ class Kernels(NamedTuple):
     absent : SkipReason or None
         Why models without such operators are skipped. None: they have no line in the report.
     contexts : tuple of callable
-        Return the contexts in which the kernels are replaced, besides those of `replacements`.
-    calls_torchs_kernels : bool
-        Whether the replacements call torch's own kernels, which torch returns from 2.9 on.
+        Return the contexts in which the kernels are replaced, besides those of `overrides`.
     """
 
     kernel: CompiledKernel
-    replacements: tuple[Replacement, ...] = ()
+    overrides: tuple[Override, ...] = ()
     is_for: Callable[[nn.Module], bool] = lambda model: True
     says: str = ""
     says_without_kernel: str | None = None
     absent: SkipReason | None = None
     contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
-    calls_torchs_kernels: bool = True
+
+    @property
+    def calls_torchs_kernels(self) -> bool:
+        """Whether torch's own kernels compute the rest, which torch returns from 2.9 on."""
+        return any(override.otherwise is None for override in self.overrides)
 
 
 class Row(NamedTuple):
@@ -64,8 +65,6 @@ class Row(NamedTuple):
         The name of the step and of its option.
     kernels, in_fp32 : Kernels
         Those of runs in reduced precision, and in fp32, where None stands for none.
-    rule : callable, optional
-        The models' rule that selects functions for fp32 tensors, until `tune_operators` measures.
     finds_all : bool
         Whether `is_for` finds every model that calls the operators, so that a run without one cannot apply the step.
     is_for_all_code : bool
@@ -75,7 +74,6 @@ class Row(NamedTuple):
     name: str
     kernels: Kernels
     in_fp32: Kernels | None = None
-    rule: Choose | None = None
     finds_all: bool = False
     is_for_all_code: bool = False
 
@@ -99,8 +97,9 @@ class KernelStep(Step):
         self._has_calls = False  # whether a model that was set up calls the replaced operators
         self._in_force: ExitStack | None = None
         self._models: Any = WeakIdKeyDictionary()
-        self._optimizers: Any = WeakIdKeyDictionary()
-        self._steps = self._calls = 0
+        self._calls = 0
+        self._is_idle = False  # whether torch's kernels are in force again
+        self._looks = ExitStack()  # what the clock is to call
 
     @property
     @override
@@ -158,8 +157,6 @@ class KernelStep(Step):
         self._begin_with(models)
         for model in models:
             self._models[model] = True
-        if self._is_in_fp32:
-            self._watch(parts)
         reason = self.kernels.kernel.unavailable
         return self.kernels.says if reason is None else f"{self.kernels.says_without_kernel}{for_report(reason)}"
 
@@ -168,13 +165,17 @@ class KernelStep(Step):
         for model in models:
             interceptor = self.interceptors.for_model(model, self.name)
             if self.row.in_fp32 is not None:
-                rule = self.row.rule or (by_guess if self._is_in_fp32 else always)
-                interceptor.rules = {**interceptor.rules, rule_of(kernels.kernel): rule}
+                names = interceptor.rules.kernels | {kernels.kernel.name}
+                interceptor.rules = interceptor.rules._replace(kernels=names, takes_kernels=not self._is_in_fp32)
         if self._in_force is None:
+            self._is_idle = False
             self._in_force = self.undoing.enter_context(ExitStack())
-            for context in (*kernels.contexts, *(replacement.in_force for replacement in kernels.replacements)):
+            for context in (*kernels.contexts, *(replaced.in_force for replaced in kernels.overrides)):
                 self._in_force.enter_context(context())
-        self._steps, self._calls = 0, kernels.kernel.calls
+        self._calls = kernels.kernel.calls
+        if self._is_in_fp32:
+            self._looks.close()
+            self._looks.callback(self.clock.at_doublings(self._look, LOOKS_FROM))
 
     @override
     def forget_times(self) -> None:
@@ -184,25 +185,17 @@ class KernelStep(Step):
     @override
     def final_result(self) -> StepResult | None:
         """Return that torch's kernels are in force again, or None."""
-        if self._in_force is not None or self._steps < LOOKS_FROM:
+        if not self._is_idle:
             return None
         return StepResult(
             self.name, "measured", "torch's kernels, which are as fast for these tensors", code="too_small"
         )
 
-    def _watch(self, parts: TrainingObjects) -> None:
-        for optimizer in parts.optimizers:
-            if optimizer not in self._optimizers:
-                self._optimizers[optimizer] = True
-                self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
-
-    def _look(self, *_: object) -> None:
-        self._steps += 1
-        if self._steps < LOOKS_FROM or self._steps.bit_count() > 1 or self._in_force is None:
-            return
-        if self.kernels.kernel.calls == self._calls:
+    def _look(self) -> None:
+        """Put torch's kernels back if no call has used a function since this was called last."""
+        if self._in_force is not None and self.kernels.kernel.calls == self._calls:
             self._in_force.close()
-            self._in_force = None
+            self._in_force, self._is_idle = None, True
             self.interceptors.release(self.name)
         self._calls = self.kernels.kernel.calls
 

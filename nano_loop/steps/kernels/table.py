@@ -7,7 +7,6 @@ from nano_loop.kernels.attention import attention, blocked_attention, flash_atte
 from nano_loop.kernels.convolution import convolution, weight_gradient
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.embedding import lookup, row_gradient
-from nano_loop.kernels.fp32 import by_guess
 from nano_loop.kernels.linear import fp32_product, linear, product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norms, rms_norm
@@ -26,7 +25,6 @@ DROPOUT = Row(
         is_for=lambda model: True,
         says="torch's own masks, drawn as vectors",
         contexts=(bernoulli.vectorized_draws,),
-        calls_torchs_kernels=False,
     ),
     is_for_all_code=True,
 )
@@ -36,15 +34,14 @@ ATTENTION = Row(
     "fast_attention",
     Kernels(
         blocked_attention.KERNEL,
-        attention.REPLACEMENTS,
+        attention.OVERRIDES,
         is_for=models.has_attention,
         says="in blocks, by a kernel in C",
         absent=SkipReason("no_attention", "no attention was found in the model"),
-        calls_torchs_kernels=False,
     ),
     Kernels(
         fp32_attention.KERNEL,
-        flash_attention.REPLACEMENTS,
+        flash_attention.OVERRIDES,
         is_for=models.has_attention,
         says="in C where that is measured to be faster",
     ),
@@ -56,7 +53,7 @@ ACTIVATION = Row(
     "fast_activation",
     Kernels(
         activations.KERNEL,
-        activations.REPLACEMENTS,
+        activations.OVERRIDES,
         is_for=models.has_tanh,
         says="tanh, and GELU by tanh, in C",
     ),
@@ -67,7 +64,7 @@ CONVOLUTION = Row(
     "fast_convolution",
     Kernels(
         weight_gradient.KERNEL,
-        convolution.REPLACEMENTS,
+        convolution.OVERRIDES,
         is_for=models.has_convolutions,
         says="weights' gradients in blocks, by bf16 instructions",
         says_without_kernel="weights' gradients by plain bf16 products where oneDNN is slow, since ",
@@ -80,11 +77,10 @@ CONVOLUTION = Row(
 # are torch's.
 _CROSS_ENTROPY = Kernels(
     cross_entropy.KERNEL,
-    cross_entropy.REPLACEMENTS,
+    cross_entropy.OVERRIDES,
     is_for=models.has_many_classes,
     says="one pass over the logits for the loss, one for the gradient",
     absent=SkipReason("few_classes", f"no layer has {models.MANY_CLASSES:,} outputs or more"),
-    calls_torchs_kernels=False,
 )
 CROSS_ENTROPY = Row("fast_cross_entropy", _CROSS_ENTROPY._replace(contexts=(upcasts_noted,)), _CROSS_ENTROPY)
 
@@ -109,7 +105,7 @@ LINEAR = Row(
 # norms reach a third of the memory's rate. Norms that are small or in another layout are torch's.
 _NORM = Kernels(
     norms.KERNEL,
-    (*norms.REPLACEMENTS, *rms_norm.REPLACEMENTS),
+    (*norms.OVERRIDES, *rms_norm.OVERRIDES),
     is_for=models.has_norms,
     says="two passes over the tensors, forward and backward",
     absent=SkipReason("no_norm", "the model calls none of torch's norms"),
@@ -120,17 +116,18 @@ NORM = Row("fast_norm", _NORM, _NORM, finds_all=True)
 # Other LSTMs are oneDNN's, which is faster for some shapes.
 _RNN = Kernels(
     recurrence.KERNEL,
-    rnn.REPLACEMENTS,
+    rnn.OVERRIDES,
     is_for=models.has_recurrent_layers,
     says="recurrences in C, products over all steps",
+    contexts=(rnn.denormals_flushed,),
 )
-RNN = Row("fast_rnn", _RNN, _RNN, rule=by_guess, finds_all=True)
+RNN = Row("fast_rnn", _RNN, _RNN, finds_all=True)
 
 # A step looks up few rows of a large table, and torch fills and adds tensors of the table's size. Fused steps of
 # optimizers then update the rows that change (see `nano_loop.optimizers.row_steps`).
 _EMBEDDING = Kernels(
     row_gradient.KERNEL,
-    lookup.REPLACEMENTS,
+    lookup.OVERRIDES,
     is_for=models.has_large_tables,
     says="gradients of rows, in a tensor that stays",
     contexts=(row_gradient.row_gradients_kept,),

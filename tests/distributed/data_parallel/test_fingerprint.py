@@ -1,7 +1,5 @@
 """What ranks say of themselves arrives, and tells diverged ranks."""
 
-from dataclasses import replace
-
 import pytest
 
 from nano_loop.distributed.data_parallel.fingerprint import Fingerprint, refuse_divergence
@@ -10,25 +8,25 @@ from nano_loop.errors import NanoError
 ONE = Fingerprint("average", averagings=5, steps=12, added_parameters=0, rates=(0.1, float("nan")), arrived=b"\0\1\2")
 
 DIFFERENT = {
-    "steps": (replace(ONE, steps=11), r"different numbers of steps: ranks 0, 2 have 12, rank 1 has 11:"),
-    "rates": (replace(ONE, rates=(0.05, float("nan"))), r"differ at step 12: ranks 0, 2 have \[0.1, nan\], rank 1 has"),
-    "number of rates": (replace(ONE, rates=(0.1,)), r"learning rates differ .*, rank 1 has \[0.1\]"),
+    "steps": (ONE._replace(steps=11), r"different numbers of steps: ranks 0, 2 have 12, rank 1 has 11:"),
+    "rates": (ONE._replace(rates=(0.05, float("nan"))), r"differ at step 12: ranks 0, 2 have \[0.1, nan\], rank 1 has"),
+    "number of rates": (ONE._replace(rates=(0.1,)), r"learning rates differ .*, rank 1 has \[0.1\]"),
     "parameters": (
-        replace(ONE, arrived=b"\0"),
+        ONE._replace(arrived=b"\0"),
         "numbers of parameters differ at step 12: ranks 0, 2 have 3, rank 1 has 1",
     ),
     "added_parameters": (
-        replace(ONE, added_parameters=2),
+        ONE._replace(added_parameters=2),
         "added parameters and buffers differ at step 12: .*rank 1 has 2",
     ),
-    "purpose": (replace(ONE, purpose="sync"), "rank 1 has called a model with added parameters"),
-    "averagings": (replace(ONE, averagings=4), "backwards differ at step 12: ranks 0, 2 have 5, rank 1 has 4"),
+    "purpose": (ONE._replace(purpose="sync"), "rank 1 has called a model with added parameters"),
+    "averagings": (ONE._replace(averagings=4), "backwards differ at step 12: ranks 0, 2 have 5, rank 1 has 4"),
 }
 
 
 def test_it_arrives_as_it_was_sent():
     again = Fingerprint.unpack(ONE.pack())
-    assert replace(again, rates=()) == replace(ONE, rates=())
+    assert again._replace(rates=()) == ONE._replace(rates=())
     assert str(again.rates) == str(ONE.rates)
     nothing = Fingerprint("sync", 0, 0, 0, (), b"")
     assert Fingerprint.unpack(nothing.pack()) == nothing
@@ -42,4 +40,4 @@ def test_what_differs_is_named_with_the_ranks(name):
 
 
 def test_what_arrived_may_differ_and_nan_is_nan():
-    refuse_divergence([ONE, replace(ONE, arrived=b"\1\0\1", rates=(0.1, float("nan")))])
+    refuse_divergence([ONE, ONE._replace(arrived=b"\1\0\1", rates=(0.1, float("nan")))])

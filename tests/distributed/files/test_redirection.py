@@ -75,8 +75,43 @@ def test_functions_are_like_the_ones_they_replace(found):
     assert found["removed"] == "FileNotFoundError"
 
 
-def test_devices_pipes_and_caches_are_the_real_ones(found):
-    assert found.checks["not_redirected"] == {"pipe": "through", "full": "OSError"}
+_IN_PARENT = ["a", "b", "by child", "d", "earlier", "f", "link"]
+FOUND = {
+    # Devices and pipes are the real ones.
+    "not_redirected": {"pipe": "through", "full": "OSError"},
+    # Forked processes share the files.
+    "forked": ["1", False, _IN_PARENT, "2", sorted([*_IN_PARENT, "by parent"])],
+    # A change in another way is refused.
+    "unseen": ["PermissionError", -1],
+    # A worker that is behind rank 0 does not stumble over what is done.
+    "behind": [
+        dict.fromkeys(("mkdir", "makedirs", "exclusive", "remove", "rmdir", "rmtree", "remove in a folder", "replace"))
+        | {"replace, to nowhere": "FileNotFoundError", "symlink": "FileExistsError"},
+        None,
+        ["a", "b", "before", "f", "link"],
+    ],
+    # A file that rank 0 makes after the worker has removed its name is seen.
+    "removed_and_made_again": [
+        [["a", "b", "d", "link"], "FileNotFoundError"],
+        "again\n",
+        ["a", "b", "before", "d", "f", "link"],
+        ["new"],
+    ],
+    # Libraries write and read private copies.
+    "safetensors": [[3.0, 3.0], [3.0, 3.0], ["bias", "weight"]],
+    "tensorboard": [[3.0, 2.0, 1.0], 1, True],
+    "transformers": [True, ["config.json", "model.safetensors"]],
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_redirected_process_finds(name, found):
+    if name in LIBRARIES:
+        pytest.importorskip(name)
+    assert found.checks[name] == FOUND[name]
+
+
+def test_caches_and_standard_error_are_the_real_ones(found):
     assert found.stderr.startswith("to standard error")
     assert found.cache == ["kept"]
 
@@ -87,50 +122,3 @@ def test_temporary_files_lie_in_the_private_folder_those_of_other_programs_too(f
     assert made["default"] != private
     assert made["read"] == "x"
     assert made["left"] == [False, False, True, True]
-
-
-def test_forked_processes_share_the_files(found):
-    names = ["a", "b", "by child", "d", "earlier", "f", "link"]
-    in_child = sorted([*names, "by parent"])
-    assert found.checks["forked"] == ["1", False, names, "2", in_child]
-
-
-def test_change_in_another_way_is_refused(found):
-    assert found.checks["unseen"] == ["PermissionError", -1]
-
-
-def test_worker_that_is_behind_rank_0_does_not_stumble_over_what_is_done(found):
-    done, removed, left = found.checks["behind"]
-    assert done == {
-        "mkdir": None,
-        "makedirs": None,
-        "exclusive": None,
-        "remove": None,
-        "rmdir": None,
-        "rmtree": None,
-        "remove in a folder": None,
-        "replace": None,
-        "replace, to nowhere": "FileNotFoundError",
-        "symlink": "FileExistsError",
-    }
-    assert removed is None
-    assert left == ["a", "b", "before", "f", "link"]
-
-
-def test_file_that_rank_0_makes_after_the_worker_has_removed_its_name_is_seen(found):
-    gone, text, names, inside = found.checks["removed_and_made_again"]
-    assert gone == [["a", "b", "d", "link"], "FileNotFoundError"]
-    assert text == "again\n"
-    assert names == ["a", "b", "before", "d", "f", "link"]
-    assert inside == ["new"]
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_libraries_that_are_installed_write_and_read_private_copies(name, found):
-    pytest.importorskip(name)
-    expected = {
-        "safetensors": [[3.0, 3.0], [3.0, 3.0], ["bias", "weight"]],
-        "tensorboard": [[3.0, 2.0, 1.0], 1, True],
-        "transformers": [True, ["config.json", "model.safetensors"]],
-    }
-    assert found.checks[name] == expected[name]

@@ -1,6 +1,9 @@
 """Workers are watched by what they have in common, whatever has started them: no pipes and no processes are needed."""
 
 import contextlib
+import ctypes
+import signal
+import threading
 import time
 
 import pytest
@@ -46,26 +49,26 @@ class Remote:
 
 @contextlib.contextmanager
 def watched(*remotes, latest_news=0.0):
-    workers = Workers(remotes, latest_news)
-    try:
-        yield workers
-    finally:
-        workers.end()
+    with Interrupts() as interrupts:
+        workers = Workers(remotes, interrupts, latest_news)
+        try:
+            yield workers
+        finally:
+            workers.end()
     assert all(remote.calls[-2:] == ["kill", "close"] for remote in remotes)
 
 
 def test_run_ends_when_all_have_finished():
     with watched(Remote(1), Remote(2)) as workers:
         workers.wait_until_ready(5)
-        with Interrupts() as interrupts, running_together(workers, contextlib.nullcontext, 5, interrupts):
+        with running_together(workers, contextlib.nullcontext, 5):
             pass
         assert workers.finished == [1, 2]
 
 
 def run_beside(*remotes, body=lambda: None, timeout=5, **watching):
-    with watched(*remotes, **watching) as workers, Interrupts() as interrupts:  # noqa: SIM117
-        with running_together(workers, contextlib.nullcontext, timeout, interrupts):
-            body()
+    with watched(*remotes, **watching) as workers, running_together(workers, contextlib.nullcontext, timeout):
+        body()
 
 
 def test_lost_connection_of_rank_0_is_raised_as_the_failure_that_caused_it():
@@ -135,3 +138,19 @@ def test_check_raises_while_rank_0_waits():
 def test_rank_that_does_not_finish_is_named_after_the_timeout():
     with pytest.raises(NanoWorkerError, match=r"rank 1 did not return .* within 0.3 s: .*same number of steps"):
         run_beside(Remote(1, finishes=False), timeout=0.3)
+
+
+@pytest.mark.slow
+def test_interrupt_that_rank_0_cannot_hear_kills_the_workers_it_waits_for():
+    remote, killed = Remote(1, finishes=False), []
+
+    def wait():
+        threading.Timer(0.1, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)).start()
+        try:
+            ctypes.CDLL(None).sleep(4)  # no line of Python
+        finally:
+            killed.append("kill" in remote.calls)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_beside(remote, body=wait)
+    assert killed == [True]

@@ -35,7 +35,7 @@ def imported(folder, names):
 
 def loaded(ranks, folder):
     with imported(folder, ()):
-        return repr(load(folder / "sent", with_modules=True)())
+        return repr(load(folder / "sent")())
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def in_worker(team, tmp_path):
             scope = {"__name__": "__main__", "m": modules[-1], "sys": sys}
             exec(textwrap.dedent(change), scope)
             (tmp_path / "sent").mkdir()
-            dump(eval(call, scope), tmp_path / "sent", {}, with_modules=True)
+            dump(eval(call, scope), tmp_path / "sent", {})
             here = repr(modules[-1].read())
         there = team(2)(loaded, tmp_path)[1]
         assert before != here or not change, "the change is not seen"

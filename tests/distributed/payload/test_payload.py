@@ -200,11 +200,6 @@ def test_views_of_one_storage_stay_views_of_it(send, size):
     assert send((whole, whole[4:], whole.view(2, -1)), check) == (7.0, 7.0 if size == 8 else 0.0)
 
 
-def test_same_object_twice_stays_one(send):
-    shared = {"tensor": torch.zeros(2)}
-    assert send(((shared, shared), {"again": shared}), lambda c: c[0][0] is c[0][1] is c[1]["again"])
-
-
 def test_gradients_hooks_and_their_handles_arrive(send):
     parameter, free = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
     seen = []
@@ -303,16 +298,17 @@ class Doubled(nn.Module):
         return x * 2
 
 
-def test_tied_weights_stay_tied_and_stay_the_optimizers(send):
-    model = Tied()
+def test_same_objects_and_tied_weights_stay_one_and_stay_the_optimizers(send):
+    model, shared = Tied(), {"tensor": torch.zeros(2)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def check(call):
-        model, optimizer = call
+        model, optimizer, (one, other), again = call
         weight = model.encode.weight
-        return model.decode.weight is weight, any(each is weight for each in optimizer.param_groups[0]["params"])
+        held = any(each is weight for each in optimizer.param_groups[0]["params"])
+        return model.decode.weight is weight, held, one is other is again["again"]
 
-    assert send((model, optimizer), check) == (True, True)
+    assert send((model, optimizer, (shared, shared), {"again": shared}), check) == (True, True, True)
 
 
 class Locked(nn.LSTM):
@@ -474,12 +470,9 @@ def test_loader_keeps_its_generator_and_its_samplers(send):
     assert there == ([each.tolist() for (each,) in loader], True, True)
 
 
-def test_the_environment_is_the_other_processes_own(send):
-    assert send([os.environ], lambda it: it[0] is os.environ)
-
-
-def test_torchs_own_generator_is_the_other_processes_own(send):
-    assert send(torch.default_generator, lambda it: it is torch.default_generator)
+def test_the_environment_and_torchs_own_generator_are_the_other_processes_own(send):
+    own = [os.environ, torch.default_generator]
+    assert send(own, lambda it: (it[0] is os.environ, it[1] is torch.default_generator)) == (True, True)
 
 
 def test_live_workers_of_a_loader_stay_at_home(send):
@@ -644,6 +637,10 @@ def closing_over(lock):
     return lambda: lock
 
 
+def with_default(lock):
+    return lambda x=lock: x
+
+
 module_lock = threading.Lock()
 
 
@@ -664,7 +661,7 @@ CULPRITS = {
         lambda: functools.partial(print, x=threading.Lock()),
         f"its attribute `keywords`, its item 'x', {LOCK}",
     ),
-    "default": (lambda: lambda x=module_lock: x, f"its attribute `__defaults__`, its item 0, {LOCK}"),
+    "default": (lambda: with_default(threading.Lock()), f"its attribute `__defaults__`, its item 0, {LOCK}"),
     "state": (Kept, f"argument `it`, its attribute `inner`, its item 'list', its item 1, {LOCK}"),
     "method": (lambda: Kept().__getstate__, "argument `it`, its attribute `__self__`, its attribute `inner`"),
     "refusing": (Refusing, f"argument `it` is a {__name__}.Refusing and cannot be pickled (OSError: not this one)"),

@@ -55,6 +55,19 @@ def sharding_of(ranks):
     return step, model
 
 
+def in_run(team, loop, *args):
+    """What ``loop(ranks, *sharding_of(ranks), *args)`` returns on two ranks."""
+    return team(2)(_in_run, loop, *args)
+
+
+def _in_run(ranks, loop, *args):
+    step, model = sharding_of(ranks)
+    try:
+        return loop(ranks, step, model, *args)
+    finally:
+        step.undo()
+
+
 def seen(loader):
     return [torch.as_tensor(batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader]
 
@@ -113,30 +126,26 @@ def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(tea
 
 
 def test_rank_0_may_evaluate_alone_on_a_loader_of_its_own(team):
-    def loop(ranks):
-        step, model = sharding_of(ranks)
+    def loop(ranks, step, model):
         count = 0
         if ranks.rank == 0:
             loader = DataLoader(numbers(), 4)
             model.eval()
             count = len(loader) + len(seen(loader))
-        step.undo()
         return count
 
-    assert team(2)(loop) == [10, 0]
+    assert in_run(team, loop) == [10, 0]
 
 
 def test_shard_of_a_setup_after_the_first_iteration_counts(team):
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
+    def loop(ranks, step, model):
         loader = DataLoader(numbers(), 4)
         counts = [len(seen(loader))]
         step.apply(TrainingObjects(loaders=[loader], shard=False))
         counts.append(len(seen(loader)))
-        step.undo()
         return counts
 
-    assert team(2)(loop) == [[3, 5]] * 2
+    assert in_run(team, loop) == [[3, 5]] * 2
 
 
 # --- what is divided, and told ---
@@ -156,42 +165,24 @@ class Caching(Dataset):
 
 
 def test_what_a_dataset_has_cached_on_each_rank_counts_for_nothing(team):
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
+    def loop(ranks, step, model):
         data = Caching()
         counts = [len(seen(DataLoader(Subset(data, range(20)), 5))) for _ in range(3)]
-        step.undo()
         return counts, len(data.cache)
 
-    assert team(2)(loop) == [([2, 2, 2], 10)] * 2
+    assert in_run(team, loop) == [([2, 2, 2], 10)] * 2
 
 
 def test_report_says_that_a_loader_was_found(team):
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
+    def loop(ranks, step, model):
         assert step.final_result() is None
         seen(DataLoader(numbers(), 5))
-        closing = step.final_result()
-        step.undo()
-        return str(closing)
+        return str(step.final_result())
 
-    assert all("applied  loaders" in each and "not set up, by batch" in each for each in team(2)(loop))
+    assert all("applied  loaders" in each and "not set up, by batch" in each for each in in_run(team, loop))
 
 
 # --- loaders that are not the loop's ---
-
-
-def test_loaders_of_other_threads_are_left_alone(team):
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
-        counts = []
-        thread = threading.Thread(target=lambda: counts.append(len(seen(DataLoader(numbers(), 5)))))
-        thread.start()
-        thread.join()
-        step.undo()
-        return counts
-
-    assert team(2)(loop) == [[4], [4]]
 
 
 class Looking(Dataset):
@@ -204,34 +195,25 @@ class Looking(Dataset):
         return len(seen(DataLoader(numbers(), 5)))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_loaders_inside_a_dataset_are_left_alone(team, num_workers):
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
-        found = seen(DataLoader(Looking(), 1, num_workers=num_workers))
-        step.undo()
-        return found
-
-    assert team(2)(loop) == [[[4], [4]]] * 2
-
-
-def test_loaders_of_a_run_that_each_rank_makes_alone_are_left_alone(team):
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
+def test_loaders_of_other_threads_inside_a_dataset_and_of_a_run_of_one_rank_are_left_alone(team):
+    def loop(ranks, step, model):
+        counts = []
+        thread = threading.Thread(target=lambda: counts.append(len(seen(DataLoader(numbers(), 5)))))
+        thread.start()
+        thread.join()
+        inside = [seen(DataLoader(Looking(), 1, num_workers=num_workers)) for num_workers in (0, 1)]
         with active_run(ALONE):
-            count = len(seen(DataLoader(numbers(), 5)))
-        step.undo()
-        return count
+            counts.append(len(seen(DataLoader(numbers(), 5))))
+        return counts, inside
 
-    assert team(2)(loop) == [4, 4]
+    assert in_run(team, loop) == [([4, 4], [[[4], [4]]] * 2)] * 2
 
 
 # --- what is left behind ---
 
 
 def test_found_loaders_and_their_datasets_are_let_go(team):
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
+    def loop(ranks, step, model):
         data = numbers()
         gone = [weakref.ref(data)]
         for _ in range(2):
@@ -240,11 +222,9 @@ def test_found_loaders_and_their_datasets_are_let_go(team):
             seen(loader)
         del data, loader
         gc.collect()
-        left = [each() is not None for each in gone]
-        step.undo()
-        return left
+        return [each() is not None for each in gone]
 
-    assert team(2)(loop) == [[False] * 3] * 2
+    assert in_run(team, loop) == [[False] * 3] * 2
 
 
 def test_workers_that_a_found_loader_keeps_serve_all_epochs_and_end_with_the_run(team):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from distributed.sharding.test_implicit_loaders import numbers, seen, sharding_of
+from distributed.sharding.test_implicit_loaders import in_run, numbers, seen, sharding_of
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
@@ -122,13 +122,10 @@ def test_class_over_an_iterable_dataset_is_divided(team):
         def __iter__(self):
             yield from super().__iter__()
 
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
-        batches = [seen(Stepwise(Stream(), 3)), seen(Stepwise(Stream(), 3))]
-        step.undo()
-        return batches
+    def loop(ranks, step, model):
+        return [seen(Stepwise(Stream(), 3)), seen(Stepwise(Stream(), 3))]
 
-    first, second = team(2)(loop)
+    first, second = in_run(team, loop)
     assert first == [[[0, 1, 2], [6, 7, 8], [12, 13, 14], [18, 19, 20]]] * 2
     assert second == [[[3, 4, 5], [9, 10, 11], [15, 16, 17], [21, 22, 23]]] * 2
 

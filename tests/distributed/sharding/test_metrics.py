@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from distributed.sharding.test_implicit_loaders import sharding_of
+from distributed.sharding.test_implicit_loaders import in_run
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -33,8 +33,7 @@ def loader_of(count=12):
 
 
 def test_whole_evaluations_and_divided_training_both_count_each_sample_once(team):
-    def loop(ranks):
-        step, model = sharding_of(ranks)
+    def loop(ranks, step, model):
         of_training = counted(loader_of())
         divided = computed(of_training)
         for metric in of_training:
@@ -45,8 +44,7 @@ def test_whole_evaluations_and_divided_training_both_count_each_sample_once(team
             late = computed(again)  # of the divided batches, after whole ones
         model.eval()
         by_mode = computed(counted(loader_of()))
-        step.undo()
         return divided, of_evaluation, late, by_mode
 
     expected = computed(counted(loader_of()))
-    assert team(2)(loop) == [(expected,) * 4] * 2
+    assert in_run(team, loop) == [(expected,) * 4] * 2

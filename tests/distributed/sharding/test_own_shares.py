@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.iter import IterableWrapper, ShardingFilter
 
-from distributed.sharding.test_implicit_loaders import Stream, numbers, seen, sharding_of
+from distributed.sharding.test_implicit_loaders import Stream, in_run, numbers, seen, sharding_of
 from nano_loop.patching import user_code
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
@@ -103,8 +103,7 @@ def flat(batches):
 
 @pytest.mark.parametrize("found", [True, False])
 def test_ranks_of_a_divided_sampler_take_as_many_steps(team, found):
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
+    def loop(ranks, step, model):
         loader = DataLoader(numbers(21), 5, sampler=[*range(21)][ranks.rank :: 2])
         if not found:
             step.apply(TrainingObjects(loaders=[loader]))
@@ -112,10 +111,9 @@ def test_ranks_of_a_divided_sampler_take_as_many_steps(team, found):
         length = len(loader), len(iter(loader))
         with torch.no_grad():
             alone = len(seen(loader)), len(loader)
-        step.undo()
         return epochs, length, alone
 
-    (first, *same), (second, length, alone) = team(2)(loop)
+    (first, *same), (second, length, alone) = in_run(team, loop)
     assert first == [[[0, 2, 4, 6, 8], [10, 12, 14, 16, 18], [20]]] * 2
     assert second == [[[1, 3, 5, 7, 9], [11, 13, 15, 17, 19], [1, 3, 5, 7, 9]]] * 2
     assert [*same, length, alone] == [(3, 3), (3, 3), (3, 3), (2, 2)]
@@ -134,8 +132,7 @@ def test_a_loop_may_divide_one_epoch_and_not_the_next(team, iterable):
         def __iter__(self):
             return iter(self.sampler)
 
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
+    def loop(ranks, step, model):
         sampler, data = Changing(), Reading()
         data.sampler = sampler
         loader = DataLoader(data, 5) if iterable else DataLoader(numbers(), 5, sampler=sampler)
@@ -143,26 +140,23 @@ def test_a_loop_may_divide_one_epoch_and_not_the_next(team, iterable):
         epochs = []
         for sampler.own in (False, True, False):
             epochs.append([*flat(seen(loader))])
-        step.undo()
         return epochs
 
     divided = [[*range(5), *range(10, 15)], [*range(5, 10), *range(15, 20)]]
-    assert team(2)(loop) == [[divided[rank], [*range(rank, 20, 2)], divided[rank]] for rank in (0, 1)]
+    assert in_run(team, loop) == [[divided[rank], [*range(rank, 20, 2)], divided[rank]] for rank in (0, 1)]
 
 
 def test_subset_that_a_loop_sets_by_rank_behind_an_epoch_is_not_divided_again(team):
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
+    def loop(ranks, step, model):
         loader = DataLoader(Subset(numbers(), range(20)), 5)
         step.apply(TrainingObjects(loaders=[loader]))
         epochs = [[*flat(seen(loader))]]
         loader.dataset.indices = range(ranks.rank, 20, 2)
         epochs.append([*flat(seen(loader))])
-        step.undo()
         return epochs
 
     divided = [[*range(5), *range(10, 15)], [*range(5, 10), *range(15, 20)]]
-    assert team(2)(loop) == [[divided[rank], [*range(rank, 20, 2)]] for rank in (0, 1)]
+    assert in_run(team, loop) == [[divided[rank], [*range(rank, 20, 2)]] for rank in (0, 1)]
 
 
 def test_endless_and_empty_streams_of_a_rank_are_read_as_they_are(team):
@@ -170,26 +164,20 @@ def test_endless_and_empty_streams_of_a_rank_are_read_as_they_are(team):
         def __iter__(self):
             return iter(()) if torch.distributed.get_rank() else itertools.count()
 
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
+    def loop(ranks, step, model):
         loader = DataLoader(Uneven(), 2)
         step.apply(TrainingObjects(loaders=[loader]))
-        epochs = [[batch.tolist() for batch in itertools.islice(loader, 3)] for _ in range(2)]
-        step.undo()
-        return epochs
+        return [[batch.tolist() for batch in itertools.islice(loader, 3)] for _ in range(2)]
 
-    assert team(2)(loop) == [[[[0, 1], [2, 3], [4, 5]]] * 2, [[], []]]
+    assert in_run(team, loop) == [[[[0, 1], [2, 3], [4, 5]]] * 2, [[], []]]
 
 
 def test_sampler_for_rank_0_that_each_rank_has_a_copy_of_is_for_each_rank(team):
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
+    def loop(ranks, step, model):
         sampler = DistributedSampler(numbers(), num_replicas=2, rank=0, shuffle=False)
-        found = [*flat(seen(DataLoader(numbers(), 5, sampler=sampler)))]
-        step.undo()
-        return found
+        return [*flat(seen(DataLoader(numbers(), 5, sampler=sampler)))]
 
-    assert team(2)(loop) == [[*range(rank, 20, 2)] for rank in (0, 1)]
+    assert in_run(team, loop) == [[*range(rank, 20, 2)] for rank in (0, 1)]
 
 
 # --- data that each rank draws differently ---
@@ -256,14 +244,12 @@ def test_divided_data_is_not_taken_for_drawn_differently(team, name):
             return DataLoader(Rows([0, 1] * 10), sampler=[[1, *range(2, 20, 2)], [*range(1, 20, 2), 0]][rank])
         return DataLoader(Subset(numbers(), range(rank, 20, 2)), 4, shuffle=True)
 
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
+    def loop(ranks, step, model):
         loader = make(ranks.rank)
         with warnings.catch_warnings(record=True) as warned:
             for _ in range(2):
                 seen(loader)
         code = step.final_result().code
-        step.undo()
         return code, len(warned)
 
-    assert team(2)(loop) == [("divided_by_program", 0)] * 2
+    assert in_run(team, loop) == [("divided_by_program", 0)] * 2

@@ -371,7 +371,7 @@ def test_streams_fill_their_last_group_up_too(team, size):
 # --- lengths ---
 
 
-def test_length_is_the_ranks_own_where_it_is_shared_and_the_plain_one_where_it_is_whole(team):
+def test_length_is_the_ranks_own_where_it_is_shared_and_stays_that_of_a_whole_iteration_until_then(team):
     def loop(ranks):
         model = nn.Linear(1, 1)
         lengths = []
@@ -381,23 +381,15 @@ def test_length_is_the_ranks_own_where_it_is_shared_and_the_plain_one_where_it_i
                 lengths.append(len(loader))
             model.eval()
             lengths.append(len(loader))
-        return [*lengths, len(loader)]
-
-    assert team(3)(loop) == [[2, 6, 6, 6]] * 3
-
-
-def test_length_stays_that_of_a_whole_iteration_until_the_next_batch_is_shared(team):
-    def loop(ranks):
-        model = nn.Linear(1, 1)
-        with sharing(ranks, DataLoader(Numbers(), batch_size=4), models=[model]) as loader:
-            model.eval()
             with torch.no_grad():
                 list(loader)
             model.train()
-            after_metric = len(loader)
-            return after_metric, [len(loader) for _ in loader], len(loader)
+            lengths.append(len(loader))
+            lengths += [len(loader) for _ in loader]
+            lengths.append(len(loader))
+        return [*lengths, len(loader)]
 
-    assert team(3)(loop) == [(6, [2, 2], 2)] * 3
+    assert team(3)(loop) == [[2, 6, 6, 6, 2, 2, 2, 6]] * 3
 
 
 def test_length_that_nobody_knows_is_an_error_as_ever(team):
@@ -468,11 +460,15 @@ def test_rank_0_may_evaluate_alone(team, name):
     assert team(2)(loop) == [plain_epochs(make, 1)[0], None]
 
 
-def test_one_model_in_train_mode_is_enough_for_sharing(team):
+def test_one_model_in_train_mode_is_enough_and_what_is_decided_at_the_start_holds_to_the_end(team):
     def loop(ranks):
         frozen, trained = nn.Linear(1, 1).eval(), nn.Linear(1, 1)
         with sharing(ranks, DataLoader(Numbers(), 4), models=[frozen, trained]) as loader:
-            return epochs(loader, 1)[0]
+            batches = iter(loader)
+            first = next(batches).tolist()
+            trained.eval()
+            with torch.no_grad():
+                return [first, *(batch.tolist() for batch in batches)]
 
     assert team(2)(loop) == shares_of(plain_epochs(LOADERS["in order"], 1)[0][0], 2)
 
@@ -508,19 +504,6 @@ def test_asked_for_sharing_and_wholeness_win_over_modes(team, make):
     assert team(2)(loop) == [[3, 3, 3, 6, 6, 6]] * 2
 
 
-def test_what_is_decided_when_the_iteration_starts_holds_to_its_end(team):
-    def loop(ranks):
-        model = nn.Linear(1, 1)
-        with sharing(ranks, DataLoader(Numbers(), 4), models=[model]) as loader:
-            batches = iter(loader)
-            next(batches)
-            model.eval()
-            with torch.no_grad():
-                return 1 + len(list(batches))
-
-    assert team(2)(loop) == [3, 3]
-
-
 # --- streams ---
 
 
@@ -547,30 +530,23 @@ def test_a_ranks_own_states_are_back_between_a_streams_batches(team):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_streams_without_an_end_are_read_a_group_at_a_time(team, workers):
     def loop(ranks):
-        made = DataLoader(Stream(None, draws=False), batch_size=2, num_workers=workers)
-        with sharing(ranks, made) as loader:
-            return epochs(loader, 2, most=3)
-
-    assert team(2)(loop) == [
-        [[[0, 1], [4, 5], [8, 9]]] * 2,
-        [[[2, 3], [6, 7], [10, 11]]] * 2,
-    ]
-
-
-def test_a_stream_is_read_no_further_than_a_group_ahead(team):
-    def loop(ranks):
         read = []
 
-        class Told(IterableDataset):
+        class Told(Stream):
             def __iter__(self):
-                for number in range(20):
-                    read.append(number)
-                    yield number
+                return (read.append(number) or number for number in super().__iter__())
 
-        with sharing(ranks, DataLoader(Told(), batch_size=None)) as loader:
-            return [len(read) for _ in loader]
+        made = DataLoader(Told(None, draws=False), batch_size=2, num_workers=workers)
+        with sharing(ranks, made) as loader:
+            found = epochs(loader, 2, most=3)
+            read.clear()
+            return found, [len(read) for _ in itertools.islice(loader, 3)]
 
-    assert team(2)(loop) == [list(range(2, 21, 2))] * 2
+    ahead = [4, 8, 12] if workers == 0 else [0] * 3  # which another process reads
+    assert team(2)(loop) == [
+        ([[[0, 1], [4, 5], [8, 9]]] * 2, ahead),
+        ([[[2, 3], [6, 7], [10, 11]]] * 2, ahead),
+    ]
 
 
 # --- samplers of the user's ---
@@ -585,47 +561,31 @@ def test_endless_samplers_are_drawn_a_group_at_a_time(team):
     assert [batches for batches, _ in results] == by_rank(plain, 3)
 
 
-def test_sampler_that_the_loop_changes_is_drawn_lazily_and_alike(team):
+def test_what_the_loop_changes_in_a_sampler_counts_from_then_on_and_alike(team):
+    class Curriculum(Sampler):
+        level = epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            for _ in range(4):
+                yield self.epoch + self.level
+
+        def __len__(self):
+            return 4
+
     def loop(ranks):
-        class Curriculum(Sampler):
-            level = 0
-
-            def __iter__(self):
-                for _ in range(8):
-                    yield self.level
-
         sampler, seen = Curriculum(), []
         with sharing(ranks, DataLoader(Numbers(), batch_size=1, sampler=sampler)) as loader:
-            for batch in loader:
-                seen.append(int(batch))
-                sampler.level += 1
-        return seen
-
-    assert team(2)(loop) == [[0, 1, 2, 3]] * 2
-
-
-def test_set_epoch_reaches_the_sampler(team):
-    def loop(ranks):
-        class ByEpoch(Sampler):
-            epoch = 0
-
-            def set_epoch(self, epoch):
-                self.epoch = epoch
-
-            def __iter__(self):
-                return iter([self.epoch] * 4)
-
-            def __len__(self):
-                return 4
-
-        seen = []
-        with sharing(ranks, DataLoader(Numbers(), sampler=ByEpoch())) as loader:
             for epoch in range(3):
-                loader.sampler.set_epoch(epoch)
-                seen += [int(batch) for batch in loader]
+                loader.sampler.set_epoch(5 * epoch)
+                for batch in loader:
+                    seen.append(int(batch))
+                    sampler.level += 1
         return seen
 
-    assert team(2)(loop) == [[0, 0, 1, 1, 2, 2]] * 2
+    assert team(2)(loop) == [[0, 1, 7, 8, 14, 15]] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,6 +1,5 @@
 """Ranks share loaders out for as long as the run of their step lasts, with fast_fetch too."""
 
-import multiprocessing
 import sys
 
 import cloudpickle
@@ -60,36 +59,26 @@ def test_ranks_share_with_and_without_whole_batches(team, size, fast):
         assert after == 5
 
 
-def test_models_of_other_calls_count_too(team):
+def test_models_and_shard_of_other_calls_count_too_and_none_changes_nothing(team):
     def loop(ranks):
         model, late = nn.Linear(1, 1).eval(), nn.Linear(1, 1)
-        loader, sharding = numbers(), made(Sharding, ranks)
-        sharding.observe(TrainingObjects(models=[model]))
-        sharding.apply(TrainingObjects(loaders=[loader]))
-        counts = [len(seen(loader))]
-        sharding.observe(TrainingObjects(models=[late]))
-        counts += [len(seen(loader)), len(loader)]
-        late.eval()
-        counts += [len(seen(loader)), len(loader)]
-        sharding.undo()
-        return counts
-
-    assert team(2)(loop) == [[5, 3, 3, 5, 5]] * 2
-
-
-def test_shard_of_a_later_call_wins_and_none_changes_nothing(team):
-    def loop(ranks):
-        model = nn.Linear(1, 1).eval()
         loader, sharding = numbers(), made(Sharding, ranks)
         counts = []
         for shard in (None, True, None, False, None):
             sharding.apply(TrainingObjects(models=[model], loaders=[loader], shard=shard))
             counts.append((len(seen(loader)), len(loader)))
+        other = numbers()
+        sharding.apply(TrainingObjects(loaders=[other]))
+        counts.append((len(seen(other)), len(other)))
+        sharding.observe(TrainingObjects(models=[late]))
+        counts.append((len(seen(other)), len(other)))
+        late.eval()
+        counts.append((len(seen(other)), len(other)))
         sharding.undo()
         return counts
 
     whole, shared = (5, 5), (3, 3)
-    assert team(2)(loop) == [[whole, shared, shared, whole, whole]] * 2
+    assert team(2)(loop) == [[whole, shared, shared, whole, whole, whole, shared, whole]] * 2
 
 
 def test_a_run_within_a_run_shares_once(team):
@@ -103,18 +92,6 @@ def test_a_run_within_a_run_shares_once(team):
 
     shares = [[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]
     assert team(2)(loop) == [(share, share, None, 5) for share in shares]
-
-
-def test_persistent_workers_end_with_the_run(team):
-    def loop(ranks):
-        loader, sharding = numbers(num_workers=1, persistent_workers=True), made(Sharding, ranks)
-        sharding.apply(TrainingObjects(loaders=[loader]))
-        seen(loader)
-        alive = len(multiprocessing.active_children())
-        sharding.undo()
-        return alive, len(multiprocessing.active_children())
-
-    assert team(2)(loop) == [(1, 0)] * 2
 
 
 def test_counts_of_an_evaluation_are_summed_over_ranks_with_shard_alone(team):

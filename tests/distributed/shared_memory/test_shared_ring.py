@@ -1,10 +1,328 @@
-"""A rank's slice of a batch is summed in the order of ranks, into its tensors and into the result, and nowhere else."""
+"""The shared-memory transport keeps ranks in step, tells them when they are not, and leaves nothing behind."""
 
+import gc
+import mmap
+import os
+import random
+import resource
+import sys
+import time
+from copy import copy
+from functools import partial
+from pathlib import Path
+
+import cloudpickle
 import pytest
 import torch
 
+from distributed.shared_memory import transports
+from distributed.shared_memory.transports import averaged, once, opened, random_list, same_bits, values
 from nano_loop.distributed.comm.packing import pack, signature
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_ring import LocalShard
+from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
+from nano_loop.errors import NanoError, RankLateError, RankLeftError
+
+# The processes of a team do not find the tests' modules by name.
+cloudpickle.register_pickle_by_value(transports)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+KIND = "shared memory"
+
+
+def message(transport, tensors):
+    """What a NanoError of averaging `tensors` says; None where there is none."""
+    try:
+        transport.average(tensors)
+    except NanoError as error:
+        return str(error)
+    return None
+
+
+def outcome(ranks, folder, **options):
+    """What a NanoError of making a transport says; None where there is none."""
+    try:
+        opened(KIND, ranks, folder, **options).close()
+    except NanoError as error:
+        return str(error)
+    return None
+
+
+def with_timeout(ranks, seconds):
+    impatient = copy(ranks)
+    impatient.timeout = seconds
+    return impatient
+
+
+# --- in step ---
+
+
+@pytest.mark.parametrize(
+    ("size", "slots", "rounds"),
+    [(2, 3, 2000), (2, 2, 300), (3, 3, 200), pytest.param(4, 4, 100, marks=pytest.mark.slow)],
+)
+def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rounds):
+    def run(ranks):
+        transport, naps = opened(KIND, ranks, tmp_path, size=128, slots=slots), random.Random(ranks.rank)
+        wrong = []
+        for turn in range(rounds):
+            length = (turn * 37) % 200
+            tensor = torch.full((length,), float(turn + ranks.rank))
+            if naps.random() < 0.05:
+                time.sleep(naps.random() / 1000)
+            transport.average([tensor, tensor.new_full((turn % 5,), turn * 2.0)])
+            wrong += [turn] * (not tensor.eq(turn + (ranks.size - 1) / 2).all())
+        transport.close()
+        return wrong
+
+    assert team(size)(run) == [[]] * size
+
+
+@pytest.mark.parametrize("stalling", ["fill", "empty", "write_mean", "LocalShard.average"])
+def test_a_rank_that_stalls_anywhere_is_waited_for(team, tmp_path, stalling):
+    def run(ranks):
+        from nano_loop.distributed.comm import packing
+        from nano_loop.distributed.shared_memory import shared_ring
+
+        place = {"write_mean": shared_ring, "LocalShard.average": shared_ring.LocalShard}.get(stalling, packing.Places)
+        name = stalling.rpartition(".")[2]
+        original, naps = getattr(place, name), random.Random(ranks.rank)
+
+        def stall(*args):
+            if naps.random() < 0.2:
+                time.sleep(0.003)
+            original(*args)
+
+        setattr(place, name, stall)
+        try:
+            return averaged(ranks, KIND, tmp_path, range(20, 40))
+        finally:
+            setattr(place, name, original)
+
+    by_rank = team(2)(run)
+    for number, seed in enumerate(range(20, 40)):
+        transports.assert_means([each[number] for each in by_rank], [random_list(seed, rank) for rank in range(2)])
+
+
+def test_three_ranks_sum_in_the_order_of_ranks(team, tmp_path):
+    def make(rank):
+        return [values(5, rank, (5000,), torch.float32)]
+
+    first, second, third = (make(rank)[0] for rank in range(3))
+    # Chunks so large that each rank has a slice to sum.
+    for (got,) in team(3)(once, KIND, tmp_path, make, {"size": 1 << 14}):
+        assert same_bits(got, (first + second + third) / 3)
+
+
+def test_more_lists_than_plans_are_kept(team, tmp_path):
+    def run(ranks):
+        transport, wrong = opened(KIND, ranks, tmp_path), []
+        for length in [*range(150), *range(150)]:
+            tensor = torch.full((length,), float(ranks.rank))
+            transport.average([tensor])
+            wrong += [length] * (not tensor.eq(0.5).all())
+        transport.close()
+        return wrong
+
+    assert team(2)(run) == [[], []]
+
+
+# --- out of step ---
+
+
+def test_a_rank_that_left_is_named(team, tmp_path):
+    def run(ranks):
+        transport = opened(KIND, ranks, tmp_path)
+        results = [message(transport, [torch.ones(1000)]) for _ in range(20)]
+        said = None
+        if ranks.rank == 1:
+            transport.leave()
+        else:
+            said = message(transport, [torch.ones(1000)])
+        transport.close()
+        return results, said
+
+    (results, said), (others, _) = team(2)(run)
+    assert results == others == [None] * 20
+    assert said.startswith("rank 1 has returned from train, and rank 0 still averages gradients: all ranks have to")
+
+
+def test_a_rank_that_leaves_right_after_the_last_averaging_is_no_fault(team, tmp_path):
+    def run(ranks):
+        results = []
+        for turn in range(60):
+            transport = opened(KIND, ranks, tmp_path)
+            tensor = torch.full((1000,), float(ranks.rank))
+            results.append(message(transport, [tensor]))
+            transport.leave()
+            results.append(tensor.eq(0.5).all().item())
+            if turn % 2 == ranks.rank:
+                time.sleep(0.001)
+            transport.close()
+        return results
+
+    assert team(2)(run) == [[None, True] * 60] * 2
+
+
+def test_a_rank_that_arrives_and_leaves_between_two_looks_is_no_fault(tmp_path):
+    ranks = Ranks()
+    segment = SharedSegment(ranks, 1, 8, partial(mmap.mmap, -1))
+    (place,) = segment.places(0)
+
+    def arrive_and_leave():
+        segment.publish(place, 1)
+        segment.leave()
+
+    ranks.check = arrive_and_leave
+    segment.wait([place], 1)
+    with pytest.raises(NanoError, match="rank 0 has returned from train"):
+        segment.wait([place], 2)
+    segment.close()
+
+
+def test_rank_of_another_host_that_is_late_or_leaves_is_known_by_its_number_in_the_run():
+    segment = SharedSegment(Ranks(6, 7, timeout=0.1).group([4, 6]), 1, 8, partial(mmap.mmap, -1))
+    with pytest.raises(RankLateError, match=r"rank 6 has waited 0.1 seconds for rank 4") as late:
+        segment.wait(segment.places(0), 1)
+    segment.publish(segment.places(1)[0], 1)
+    with pytest.raises(RankLeftError, match="rank 4 has returned from train") as left:
+        segment.wait(segment.places(0), 1)
+    assert (late.value.rank, left.value.rank) == (4, 4)
+    segment.close()
+
+
+def test_other_gradients_are_told_before_any_is_touched(team, tmp_path):
+    def run(ranks):
+        said, kept = [], True
+        for mine, yours in (((5,), (6,)), ((900,), (3,)), ((2, 3), (3, 2)), ((0,), (4,))):
+            transport = opened(KIND, ranks, tmp_path)
+            tensor = torch.full(mine if ranks.rank == 0 else yours, float(ranks.rank))
+            said.append(message(transport, [tensor]))
+            kept &= tensor.eq(ranks.rank).all().item()
+            transport.close()
+        return said, kept
+
+    for rank, (said, kept) in enumerate(team(2)(run)):
+        assert len(said) == 4
+        expected = f"rank {rank} averages other gradients than rank {1 - rank}"
+        assert all(each.startswith(expected) for each in said), said
+        assert kept
+
+
+def test_a_late_rank_is_named_after_the_timeout(team, tmp_path):
+    def run(ranks):
+        transport = opened(KIND, with_timeout(ranks, 0.2), tmp_path)
+        transport.average([torch.ones(3)])
+        said = message(transport, [torch.ones(3)]) if ranks.rank != 1 else None
+        ranks.barrier()
+        transport.close()
+        return said
+
+    said = team(3)(run)
+    for rank in (0, 2):
+        assert said[rank].startswith(f"rank {rank} has waited 0.2 seconds for rank 1 to average gradients: ")
+
+
+def test_what_check_raises_ends_the_wait_and_the_transport(team, tmp_path):
+    def run(ranks):
+        watched, transport = copy(ranks), None
+
+        def check():
+            raise KeyError("rank 1 failed")
+
+        transport = opened(KIND, watched, tmp_path)
+        transport.average([torch.ones(3)])
+        watched.check = check
+        if ranks.rank == 0:
+            with pytest.raises(KeyError, match="rank 1 failed"):
+                transport.average([torch.ones(3)])
+            with pytest.raises(NanoError, match="the ranks are out of step"):
+                transport.average([torch.ones(3)])
+        ranks.barrier()
+        transport.close()
+
+    team(2)(run)
+
+
+# --- the file ---
+
+
+def test_nothing_is_left_and_nothing_is_held_after_close(team, tmp_path):
+    def mapped():
+        return sum("averaging-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    def run(ranks):
+        counts = []
+        for _ in range(3):
+            descriptors, before = len(os.listdir("/proc/self/fd")), mapped()
+            transport = opened(KIND, ranks, tmp_path)
+            ranks.barrier()  # until then rank 0 may not have come to removing it
+            files, held = list(tmp_path.iterdir()), mapped()
+            gc.disable()  # what is given back has to be so at once
+            try:
+                for length in (10, 5000):
+                    transport.average([torch.ones(length), torch.ones(3, dtype=torch.complex64)])
+                transport.close()
+                counts.append((files, before, held, mapped(), len(os.listdir("/proc/self/fd")) - descriptors))
+            finally:
+                gc.enable()
+        return counts
+
+    assert team(2)(run) == [[([], 0, 1, 0, 0)] * 3] * 2
+
+
+@pytest.mark.parametrize("lacking", ["room", "a folder", "addresses on a rank"])
+def test_memory_that_is_not_to_be_had_is_an_error_on_every_rank(team, tmp_path, lacking):
+    def refuse(*args):
+        raise OSError("no address space")
+
+    def run(ranks):
+        limit, original = resource.getrlimit(resource.RLIMIT_FSIZE), mmap.mmap
+        if lacking == "room" and ranks.rank == 0:  # what a full file system answers, without mounting one
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
+        if lacking == "addresses on a rank" and ranks.rank == 1:
+            mmap.mmap = refuse
+        try:
+            return outcome(ranks, tmp_path / "absent" if lacking == "a folder" else tmp_path, size=1 << 20)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            mmap.mmap = original
+
+    reasons = {
+        "room": "[Errno 27] File too large",
+        "a folder": "[Errno 2] No such file",
+        "addresses on a rank": "no address",
+    }
+    for said in team(2)(run):
+        assert said.startswith(f"9 MiB of shared memory in {tmp_path}")
+        assert f" could not be allocated ({reasons[lacking]}" in said
+        assert said.endswith("--shm-size=1g.")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_memory_is_there_before_it_is_used(team, tmp_path):
+    def run(ranks):
+        sizes = []
+        if ranks.rank == 0:
+            original = os.unlink
+
+            def look(path):
+                status = os.stat(path)
+                sizes.append((status.st_blocks * 512 >= status.st_size >= 9 << 20, oct(status.st_mode & 0o777)))
+                original(path)
+
+            os.unlink = look
+        try:
+            opened(KIND, ranks, tmp_path, size=1 << 20).close()
+        finally:
+            if ranks.rank == 0:
+                os.unlink = original
+        return sizes
+
+    assert team(2)(run) == [[(True, "0o600")], []]
+
+
+# --- the slice of a batch that a rank sums: into its tensors and into the result, and nowhere else ---
 
 LENGTH = 40
 

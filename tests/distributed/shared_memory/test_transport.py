@@ -89,33 +89,31 @@ def test_lengths_around_whole_chunks(team, tmp_path, kind, size):
 
 
 @kinds
-def test_nothing_is_averaged_too(team, tmp_path, kind):
+def test_empty_lists_and_tensors_with_graphs_are_averaged_and_unknown_dtypes_and_use_after_close_refused(
+    team, tmp_path, kind
+):
     def run(ranks):
         transport = opened(kind, ranks, tmp_path)
         transport.average([])
         transport.average([torch.empty(0), torch.empty(3, 0, 2)])
         tensors = [torch.empty(0), torch.tensor(float(ranks.rank)), torch.empty(0, dtype=torch.float64)]
         transport.average(tensors)
-        transport.close()
-        return tensors[1].item()
-
-    assert team(2)(run) == [0.5, 0.5]
-
-
-@kinds
-def test_gradients_that_need_gradients_are_averaged_where_gradients_are_on(team, tmp_path, kind):
-    def run(ranks):
-        transport = opened(kind, ranks, tmp_path)
         weight = torch.full((300,), ranks.rank + 1.0, requires_grad=True)
         (gradient,) = torch.autograd.grad((weight**3).sum(), weight, create_graph=True)
         transport.average([gradient, weight])
+        with pytest.raises(NanoError, match=r"gradient of torch.int64: nano_loop averages float32, .*complex128"):
+            transport.average([torch.ones(3), torch.ones(3, dtype=torch.int64)])
+        after = torch.full((3,), float(ranks.rank))
+        transport.average([after])
+        transport.leave()
         transport.close()
-        return gradient.requires_grad, gradient.detach(), weight.detach()
+        transport.close()
+        with pytest.raises(NanoError, match="the transport is closed"):
+            transport.average([torch.ones(3)])
+        values = [each.detach().unique().tolist() for each in (gradient, weight)]
+        return tensors[1].item(), gradient.requires_grad, values, after.tolist()
 
-    for needed, gradient, weight in team(2)(run):
-        assert needed
-        assert gradient.unique().tolist() == [7.5]
-        assert weight.unique().tolist() == [1.5]
+    assert team(2)(run) == [(0.5, True, [[7.5], [1.5]], [0.5] * 3)] * 2
 
 
 @kinds
@@ -136,34 +134,6 @@ def test_a_large_list_in_chunks_of_the_usual_size(team, tmp_path, kind):
     results = team(2)(run)
     assert [alike for alike, _ in results] == [True, True]
     assert_means([first for _, first in results], [make(0), make(1)])
-
-
-@kinds
-def test_unknown_dtypes_are_refused_and_the_transport_goes_on(team, tmp_path, kind):
-    def run(ranks):
-        transport = opened(kind, ranks, tmp_path)
-        with pytest.raises(NanoError, match=r"gradient of torch.int64: nano_loop averages float32, .*complex128"):
-            transport.average([torch.ones(3), torch.ones(3, dtype=torch.int64)])
-        tensor = torch.full((3,), float(ranks.rank))
-        transport.average([tensor])
-        transport.close()
-        return tensor.tolist()
-
-    assert team(2)(run) == [[0.5] * 3] * 2
-
-
-@kinds
-def test_closed_transport_says_so(team, tmp_path, kind):
-    def run(ranks):
-        transport = opened(kind, ranks, tmp_path)
-        transport.average([torch.ones(3)])
-        transport.leave()
-        transport.close()
-        transport.close()
-        with pytest.raises(NanoError, match="the transport is closed"):
-            transport.average([torch.ones(3)])
-
-    team(2)(run)
 
 
 @pytest.mark.slow
@@ -188,3 +158,27 @@ def test_a_rank_that_is_killed_ends_the_wait_of_the_others(team, tmp_path, kind)
     expected = "rank 1 was killed" if kind == "shared memory" else "rank 0: Traceback"
     assert expected in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_buffers_are_used_again(team):
+    def run(ranks):
+        made, original = [], torch.empty
+
+        def counting(*args, **kwargs):
+            made.append(args)
+            return original(*args, **kwargs)
+
+        transport = opened("process group", ranks, None)
+        counts = []
+        torch.empty = counting
+        try:
+            for _ in range(3):
+                transport.average([torch.ones(3000), torch.ones(3000, dtype=torch.bfloat16)])
+                counts.append(len(made))
+        finally:
+            torch.empty = original
+        transport.close()
+        return counts
+
+    for first, second, third in team(2)(run):
+        assert 0 < first == second == third

@@ -19,7 +19,7 @@ def at_once(monkeypatch):
 @pytest.fixture
 def ranks(tmp_path):
     """What three ranks of one run see; they are in one process here."""
-    return [Waits(rank, 3, tmp_path) for rank in range(3)]
+    return [Waits(rank, tmp_path) for rank in range(3)]
 
 
 def look(*waits, times=4):
@@ -96,11 +96,11 @@ def test_a_short_wait_is_not_written_down(ranks, monkeypatch):
     wait = ranks[0].begin(1, "a")
     wait.look()
     wait.end()
-    assert not (ranks[0]._path).exists()
+    assert ranks[1].note_of(0) is None
 
 
 def test_without_a_folder_ranks_wait_as_before(tmp_path):
-    first, second = (Waits(rank, 2, tmp_path / "gone") for rank in range(2))
+    first, second = (Waits(rank, tmp_path / "gone") for rank in range(2))
     waits = first.begin(1, "a"), second.begin(0, "b")
     assert look(*waits, times=9) == [{}, {}]
     for each in waits:

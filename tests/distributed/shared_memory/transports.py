@@ -8,7 +8,7 @@ import torch
 
 from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.shared_memory.shared_file import map_together
-from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
+from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
 
 KINDS = ("shared memory", "process group")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)

@@ -7,14 +7,23 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from kernels.compared.oracle import Row, drawn, rms
-from nano_loop.kernels.attention import attention, blocked_attention, fp32_attention
+from nano_loop.kernels.attention import attention as module
+from nano_loop.kernels.attention import blocked_attention, fp32_attention
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.ownership import NO_RULES
 
 ATEN = torch.ops.aten
 FLASH = ATEN._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
 
 # --- bf16 ---
+
+OVERRIDE = module.OVERRIDES[0]._replace(rules=lambda call: NO_RULES)
+
+
+def attention(*args, **kwargs):
+    """Compute a call of a set-up model."""
+    return OVERRIDE.make(None)(None, *args, **kwargs)
 
 
 def inputs(batch=(2, 3), length=17, source=None, width=16, value_width=None, key_heads=None, seed=0, transposed=False):
@@ -69,8 +78,8 @@ def bound(theirs, truth, call, place):
 
 def is_computed(call):
     (query, key, value), kwargs = call
-    is_causal, grouped = kwargs.get("is_causal", False), kwargs.get("enable_gqa", False)
-    return attention._supports(query, key, value, kwargs.get("attn_mask"), is_causal, grouped)
+    with torch.autocast("cpu", torch.bfloat16):
+        return module._supports(None, query, key, value, **kwargs) is not None
 
 
 SEEDED = torch.Generator().manual_seed(0)
@@ -101,7 +110,7 @@ MASKS = {
 }
 IN_BF16 = Row(
     make=call_of,
-    ours=by(attention.attention),
+    ours=by(attention),
     torchs=by(F.scaled_dot_product_attention),
     bound=bound,
     cases=CASES | {name: {"kwargs": {"attn_mask": mask}} for name, mask in MASKS.items()},
@@ -119,7 +128,7 @@ IN_BF16 = Row(
     others={"small heads": lambda call: call_of(width=8)},
     kernel=blocked_attention.KERNEL,
     needs_kernel=False,
-    patches=[(attention, "MIN_SCORES", 1)],
+    patches=[(module, "MIN_SCORES", 1)],
 )
 
 # --- fp32 ---

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from kernels.compared.oracle import Row, at_least, drawn, pairs, rms
-from nano_loop.kernels.convolution import blocked_convolution, depthwise, weight_gradient
-from nano_loop.kernels.convolution.convolution import faster_backward
+from nano_loop.kernels.convolution import blocked_convolution, convolution, depthwise, weight_gradient
 from nano_loop.kernels.convolution.gradient_plans import Arguments, Plan, for_blocks, plans
 from nano_loop.kernels.convolution.weight_gradient import Geometry
 
@@ -172,13 +171,13 @@ def arguments(
     return Arguments(some(generator, *out.shape).bfloat16(), inputs, weight, *geometry, mask)
 
 
-def by_torch(keys, *given):
+def by_torch(*given):
     """torch's kernel."""
     return torch.ops.aten.convolution_backward(*given)
 
 
 def gradients(given, weight="blocks", **options):
-    return faster_backward(by_torch, lambda *_: Plan(weight=weight).name, **options)(None, *given)
+    return convolution._by_plan(convolution._supports(by_torch, *given), Plan(weight=weight), **options)
 
 
 def is_in_blocks(given):
@@ -206,7 +205,7 @@ of_weight = functools.partial(
     Row,
     make=arguments,
     ours=lambda given: gradients(given)[1:2],
-    torchs=lambda given: by_torch(None, *given)[1:2],
+    torchs=lambda given: by_torch(*given)[1:2],
     bound=at_least(1.2),
     supports=is_in_blocks,
     kernel=weight_gradient.KERNEL,

@@ -122,10 +122,12 @@ def assert_within(found: list[tuple[float, float]]) -> None:
 
 
 def assert_as_exact_as_torch(row: Row, sizes: Mapping[str, Any]) -> None:
-    """Hold a call of some sizes to its bounds.
+    """Hold a call of sizes that were drawn at random to its bounds. Those with a name are held by `assert_within`.
 
-    Of few numbers an error is chance, and torch's, too: one of two thousand is above its bound. Where one is, the root
-    mean squares of sixteen draws are held to theirs.
+    A drawn size may have few numbers, whose error is chance, and so is torch's, of which the bound is made: of two
+    thousand drawn calls, one was above its bound. Where one is, the root mean squares of sixteen seeds, in which chance
+    is small, are held to theirs. A named size is the same in each run and was seen to be within its bound, so that one
+    draw above it is a change of the kernel.
     """
     found = errors_of(row, row.make(**sizes))
     if "seed" in sizes and not all(error <= bound for error, bound in found):

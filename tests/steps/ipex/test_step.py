@@ -161,8 +161,8 @@ def timed(installed, step, monkeypatch):
         made = step(Ipex, use_ipex=use_ipex, **options)
         loaders = [DataLoader(range(64), batch_size)] if batch_size else []
         made.observe(TrainingObjects([model], [kind(model.parameters(), lr=0.1)], loaders))
-        if made._watch is not None:
-            monkeypatch.setattr(made._watch, "median_ms", lambda: milliseconds)
+        if made._times is not None:
+            monkeypatch.setattr(made._times, "median_ms", lambda: milliseconds)
         said = made.final_result()
         made.undo()
         return said and said.detail

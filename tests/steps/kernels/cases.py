@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import nano
+from nano_loop.kernels import override
 from nano_loop.kernels.activation import activations
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.linear import linear, product
@@ -427,3 +428,10 @@ LOSSES = {
         for is_held in (False, True)
     },
 }
+
+
+def compute_in_c(patch):
+    """Let functions in C compute tensors in fp32 of a run, whether they were measured to be faster or not."""
+    choose = override.Override._is_chosen
+    always = lambda self, algorithm, *call: algorithm.kernel is not None or choose(self, algorithm, *call)  # noqa: E731
+    patch.setattr(override.Override, "_is_chosen", always)

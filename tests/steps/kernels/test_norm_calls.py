@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import accelerated
-from nano_loop.kernels import fp32
+from nano_loop.kernels import override
 from nano_loop.kernels.norm import rms_norm
 from steps.kernels.cases import BY_NAME, use_for_all_sizes
 
@@ -22,7 +22,7 @@ from steps.kernels.cases import BY_NAME, use_for_all_sizes
 def every_norm_is_in_c(monkeypatch):
     use_for_all_sizes(monkeypatch, BY_NAME["fast_norm"])
     monkeypatch.setattr(rms_norm, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(fp32, "_guess", lambda: fp32.COMPILED)
+    monkeypatch.setattr(override, "_default_in_fp32", lambda: override.COMPILED)
 
 
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}

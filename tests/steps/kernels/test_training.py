@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from nano_loop import TorchNano, accelerated
-from nano_loop.kernels import fp32
+from nano_loop.kernels import override
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import users
 from nano_loop.steps import products
-from nano_loop.steps.kernels import kernel_step
 from nano_loop.steps.kernels.kernel_step import LOOKS_FROM
 from steps.kernels.cases import (
     ACTIVATIONS,
@@ -46,7 +45,7 @@ TAKING_FP32 = [
 @pytest.fixture
 def compiled_first(monkeypatch):
     """Let the functions in C be the first guess for fp32 tensors, as on CPUs with AVX-512."""
-    monkeypatch.setattr(fp32, "_guess", lambda: fp32.COMPILED)
+    monkeypatch.setattr(override, "_default_in_fp32", lambda: override.COMPILED)
 
 
 ONE_OF_EACH = pytest.mark.parametrize(
@@ -117,8 +116,8 @@ def test_kernels_in_fp32_are_torchs_again_where_no_tensor_is_large(rows, status)
 @pytest.mark.usefixtures("compiled_first")
 @pytest.mark.skipif(not gives_kernels(), reason="torch 2.8 does not say which kernel an operator has")
 def test_deterministic_mode_brings_back_kernels_that_measured_times_have_taken_out(called, monkeypatch, deterministic):
-    faster = lambda call, algorithms, guess: fp32.TORCH if may_depend_on_times() else guess  # noqa: E731
-    monkeypatch.setattr(kernel_step, "by_guess", faster)  # as where all was measured
+    # As where all was measured.
+    monkeypatch.setattr(override.Override, "_is_chosen", lambda *_: not may_depend_on_times())
     model, in_force = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)), []
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with accelerated(model, optimizer, verbose=False, tune_operators=False):

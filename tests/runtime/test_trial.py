@@ -2,14 +2,17 @@
 
 import random
 import threading
+import time
 
 import pytest
 import torch
 
 from nano_loop.autotune import budget as budget_module
 from nano_loop.autotune.budget import Budget
-from nano_loop.steps import step_trial as module
-from nano_loop.steps.step_trial import ThreadTrial
+from nano_loop.autotune.choices import Choices
+from nano_loop.runtime import trial as module
+from nano_loop.runtime.clock import StepClock
+from nano_loop.runtime.trial import PATIENCE, StepTrial
 
 SHARE = budget_module.SHARE
 MORE = 4
@@ -18,13 +21,24 @@ MORE = 4
 class Loop:
     """A loop on a fake clock, whose steps take the seconds of a number of threads; it notes the numbers."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, choices):
         self.now, self.numbers = 0.0, []
         monkeypatch.setattr(budget_module, "SHARE", SHARE)
-        monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)  # that of budgets, too
-        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
-        self.budget = Budget(measures=True, in_advance=False)
-        self.trial = ThreadTrial(self.optimizer, 1, self.budget)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(module, "choices_for", lambda machine: choices)
+        self.optimizer, self.other = (torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1) for _ in range(2))
+        self.clock = StepClock()
+        self.clock.add([self.optimizer, self.other])
+        self.trial = StepTrial(
+            "num_threads",
+            (MORE, 1),
+            torch.set_num_threads,
+            self.optimizer,
+            Budget(self.clock),
+            None,
+            slowest=MORE,
+            present=torch.get_num_threads,
+        )
 
     def steps(self, count, seconds, noise=lambda: 1.0):
         """Take steps, whose seconds are by number of threads."""
@@ -33,19 +47,26 @@ class Loop:
             self.now += seconds[self.numbers[-1]] * noise()
             self.optimizer.step()
 
-    def close(self):
-        self.trial.close()
-        self.budget.close()
+
+@pytest.fixture
+def made(monkeypatch):
+    """Make a loop; all are closed in the end."""
+    before, loops = torch.get_num_threads(), []
+
+    def make(choices):
+        torch.set_num_threads(MORE)
+        loops.append(Loop(monkeypatch, choices))
+        return loops[-1]
+
+    yield make
+    for loop in loops:
+        loop.trial.close()
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
-def loop(monkeypatch):
-    before = torch.get_num_threads()
-    torch.set_num_threads(MORE)
-    made = Loop(monkeypatch)
-    yield made
-    made.close()
-    torch.set_num_threads(before)
+def loop(made):
+    return made(Choices(None))
 
 
 @pytest.mark.parametrize(("one", "number"), [(0.5, 1), (0.89, 1), (0.92, MORE), (1.0, MORE), (1.25, MORE), (4.0, MORE)])
@@ -90,8 +111,9 @@ def test_number_that_the_loop_sets_ends_it(loop):
     loop.steps(500, {1: 0.5, MORE: 1.0})
     torch.set_num_threads(3)
     loop.steps(100, {3: 9.0})
-    assert torch.get_num_threads() == 3
-    assert not loop.optimizer._optimizer_step_post_hooks
+    torch.set_num_threads(loop.trial.setting)
+    loop.steps(1000, {1: 9.0, MORE: 1.0})
+    assert set(loop.numbers[500:]) == {3, 1}
 
 
 def test_steps_of_other_threads_do_not_count(loop):
@@ -119,3 +141,40 @@ def test_deterministic_mode_leaves_a_number_that_the_loop_has_set(loop, determin
     deterministic()
     loop.trial.forget()
     assert torch.get_num_threads() == 3
+
+
+def test_what_an_earlier_run_has_found_holds_at_once_until_steps_take_longer(made):
+    choices = Choices(None)
+    first = made(choices)
+    first.steps(1500, {1: 0.5, MORE: 1.0})
+    assert first.trial.measured == 1
+    again = made(choices)
+    again.steps(20, {1: 0.5, MORE: 1.0})
+    assert again.numbers == [MORE] * 10 + [1] * 10
+    assert (again.trial.measured, again.trial.medians) == (0, pytest.approx({1: 0.5, MORE: 1.0}))
+    larger = made(choices)  # batches
+    larger.steps(20, {1: 50.0, MORE: 100.0})
+    assert set(larger.numbers) == {MORE}
+
+
+def test_one_setting_is_tried_at_a_time_and_given_up_when_its_optimizer_steps_no_more(loop):
+    """As where a program goes on with another model."""
+    taken = []
+    second = StepTrial("x", ("a", "b"), taken.append, loop.other, Budget(loop.clock), None, slowest=1.0)
+    for _ in range(500):
+        loop.steps(1, {1: 0.5, MORE: 1.0})
+        if loop.trial.is_under_way:
+            break
+    for _ in range(PATIENCE):
+        loop.now += 1.0
+        loop.other.step()
+    assert loop.trial.is_under_way
+    assert not taken
+    for _ in range(100):
+        loop.now += 1.0
+        loop.other.step()
+    assert loop.trial.is_given_up
+    assert torch.get_num_threads() == MORE
+    assert second.measured == 1
+    assert {*taken} == {"a", "b"}
+    second.close()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nano_loop import NanoError
-from nano_loop.distributed.payload.mapped_memory import mapped
 from nano_loop.distributed.payload.payload import dump, load
+from nano_loop.distributed.payload.shared_files import mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory map of a process is Linux's")
 
@@ -63,10 +63,14 @@ def test_what_is_not_shared_or_is_trained_is_copied(tmp_path, make):
     assert (arrived == 1).all()
 
 
-def test_private_mapping_of_a_file_is_copied_for_its_pages_may_have_been_written(tmp_path):
+def test_private_pages_of_a_file_and_memory_beyond_a_mapping_are_not_taken_for_a_file_s(tmp_path):
     (tmp_path / "file").write_bytes(bytes(MIB))
-    tensor = torch.from_file(str(tmp_path / "file"), shared=False, size=MIB, dtype=torch.uint8)
-    assert mapped(tensor.data_ptr(), MIB) is None
+    private = torch.from_file(str(tmp_path / "file"), shared=False, size=MIB, dtype=torch.uint8)
+    shared = torch.ones(MIB, dtype=torch.uint8).share_memory_()
+    assert mapped(private.data_ptr(), MIB) is None  # its pages may have been written
+    assert mapped(0, MIB) is None
+    assert mapped(shared.data_ptr(), MIB).size == MIB
+    assert mapped(shared.data_ptr(), 1 << 40) is None
 
 
 def test_file_that_is_gone_when_it_is_read_is_told(tmp_path):
@@ -79,13 +83,6 @@ def test_file_that_is_gone_when_it_is_read_is_told(tmp_path):
     path.write_bytes(bytes(MIB))
     with pytest.raises(NanoError, match="another file"):
         place.load()
-
-
-def test_memory_beyond_a_mapping_is_not_taken_for_a_file_s():
-    assert mapped(0, MIB) is None
-    tensor = torch.ones(MIB, dtype=torch.uint8).share_memory_()
-    assert mapped(tensor.data_ptr(), MIB).size == MIB
-    assert mapped(tensor.data_ptr(), 1 << 40) is None
 
 
 def test_bytes_that_are_copied_are_counted(tmp_path):

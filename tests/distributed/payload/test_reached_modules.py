@@ -5,9 +5,8 @@ import os
 import sys
 
 import pytest
-import torch
 
-from nano_loop import NanoError, NanoWorkerError, nano
+from nano_loop import NanoError
 from nano_loop.distributed.payload.payload import dump
 
 FILES = {
@@ -45,7 +44,7 @@ def send(modules, tmp_path):
 
     def sent(make):
         (tmp_path / "sent").mkdir()
-        dump(make(modules), tmp_path / "sent", {}, with_modules=True)
+        dump(make(modules), tmp_path / "sent", {})
 
     return sent
 
@@ -124,12 +123,3 @@ def test_a_file_that_is_replaced_by_one_with_an_older_date_has_changed(send, tmp
     other.replace(tmp_path / "edited_function.py")
     with pytest.raises(NanoError, match="has changed"):
         send(lambda modules: modules["edited_function"].scaled)
-
-
-def test_a_run_raises_it_before_a_worker_begins(modules, tmp_path):
-    write(tmp_path, {"edited_function.py": "def scaled(x):\n    return x + 2\n"})
-    model = torch.nn.Linear(1, 1)
-    train = nano(num_processes=2, verbose=False, timeout=60)(lambda model, optimizer, scaled: None)
-    with pytest.raises(NanoWorkerError, match=r"edited_function\.py has changed since it was imported") as caught:
-        train(model, torch.optim.SGD(model.parameters(), 0.1), modules["edited_function"].scaled)
-    assert caught.value.rank == 0

@@ -1,0 +1,135 @@
+"""What is measured of a call: the key of its times, and the race between its algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from nano_loop.autotune.tuner import Algorithm, Race
+from nano_loop.kernels.memory import UnsupportedTensorError
+from nano_loop.kernels.override import REFERENCE, ROUNDED, TORCH, Call, Compute
+from nano_loop.patching.walk import find
+
+#: How exact the algorithms of calls have to be, and how much faster than which other, by `Call.numbers_in`.
+_TERMS: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {},
+    # Both round sums of many numbers. Python takes some microseconds to ask for an algorithm, which torch's kernel
+    # alone would not take; in a step twice as long as in a loop of nothing else, since caches are cold.
+    "fp32": {"bound": 2.0**-12, "torchs_is_beaten": True, "overhead": 20e-6},
+    # Sums of few numbers, or of such as cancel, differ most. In a step, where inputs and results come from memory,
+    # rounding gains less than when it is repeated.
+    ROUNDED: {"bound": 2.0**-5, "torchs_is_beaten": True, "pays": 1.2},
+}
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+def kind_of(call: Call) -> Hashable:
+    """Return what calls have in common that are computed alike."""
+    return call.operator, call.numbers_in, _kind(call.tensors), _kind(call.numbers), call.leaves
+
+
+def _kind(values: Sequence[Any]) -> Hashable:
+    return tuple(
+        [
+            (value.shape, value.stride(), value.dtype)
+            if isinstance(value, Tensor)
+            else tuple(value)
+            if isinstance(value, (list, tuple))
+            else value != 0
+            if isinstance(value, float)
+            else value
+            for value in values
+        ]
+    )
+
+
+def key_of(call: Call) -> str:
+    """Return what the fastest algorithm of a call depends on, in words: not on the exact size of a batch."""
+    first: Tensor = call.tensors[0]
+    outermost = max(range(first.dim()), key=first.stride, default=0)
+    rough = {first.size(dimension) for dimension in call.rough or (outermost,)}
+    words = [word for value in (*call.tensors, *call.numbers) for word in _in_words(value, rough)]
+    return " ".join(map(str, (_numbers_in(call), call.operator, *words)))
+
+
+def _in_words(value: Any, rough: set[int]) -> Iterator[object]:
+    if isinstance(value, Tensor):
+        yield "x".join(bucket(size) if size in rough else str(size) for size in value.shape)
+        yield layout(value)
+    elif not isinstance(value, float):
+        yield "-" if value is None else str(value).replace(" ", "")
+
+
+def bucket(count: int) -> str:
+    """Return a text that is equal for counts of about the same size: within a factor of two."""
+    return f"2^{max(count - 1, 0).bit_length()}"
+
+
+def layout(tensor: Tensor) -> str:
+    """Return the memory layout: contiguous, with the second dimension last, or neither."""
+    if tensor.is_contiguous():
+        return "C"
+    return "L" if tensor.dim() > 1 and tensor.movedim(1 if tensor.dim() > 2 else 0, -1).is_contiguous() else "S"
+
+
+def race_of(call: Call, algorithms: Mapping[str, Compute]) -> Race | None:
+    """Return the race between the algorithms of a call, or None for one that is not measured.
+
+    They compute from tensors that share the memory of the call's, and change nothing that others see.
+    """
+    timed = call.timed(call) if call.timed is not None else call if call.is_measurable else None
+    if timed is None:
+        return None
+    gradients: dict[torch.Size, Tensor] = {}
+    race = {name: _timed(timed, compute, gradients) for name, compute in algorithms.items() if name != REFERENCE}
+    in_fp32, reference = algorithms.get(REFERENCE), None
+    if in_fp32 is not None and len(race) > 1:
+        own = [race[name] for name in race if name != TORCH and algorithms[name] is in_fp32]
+        reference = own[0] if own else _timed(timed, in_fp32, gradients, torch.float32)
+    return Race(race, TORCH, reference, **_TERMS[_numbers_in(call)]) if len(race) > 1 else None
+
+
+def _numbers_in(call: Call) -> str:
+    return call.numbers_in or _NAMES[call.tensors[0].dtype]
+
+
+def _timed(
+    call: Call, compute: Compute, gradients: dict[torch.Size, Tensor], dtype: torch.dtype | None = None
+) -> Algorithm:
+    """Return what computes a call, with the gradients of its leaves, from tensors of a dtype if it is passed."""
+
+    def algorithm() -> Sequence[Tensor]:
+        tensors: list[Any] = [tensor if tensor is None else _as_input(tensor, dtype) for tensor in call.tensors]
+        leaves = [tensor.requires_grad_() for tensor in tensors[: call.leaves]]
+        with torch.set_grad_enabled(bool(leaves)), saved_tensors_hooks(_same, _same):  # and not those of the loop
+            results = compute(call._replace(tensors=(*tensors,)))
+            if results is None:
+                raise UnsupportedTensorError(f"{call.operator} is left to torch")
+            if not leaves:
+                return [*find(Tensor, results)]
+            out: Tensor = next(iter(find(Tensor, results)))
+            if out.shape not in gradients:
+                gradients[out.shape] = _gradient_of(out)
+            return [out.detach(), *torch.autograd.grad(out, leaves, gradients[out.shape].to(out.dtype))]
+
+    return algorithm
+
+
+def _as_input(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
+
+
+def _gradient_of(out: Tensor) -> Tensor:
+    """Return a gradient of an output, with different numbers in each row."""
+    if not out.dim():
+        return torch.ones((), dtype=torch.float32, device="cpu")
+    row = torch.linspace(-1, 1, out.size(-1), dtype=torch.bfloat16, device="cpu").sin_()
+    return row.expand(out.shape).contiguous()

@@ -1,0 +1,257 @@
+"""Tries a setting of the loop, such as the number of threads, by whole steps of the loop."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+from torch.optim import Optimizer
+
+from nano_loop.autotune.budget import Budget
+from nano_loop.autotune.choices import Choice, choices_for
+from nano_loop.autotune.tuner import HOPELESS, NEARLY_ALWAYS
+from nano_loop.cpu import Machine
+from nano_loop.cpu.waits import BUSY, Waits
+from nano_loop.patching.deterministic_mode import may_depend_on_times
+from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.patch_table import process_wide
+
+#: How many times as fast the other setting has to be, by the medians, and how many times as long a step has to take
+#: for another measurement.
+PAYS, AGAIN = 1.1, 2.0
+#: How many rounds there are, at least and at most, and how many steps give the usual time of one.
+_LEAST, _MOST, _USUAL = 3, 8, 9
+#: A measurement is given up after so many steps of others since the last one of its optimizer.
+PATIENCE = 64
+
+_Setting = TypeVar("_Setting", bound=Hashable)
+
+#: In a thread, one setting is tried at a time: what steps take with another one would depend on it.
+_measuring: dict[int, StepTrial[Any]] = process_wide("trials under way, by thread", {})
+
+
+class StepTrial(Generic[_Setting]):
+    """A setting of a loop: the one that it has, until the other has been faster in the loop's own steps.
+
+    A step that is slower than usual in the other setting counts as the cost. A measurement begins, and goes on, while
+    the budget has the time of such a step. What is found is kept for later runs on this machine that step parameters of
+    the same shapes in about the same time.
+
+    Parameters
+    ----------
+    name : str
+        What is tried.
+    settings : tuple
+        That of the loop now, and the other.
+    take : callable
+        Lets the loop go on in a setting.
+    optimizer : torch.optim.Optimizer
+        Each of its steps ends a turn of the loop.
+    budget : Budget
+        Says how many seconds may still be lost. Its clock tells of the end of steps.
+    machine : Machine
+        The machine of which is known what was found before.
+    slowest : float
+        How many times as long as usual the first step in the other setting is taken to be.
+    present : callable, optional
+        Returns the setting in force, which the program may change. That ends the trial.
+    pays, wins, most : float, float, int
+        How many times as fast the other setting has to be by the medians, in which share of the rounds it has to be
+        faster, and how many rounds there are at most.
+
+    Attributes
+    ----------
+    settings
+        The same.
+    setting
+        The setting in which the loop goes on.
+    medians : dict
+        The seconds of a step by the setting, as they were measured last. Empty before that.
+    measured : int
+        How many measurements have ended.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: tuple[_Setting, _Setting],
+        take: Callable[[_Setting], object],
+        optimizer: Optimizer,
+        budget: Budget,
+        machine: Machine,
+        *,
+        slowest: float,
+        present: Callable[[], _Setting] | None = None,
+        pays: float = PAYS,
+        wins: float = NEARLY_ALWAYS,
+        most: int = _MOST,
+    ) -> None:
+        self.setting, self._other = self._now, _ = self.settings = settings
+        self.medians: dict[_Setting, float] = {}
+        self.measured = 0
+        self._apply, self._present, self._budget, self._clock = take, present, budget, budget.clock
+        self._slowest, self._pays, self._wins, self._most = slowest, pays, wins, most
+        self._optimizer = weakref.ref(optimizer)
+        self._choices, self._name = choices_for(machine), f"{name} {settings}"
+        self._waits: Waits | None = None
+        self._waited = 0  # steps of others since the last one of its optimizer
+        self._end: float | None = None
+        self._recent: deque[float] = deque(maxlen=_USUAL)
+        self._usual = 0.0
+        self._power: int | None = None  # of 2, of the usual time for which the file was asked
+        self._settled: float | None = None  # the least usual time since a measurement
+        self._times = self._no_times()
+        self._cancel = budget.clock.after(self.note)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether steps take turns."""
+        return _measuring.get(self._clock.thread) is self
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether its optimizer has not stepped for a long time."""
+        return self._waited > PATIENCE
+
+    def close(self) -> None:
+        """Note no more steps. The setting stays."""
+        self._cancel()
+        self._stop()
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Note the end of a step of an optimizer."""
+        if threading.get_ident() != self._clock.thread:
+            return
+        if self._present is not None and self._present() != self._now:
+            self.close()
+        elif optimizer is not self._optimizer():
+            self._waited += 1
+            if self.is_given_up and self.is_under_way:
+                self._wait()
+        elif not may_depend_on_times():
+            self.forget()
+        else:
+            seconds = math.inf if self._end is None else time.perf_counter() - self._end
+            self._waited = 0
+            if self.is_under_way:
+                self._take(seconds)
+            elif self._end is not None:
+                self._watch(seconds)
+            self._end = time.perf_counter()  # to change the setting takes time, too
+
+    def forget(self) -> None:
+        """Go on in the first setting, as before any measurement, unless the program has changed it."""
+        if not self._clock.is_here or (self._present is not None and self._present() != self._now):
+            return
+        self.setting, self._other = self.settings
+        self.medians, self._settled, self._end, self._times = {}, None, None, self._no_times()
+        self._wait()
+
+    def _watch(self, seconds: float) -> None:
+        """Begin a measurement, or go on with it, if there is a reason and time for it."""
+        self._recent.append(seconds)
+        if len(self._recent) < _USUAL:
+            return
+        self._usual = statistics.median(self._recent)
+        if self._settled is not None:
+            self._settled = min(self._settled, self._usual)
+            if self._usual <= AGAIN * self._settled:
+                return
+            self._settled = None
+        known = self._known()
+        if known is not None:
+            self._settle(*known)
+        elif self._has_time() and _measuring.setdefault(self._clock.thread, self) is self:
+            self._waits = self._waits or Waits()
+            self._set(self._next())
+
+    def _take(self, seconds: float) -> None:
+        """Note the time of a step in a measurement, and choose the setting of the next step."""
+        self._times[self._now].append(seconds)
+        if self._now == self._other:
+            self._budget.spend(max(seconds - self._usual, 0.0))
+        if self._is_decided():
+            self._decide()
+        elif self._next() == self._other and not self._has_time():
+            self._wait()
+        else:
+            self._set(self._next())
+
+    def _has_time(self) -> bool:
+        times = self._times[self._other]
+        longest = max(times) if times else self._usual * self._slowest
+        return self._budget.left(in_advance=False) > max(longest - self._usual, 0.0)
+
+    def _next(self) -> _Setting:
+        """Return the setting of the next step: they take turns, in rounds whose order changes."""
+        steps = sum(map(len, self._times.values()))
+        return self._other if (steps + steps // 2) % 2 else self.setting
+
+    def _is_decided(self) -> bool:
+        ours, others = self._times[self.setting], self._times[self._other]
+        if len(ours) != len(others) or len(ours) < _LEAST:
+            return False
+        return len(ours) >= self._most or statistics.median(others) > HOPELESS * statistics.median(ours)
+
+    def _decide(self) -> None:
+        ours, others = self._times[self.setting], self._times[self._other]
+        wins = sum(other < our for other, our in zip(others, ours, strict=True))
+        medians = {setting: statistics.median(times) for setting, times in self._times.items()}
+        is_faster = self._pays * medians[self._other] < medians[self.setting] and wins >= self._wins * len(ours)
+        self.measured += 1
+        setting = self._other if is_faster else self.setting
+        times = {str(tried): seconds * 1e3 for tried, seconds in medians.items()}
+        self._choices.put(self._key(), Choice(str(setting), str(self.settings[0]), times))
+        share = self._waits.share() if self._waits is not None else None
+        self._choices.save(is_busy=share is not None and share >= BUSY)
+        self._settle(setting, medians)
+
+    def _settle(self, setting: _Setting, medians: dict[_Setting, float]) -> None:
+        if setting != self.setting:
+            self.setting, self._other = self._other, self.setting
+        self.medians, self._settled, self._times = medians, self._usual, self._no_times()
+        self._wait()
+
+    def _no_times(self) -> dict[_Setting, list[float]]:
+        return {setting: [] for setting in self.settings}
+
+    def _known(self) -> tuple[_Setting, dict[_Setting, float]] | None:
+        """Return the better setting and the times that an earlier run has found, until this one has measured."""
+        _, power = math.frexp(self._usual)
+        if self.measured or power == self._power:
+            return None
+        self._power = power  # it is looked up once
+        choice = self._choices.get(self._key())
+        names = {str(setting): setting for setting in self.settings}
+        if choice is None or choice.algorithm not in names or not names.keys() <= choice.milliseconds.keys():
+            return None
+        return names[choice.algorithm], {names[name]: choice.milliseconds[name] / 1e3 for name in names}
+
+    def _key(self) -> str:
+        """Return by what the better setting is known: the shapes of the parameters, and about how long a step takes."""
+        optimizer = self._optimizer()
+        shapes = repr([tuple(parameter.shape) for parameter in (held_by(optimizer) if optimizer is not None else [])])
+        _, power = math.frexp(self._usual)
+        return f"{self._name} {hashlib.sha256(shapes.encode()).hexdigest()[:16]} 2^{power} s"
+
+    def _wait(self) -> None:
+        """Go on in the better setting, until there is a reason or time to measure."""
+        self._stop()
+        self._recent.clear()
+        self._set(self.setting)
+
+    def _stop(self) -> None:
+        if self.is_under_way:
+            del _measuring[self._clock.thread]
+
+    def _set(self, setting: _Setting) -> None:
+        if setting != self._now:
+            self._apply(setting)
+            self._now = setting

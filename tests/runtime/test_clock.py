@@ -1,0 +1,253 @@
+"""A run's clock counts the steps of its optimizers, tells of each in order, and leaves nothing on them."""
+
+import copy
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from nano_loop.runtime.clock import StepClock, StepTimes
+
+
+def made(kind=torch.optim.SGD, **options):
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    return kind([parameter], lr=0.1, **options)
+
+
+@pytest.fixture
+def clock():
+    ticking = StepClock()
+    yield ticking
+    ticking.close()
+
+
+@pytest.fixture
+def told(clock):
+    """Return what the clock tells, in order."""
+    told = []
+    clock.before(lambda optimizer, args, kwargs: told.append(("before", optimizer)))
+    clock.after(lambda optimizer: told.append(("after", optimizer, clock.steps)))
+    return told
+
+
+def test_steps_of_all_optimizers_are_counted_and_told_until_it_is_closed(clock, told):
+    one, two, other = made(), made(), made()
+    clock.add([one, two])
+    clock.add([one])  # set up once more
+    for optimizer in (one, two, other, one):
+        optimizer.step()
+    assert told == [
+        *(("before", one), ("after", one, 1)),
+        *(("before", two), ("after", two, 2)),
+        *(("before", one), ("after", one, 3)),
+    ]
+    clock.close()
+    one.step()
+    assert (clock.steps, len(told)) == (3, 6)
+    assert not one._optimizer_step_pre_hooks
+    assert not one._optimizer_step_post_hooks
+
+
+def test_hooks_of_the_user_before_the_setup_come_before_it_and_later_ones_after_it(clock):
+    calls, optimizer = [], made()
+    optimizer.register_step_pre_hook(lambda *_: calls.append("first"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("first, after"))
+    clock.add([optimizer])
+    optimizer.register_step_pre_hook(lambda *_: calls.append("last"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("last, after"))
+    clock.before(lambda *_: calls.append("ours"))
+    clock.after(lambda *_: calls.append("ours, after"))
+    optimizer.step()
+    assert calls == ["first", "ours", "last", "first, after", "ours, after", "last, after"]
+
+
+def test_arguments_pass_from_one_function_to_the_next(clock):
+    """As closures that each of them wraps."""
+    optimizer, calls = made(), []
+    clock.add([optimizer])
+
+    def wrapping(name):
+        def before(optimizer, args, kwargs):
+            closure = args[1]
+            return (args[0], lambda: (calls.append(name), closure())[1]), kwargs
+
+        return before
+
+    clock.before(wrapping("inner"))
+    clock.before(lambda *_: None)
+    clock.before(wrapping("outer"))
+    assert optimizer.step(lambda: 7) == 7
+    assert calls == ["outer", "inner"]
+
+
+def test_lbfgs_calls_its_closure_often_and_steps_once(clock, told):
+    parameter, calls = nn.Parameter(torch.tensor([3.0, -2.0])), []
+    optimizer = torch.optim.LBFGS([parameter], max_iter=4)
+    clock.add([optimizer])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = parameter.square().square().sum()
+        loss.backward()
+        calls.append(1)
+        return loss
+
+    optimizer.step(closure)
+    assert len(calls) > 2
+    assert [what for what, *_ in told] == ["before", "after"]
+
+
+class OwnStep(torch.optim.SGD):
+    """Calls the step of its base, whose hooks torch calls as well once an SGD has been made."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_step_that_calls_that_of_its_base_is_one_step(clock, told):
+    made()
+    optimizer = made(OwnStep)
+    clock.add([optimizer])
+    for _ in range(3):
+        optimizer.step()
+    assert clock.steps == 3
+    assert [what for what, *_ in told].count("after") == 3
+
+
+def test_step_that_raises_does_not_count_and_the_next_one_does(clock, told):
+    optimizer = made()
+    clock.add([optimizer])
+
+    def fails():
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        optimizer.step(fails)
+    assert clock.steps == 0
+    optimizer.step()
+    assert [what for what, *_ in told] == ["before", "before", "after"]
+    assert clock.steps == 1
+
+
+def test_step_that_a_scaler_skips_is_none(clock, told):
+    optimizer, scaler = made(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    clock.add([optimizer])
+    for gradient in (1.0, float("inf"), 1.0):
+        (optimizer.param_groups[0]["params"][0] * gradient).sum().backward(inputs=optimizer.param_groups[0]["params"])
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert clock.steps == 2
+
+
+def test_copies_and_pickles_have_no_hooks_and_are_not_counted(clock, told):
+    optimizer = made(torch.optim.Adam)
+    clock.add([optimizer])
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        other.param_groups[0]["params"][0].grad = torch.ones(2)
+        other.step()
+    assert not told
+
+
+def test_optimizer_that_is_dropped_is_freed(clock):
+    optimizer = made()
+    clock.add([optimizer])
+    optimizer.step()
+    del optimizer
+    assert not clock.optimizers
+
+
+def test_steps_of_other_threads_are_told_and_not_counted(clock, told):
+    optimizer = made()
+    clock.add([optimizer])
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    thread.join()
+    assert clock.steps == 0
+    assert [what for what, *_ in told] == ["before", "after"]
+
+
+def test_functions_are_called_in_so_many_steps_and_at_doublings_of_these(clock):
+    optimizer, calls = made(), []
+    clock.add([optimizer])
+    optimizer.step()
+    clock.in_steps(2, lambda: calls.append(("once", clock.steps - 1)))
+    cancelled = clock.in_steps(2, lambda: calls.append("cancelled"))
+    clock.at_doublings(lambda: calls.append(("from the first", clock.steps - 1)))
+    stop = clock.at_doublings(lambda: calls.append(("from the third", clock.steps - 1)), first=3)
+    cancelled()
+    for step in range(12):
+        if step == 8:
+            stop()
+        optimizer.step()
+    assert calls == [
+        ("from the first", 1),
+        ("once", 2),
+        ("from the first", 2),
+        ("from the third", 3),
+        ("from the first", 4),
+        ("from the third", 6),
+        ("from the first", 8),
+    ]
+
+
+def test_function_that_ends_its_subscription_leaves_the_others(clock):
+    optimizer, calls = made(), []
+    clock.add([optimizer])
+    ending = clock.after(lambda _: (calls.append("first"), ending()))
+    clock.after(lambda _: calls.append("second"))
+    optimizer.step()
+    optimizer.step()
+    assert calls == ["first", "second", "second"]
+
+
+# --- times ---
+
+
+@pytest.fixture
+def take(clock, monkeypatch):
+    """Take steps of an optimizer that last some seconds; nothing else takes time."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def take(optimizer, *seconds):
+        for each in seconds:
+            now[0] += each
+            optimizer.step()
+
+    return take
+
+
+def test_median_leaves_the_first_steps_and_those_of_other_optimizers_out(clock, take):
+    optimizer, other = made(), made()
+    clock.add([optimizer, other])
+    times = StepTimes(clock, optimizer)
+    take(other, 70)
+    take(optimizer, 50, 50, 50, 50, 0.003, 0.002, 0.004, 0.003, 9)
+    assert times.median_ms() == pytest.approx(3)
+    take(other, 70)
+    assert times.median_ms() == pytest.approx(3)
+    assert (clock.began, clock.shortest) == (70, pytest.approx(0.002))
+
+
+def test_few_steps_are_no_measurement(clock, take):
+    optimizer = made()
+    clock.add([optimizer])
+    times = StepTimes(clock, optimizer)
+    take(optimizer, *[1] * 8)
+    assert times.median_ms() is None
+    take(optimizer, 1)
+    assert times.median_ms() == pytest.approx(1000)
+
+
+def test_of_a_long_run_the_last_steps_count(clock, take):
+    optimizer = made()
+    clock.add([optimizer])
+    times = StepTimes(clock, optimizer)
+    take(optimizer, *[1] * 1500, *[2] * 900)
+    assert times.median_ms() == pytest.approx(2000)
