@@ -25,7 +25,7 @@ import nano_loop
 from benchmarks.workloads.models import Bottleneck, ResNet
 from nano_loop.kernels.linear import product
 from nano_loop.patching.torch_private_autograd import in_backward
-from nano_loop.policy import policy
+from nano_loop.policy import product_precision
 from nano_loop.steps import products
 
 PRODUCTS, BF16, AUTOCAST = "bf16-products", "bf16", "autocast by hand"
@@ -96,13 +96,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @contextmanager
 def every_product_rounded() -> Iterator[None]:
     """Let products of all sizes round their inputs."""
-    least, fewest, smallest = dict(policy.MIN_MULTIPLICATIONS), product.FEWEST, products.SMALLEST_WEIGHT
+    least, fewest, smallest = dict(product_precision.MIN_MULTIPLICATIONS), product.FEWEST, products.SMALLEST_WEIGHT
     try:
-        policy.MIN_MULTIPLICATIONS.update(dict.fromkeys(least, 1))
+        product_precision.MIN_MULTIPLICATIONS.update(dict.fromkeys(least, 1))
         product.FEWEST = products.SMALLEST_WEIGHT = 1
         yield
     finally:
-        policy.MIN_MULTIPLICATIONS.update(least)
+        product_precision.MIN_MULTIPLICATIONS.update(least)
         product.FEWEST, products.SMALLEST_WEIGHT = fewest, smallest
 
 
@@ -189,12 +189,13 @@ def share_in_bf16(name: str) -> float:
         step(model)
     rounded: list[int] = []
 
-    def record(rule: policy.Policy, kind: str, count: int, packed: int) -> None:
-        two_gradients = kind == policy.CONVOLUTION and in_backward()  # of the input and of the weight, in one call
+    def record(rule: product_precision.Policy, kind: str, count: int, packed: int) -> None:
+        # In a backward, one call computes the gradients of the input and of the weight.
+        two_gradients = kind == product_precision.CONVOLUTION and in_backward()
         rounded.append(2 * count if two_gradients else count)
 
     options = {"channels_last": x.dim() == 4, "tune_operators": False, "verbose": False}
-    with mock.patch.object(policy.Policy, "note", record):
+    with mock.patch.object(product_precision.Policy, "note", record):
         nano_loop.nano(precision=PRODUCTS, **options)(step)(model)
     return 2 * sum(rounded) / counter.get_total_flops()
 

@@ -5,7 +5,8 @@ separate run, and its first steps are not timed. A row has the medians of the ra
 the least and the largest: above 1, "bf16-products" is faster. What the tuner has measured is kept from block to block.
 
 ``--sizes`` trains single layers of growing sizes in which every product rounds, without the tuner. Where the ratio to
-32 crosses 1, by the multiplications of a product on each thread, is its least size in `nano_loop.policy.policy`.
+32 crosses 1, by the multiplications of a product on each thread, is its least size in
+`nano_loop.policy.product_precision`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 import nano_loop
 from benchmarks.workloads import USERS, Workload
-from nano_loop.policy import policy
+from nano_loop.policy import product_precision
 from nano_loop.steps import products
 
 PRODUCTS = "bf16-products"
@@ -102,13 +103,13 @@ def single_layers() -> Iterator[tuple[str, Case]]:
 @contextmanager
 def every_product_rounded() -> Iterator[None]:
     """Let products of all sizes round their inputs that the kernels take."""
-    least, smallest = dict(policy.MIN_MULTIPLICATIONS), products.SMALLEST_WEIGHT
+    least, smallest = dict(product_precision.MIN_MULTIPLICATIONS), products.SMALLEST_WEIGHT
     try:
-        policy.MIN_MULTIPLICATIONS.update(dict.fromkeys(least, 0))
+        product_precision.MIN_MULTIPLICATIONS.update(dict.fromkeys(least, 0))
         products.SMALLEST_WEIGHT = 1
         yield
     finally:
-        policy.MIN_MULTIPLICATIONS.update(least)
+        product_precision.MIN_MULTIPLICATIONS.update(least)
         products.SMALLEST_WEIGHT = smallest
 
 

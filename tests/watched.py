@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from nano_loop.optimizers.fused_steps import is_fused  # noqa: F401
+from nano_loop.optimizers.torch_fused_steps import is_fused  # noqa: F401
 
 
 class Net(nn.Module):

@@ -28,14 +28,6 @@ class Budget:
         self.clock, self._measures = clock, measures
         self._spent = 0.0
 
-    @property
-    def turn(self) -> int:
-        """Changes when there may be time again for what had to wait, or choices of rank 0: after 1, 2, 4, 8, … steps.
-
-        To ask again takes time, too.
-        """
-        return self.clock.steps.bit_length()
-
     def left(self, in_advance: bool = True) -> float:
         """Return how many seconds measurements may still take.
 

@@ -96,11 +96,6 @@ class Tuner:
         self._of_inner = 0.0  # the seconds that measurements inside of others have taken
 
     @property
-    def turn(self) -> int:
-        """Changes when `choose` may know what it did not know before."""
-        return self._budget.turn
-
-    @property
     def measured(self) -> int:
         """How many keys were measured in this run."""
         return len(self.new_choices)

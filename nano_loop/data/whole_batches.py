@@ -2,7 +2,8 @@
 
 A `DataLoader` indexes each sample by itself and stacks the samples, in six times the time. Here the result is what
 `torch.utils.data.default_collate` makes of them. Datasets are known by their exact classes, of torch and of
-skorch, or by a ``__getitem__`` that only indexes (see `nano_loop.data.indexed_attributes`).
+skorch, or by a ``__getitem__`` that only indexes (see `nano_loop.data.indexed_attributes`). Tables of another kind, as
+Arrow's, would get a module beside this one.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from nano_loop.kernels.fp16 import to_fp16s_numbers
 from nano_loop.kernels.memory import attempt, is_plain
 from nano_loop.patching.operators.operators import Kernel, overridden
 from nano_loop.patching.ownership import Rules, rules_now
-from nano_loop.policy.policy import is_large
+from nano_loop.policy.product_precision import is_large
 
 #: The names of algorithms: torch's kernel; a function in C; and one that rounds the inputs of a product in fp32.
 TORCH, COMPILED, ROUNDED = "torch", "compiled", "rounded"
@@ -146,7 +146,7 @@ class Override(NamedTuple):
     dispatch_key : str
         The dispatch key of the kernel.
     product : str
-        A key of `nano_loop.policy.policy.MIN_MULTIPLICATIONS`, if it is a product.
+        A key of `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS`, if it is a product.
     factors : int
         How many of the first tensors a product multiplies.
     packs : bool

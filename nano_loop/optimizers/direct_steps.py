@@ -21,8 +21,8 @@ from nano_loop.errors import error_message
 from nano_loop.kernels import denormals
 from nano_loop.kernels.embedding.row_gradient import row_gradients
 from nano_loop.optimizers import row_steps
-from nano_loop.optimizers.fused_steps import lie_alike, lie_in_order, takes_kernel
 from nano_loop.optimizers.row_steps import RowStep
+from nano_loop.optimizers.torch_fused_steps import lie_alike, lie_in_order, takes_kernel
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import listed, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import (

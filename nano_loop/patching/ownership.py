@@ -33,7 +33,7 @@ OperatorRule = Callable[..., Any]
 
 
 class ProductPolicy(Protocol):
-    """Decides which products of fp32 tensors round their inputs: `nano_loop.policy.policy.Policy`."""
+    """Decides which products of fp32 tensors round their inputs: `nano_loop.policy.product_precision.Policy`."""
 
     dtype: torch.dtype
 

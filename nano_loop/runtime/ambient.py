@@ -39,7 +39,7 @@ from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 from nano_loop.patching.user_code import warn
-from nano_loop.policy.policy import line_searches_in_fp32
+from nano_loop.policy.product_precision import line_searches_in_fp32
 from nano_loop.runtime.ambient_training import Training
 from nano_loop.runtime.changed_values import ChangedValues
 from nano_loop.runtime.left_alone import reason_to_leave

@@ -10,7 +10,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from contextlib import ExitStack, nullcontext
+from typing import Generic, TypeVar
 
 from torch.optim import Optimizer
 
@@ -21,7 +22,7 @@ from nano_loop.cpu import Machine
 from nano_loop.cpu.waits import BUSY, Waits
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.objects.optimizers import held_by
-from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.patch_table import shared_change, users
 
 #: How many times as fast the other setting has to be, by the medians, and how many times as long a step has to take
 #: for another measurement.
@@ -32,9 +33,6 @@ _LEAST, _MOST, _USUAL = 3, 8, 9
 PATIENCE = 64
 
 _Setting = TypeVar("_Setting", bound=Hashable)
-
-#: In a thread, one setting is tried at a time: what steps take with another one would depend on it.
-_measuring: dict[int, StepTrial[Any]] = process_wide("trials under way, by thread", {})
 
 
 class StepTrial(Generic[_Setting]):
@@ -76,6 +74,8 @@ class StepTrial(Generic[_Setting]):
         The seconds of a step by the setting, as they were measured last. Empty before that.
     measured : int
         How many measurements have ended.
+    is_under_way : bool
+        Whether steps take turns. In a thread, one setting is tried at a time: steps of one depend on another.
     """
 
     def __init__(
@@ -96,6 +96,8 @@ class StepTrial(Generic[_Setting]):
         self.setting, self._other = self._now, _ = self.settings = settings
         self.medians: dict[_Setting, float] = {}
         self.measured = 0
+        self.is_under_way = False
+        self._turns = ExitStack()  # what other trials of the thread wait for
         self._apply, self._present, self._budget, self._clock = take, present, budget, budget.clock
         self._slowest, self._pays, self._wins, self._most = slowest, pays, wins, most
         self._optimizer = weakref.ref(optimizer)
@@ -109,11 +111,6 @@ class StepTrial(Generic[_Setting]):
         self._settled: float | None = None  # the least usual time since a measurement
         self._times = self._no_times()
         self._cancel = budget.clock.after(self.note)
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether steps take turns."""
-        return _measuring.get(self._clock.thread) is self
 
     @property
     def is_given_up(self) -> bool:
@@ -168,7 +165,9 @@ class StepTrial(Generic[_Setting]):
         known = self._known()
         if known is not None:
             self._settle(*known)
-        elif self._has_time() and _measuring.setdefault(self._clock.thread, self) is self:
+        elif self._has_time() and not users(turns := ("trial of steps", self._clock.thread)):
+            self._turns.enter_context(shared_change(turns, nullcontext))
+            self.is_under_way = True
             self._waits = self._waits or Waits()
             self._set(self._next())
 
@@ -248,8 +247,8 @@ class StepTrial(Generic[_Setting]):
         self._set(self.setting)
 
     def _stop(self) -> None:
-        if self.is_under_way:
-            del _measuring[self._clock.thread]
+        self.is_under_way = False
+        self._turns.close()
 
     def _set(self, setting: _Setting) -> None:
         if setting != self._now:

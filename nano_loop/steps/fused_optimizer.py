@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.optimizers.direct_steps import stepped_directly
-from nano_loop.optimizers.fused_steps import steps_fused
+from nano_loop.optimizers.torch_fused_steps import steps_fused
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.optimizers import is_dense
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -23,8 +23,8 @@ _HAVE_KERNELS = (AdamW, Adam, SGD, Adagrad)
 class FusedOptimizer(Step):
     """Lets an optimizer step by torch's fused kernels, wherever they compute what its own loop over operators does.
 
-    That is asked at each step, for each group (see `nano_loop.optimizers.fused_steps`); the program's flags stay as
-    they are. Where they can, steps of the optimizer call the kernels directly (see
+    That is asked at each step, for each group (see `nano_loop.optimizers.torch_fused_steps`); the program's flags stay
+    as they are. Where they can, steps of the optimizer call the kernels directly (see
     `nano_loop.optimizers.direct_steps`).
     """
 

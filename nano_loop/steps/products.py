@@ -26,7 +26,7 @@ from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import shared_change
-from nano_loop.policy.policy import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
+from nano_loop.policy.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
@@ -50,7 +50,7 @@ class _Kind(NamedTuple):
     Attributes
     ----------
     name : str
-        A key of `nano_loop.policy.policy.MIN_MULTIPLICATIONS`.
+        A key of `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS`.
     overrides : tuple of Override
         What replaces torch's kernels; those of no other kind. None for LSTMs, which `fast_rnn` replaces.
     is_for : callable

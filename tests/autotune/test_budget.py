@@ -56,13 +56,3 @@ def test_other_threads_and_other_ranks_measure_nothing(clocked):
     thread.join()
     assert found == [0]
     assert of_rank_1.left() == 0
-    assert of_rank_1.turn == budget.turn == 3
-
-
-def test_turns_become_longer(clocked):
-    clock, step = clocked
-    budget, turns = module.Budget(clock), []
-    for _ in range(16):
-        step(1.0)
-        turns.append(budget.turn)
-    assert turns == [1, 2, 2, *[3] * 4, *[4] * 8, 5]

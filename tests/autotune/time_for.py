@@ -7,7 +7,6 @@ class TimeFor:
     def __init__(self, seconds):
         self.seconds = seconds
         self.asked = []  # what was left each time
-        self.turn = 0
 
     def left(self):
         self.asked.append(self.seconds)

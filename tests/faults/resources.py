@@ -13,7 +13,7 @@ import torch
 from faults.fault import BEFORE, EPOCH, STARTING, Fault
 from faults.runs import OPTIONS, at, attribute, python, temporary, train
 from nano_loop import NanoError, nano
-from nano_loop.distributed.comm import limits
+from nano_loop.distributed.comm import system_limits
 from nano_loop.distributed.launch import shared_folder
 from nano_loop.distributed.launch_local import kept_server as servers
 
@@ -41,7 +41,7 @@ def _small_folder(options, shared_memory=None):
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
     try:
         place = shared_memory or folder
-        with attribute(shared_folder, "SHARED_MEMORY", place), attribute(limits, "SHARED_MEMORY", place):
+        with attribute(shared_folder, "SHARED_MEMORY", place), attribute(system_limits, "SHARED_MEMORY", place):
             yield folder
     finally:
         subprocess.run(["umount", str(folder)], check=True)

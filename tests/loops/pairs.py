@@ -21,7 +21,7 @@ from nano_loop.kernels.convolution import gradient_plans
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.policy import policy
+from nano_loop.policy import product_precision
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 from nano_loop.steps import products
 
@@ -530,8 +530,8 @@ def every_size_worth_it(config):
 
 def rounding_every_product(patch):
     """Let products of all sizes round their inputs."""
-    for kind in policy.MIN_MULTIPLICATIONS:
-        patch.setitem(policy.MIN_MULTIPLICATIONS, kind, 0)
+    for kind in product_precision.MIN_MULTIPLICATIONS:
+        patch.setitem(product_precision.MIN_MULTIPLICATIONS, kind, 0)
     patch.setattr(product, "FEWEST", 1)
     patch.setattr(products, "SMALLEST_WEIGHT", 1)
 

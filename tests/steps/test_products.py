@@ -23,7 +23,7 @@ from nano_loop.kernels import override
 from nano_loop.kernels.linear import linear, product
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import users
-from nano_loop.policy.policy import Policy
+from nano_loop.policy.product_precision import Policy
 from nano_loop.runtime import trial
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import products as module

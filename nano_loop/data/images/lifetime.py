@@ -21,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nano_loop.cpu.cgroup import read_memory_limit
 from nano_loop.cpu.tree import Tree
 from nano_loop.data.images.store import Store
-from nano_loop.distributed.comm.limits import SHARED_MEMORY
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
+from nano_loop.distributed.comm.system_limits import SHARED_MEMORY
 from nano_loop.distributed.launch.abandoned import delete_abandoned, held
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.errors import NanoError

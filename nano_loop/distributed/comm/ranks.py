@@ -48,7 +48,7 @@ class Loop:
 
 
 class Waits(Protocol):
-    """Finds ranks that wait for each other; see `nano_loop.distributed.shared_memory.waits`."""
+    """Finds ranks that wait for each other; see `nano_loop.distributed.shared_memory.deadlocks`."""
 
     def begin(self, other: int, what: str) -> Any:
         """Return the wait that this rank begins, for rank `other` in a collective."""

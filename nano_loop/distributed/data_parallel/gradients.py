@@ -1,4 +1,8 @@
-"""Gradients on their way to the other ranks, in the order of their parameters' memory, and on their way back."""
+"""Gradients on their way to the other ranks, in the order of their parameters' memory, and on their way back.
+
+They are averaged before the program clips them: a mean that is clipped in place stays, and one that it replaces by a
+clipped one, too (`AveragedGradients.replaced`).
+"""
 
 from __future__ import annotations
 

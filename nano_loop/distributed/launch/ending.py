@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeVar
 
-from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.comm.ranks import Loop
+from nano_loop.distributed.comm.system_limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.launch.failure import Kind, kind_of, raised
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.errors import NanoWorkerError, RankLeftError, error_message

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from nano_loop.distributed.comm.limits import limit_in_words, start_thread
+from nano_loop.distributed.comm.system_limits import limit_in_words, start_thread
 from nano_loop.errors import NanoWorkerError, RankLateError, RankLeftError, error_message
 
 _RUNS_TOGETHER = "a run needs all of its ranks"

@@ -17,9 +17,9 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.quiet_gloo import without_greeting
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
+from nano_loop.distributed.shared_memory.deadlocks import Waits
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_group import NAME, SharedGroup, SharedGroups
-from nano_loop.distributed.shared_memory.waits import Waits
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import forget_group_count

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from nano_loop.cpu.native_output import without_lines
-from nano_loop.distributed.launch.torch_version import is_older_than
+from nano_loop.patching.torch_versions import is_older_than
 
 
 @contextmanager

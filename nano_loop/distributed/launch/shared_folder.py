@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from nano_loop.distributed.comm.limits import SHARED_MEMORY
+from nano_loop.distributed.comm.system_limits import SHARED_MEMORY
 from nano_loop.distributed.files.folder import workers_files
 from nano_loop.distributed.launch.abandoned import delete_abandoned, held
 from nano_loop.errors import NanoError, error_message

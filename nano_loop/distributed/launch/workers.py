@@ -13,7 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words, start_thread
+from nano_loop.distributed.comm.system_limits import SHARED_MEMORY, limits_in_words, start_thread
 from nano_loop.distributed.launch.failure import Failure, Kind, first
 from nano_loop.distributed.launch.interrupts import Interrupts
 

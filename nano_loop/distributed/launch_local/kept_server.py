@@ -13,13 +13,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from nano_loop.distributed.comm.limits import limit_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot
-from nano_loop.distributed.launch.torch_version import is_older_than
+from nano_loop.distributed.comm.system_limits import limit_in_words
 from nano_loop.distributed.launch_local.server import Server
 from nano_loop.distributed.launch_local.start import cpus_of, origin_of
 from nano_loop.errors import NanoWorkerError, error_message
 from nano_loop.patching.torch_private_compiler import COMPILER_PACKAGE
+from nano_loop.patching.torch_versions import is_older_than
 
 _IS_PYTHON = "every rank but the first is a Python process that nano_loop starts"
 _HAS_NANO_LOOP = "Point sys.executable to a Python that has nano_loop"

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from nano_loop.cpu import Machine, Share, bound, restricted
-from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.system_limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.files.caches import cache_folders_made
 from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment, State, write_payload

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from nano_loop.distributed.comm.limits import limit_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.comm.system_limits import limit_in_words
 from nano_loop.distributed.launch.failure import Failure, Kind, died
 from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch.workers import Worker

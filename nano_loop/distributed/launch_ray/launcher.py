@@ -11,9 +11,9 @@ from typing import Any
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
-from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.system_limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.launch.assignment import Assignment, State, write_payload
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import refuse_existing_group

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nano_loop.distributed.comm.limits import limit_in_words
+from nano_loop.distributed.comm.system_limits import limit_in_words
 from nano_loop.errors import NanoError, error_message
 
 #: Bytes from which a buffer gets its own file.

@@ -20,8 +20,8 @@ from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.override import COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.torch_private import FLASH_KERNEL
-from nano_loop.policy import policy
-from nano_loop.policy.policy import ATTENTION
+from nano_loop.policy import product_precision
+from nano_loop.policy.product_precision import ATTENTION
 
 _DIMENSIONS = 4  # batch, heads, rows, columns
 
@@ -76,7 +76,7 @@ def _call(name: str, kernel: Kernel, tensors: tuple[Any, ...], details: _Details
     if any(tensor.dim() != _DIMENSIONS for tensor in (query, key, value)):
         return None
     multiplications = math.prod(query.shape[:-1]) * key.size(-2) * (query.size(-1) + value.size(-1))
-    if multiplications < min(fp32_attention.MIN_MULTIPLICATIONS, policy.MIN_MULTIPLICATIONS[ATTENTION]):
+    if multiplications < min(fp32_attention.MIN_MULTIPLICATIONS, product_precision.MIN_MULTIPLICATIONS[ATTENTION]):
         return None
     return Call(name, tensors, (details.is_causal,), kernel, multiplications, details)
 

@@ -18,7 +18,7 @@ from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, Geometry
 from nano_loop.kernels.memory import attempt, is_plain
 from nano_loop.kernels.override import FP32, ROUNDED, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
-from nano_loop.policy.policy import CONVOLUTION
+from nano_loop.policy.product_precision import CONVOLUTION
 
 #: Layouts with the channels of a pixel side by side, by the number of dimensions.
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -17,8 +17,8 @@ from nano_loop.kernels.linear import fp32_product, product
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.override import BF16, COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
-from nano_loop.policy import policy
-from nano_loop.policy.policy import PRODUCT
+from nano_loop.policy import product_precision
+from nano_loop.policy.product_precision import PRODUCT
 
 #: Minimum number of multiplications of bf16 matrices. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 24
@@ -40,7 +40,7 @@ def _supports(
     multiplications = a.numel() * b.size(-1)
     fewest = MIN_MULTIPLICATIONS
     if is_fp32:
-        fewest = min(fp32_product.MIN_MULTIPLICATIONS, policy.MIN_MULTIPLICATIONS[PRODUCT])
+        fewest = min(fp32_product.MIN_MULTIPLICATIONS, product_precision.MIN_MULTIPLICATIONS[PRODUCT])
     if multiplications < fewest:
         return None
     scales = () if alpha == beta == 1 else (beta, alpha)

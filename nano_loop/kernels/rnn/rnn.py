@@ -23,7 +23,7 @@ from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, 
 from nano_loop.patching.operators.operators import Kernel, overridden
 from nano_loop.patching.ownership import NO_RULES, ProductPolicy, Rules, belongs_to_set_up_model, rules_now
 from nano_loop.patching.torch_private import below_autocast, below_torch_functions
-from nano_loop.policy import policy
+from nano_loop.policy import product_precision
 
 #: Number of steps of an LSTM that are measured, or of multiplications if that is more steps: what a call takes besides
 #: should not decide.
@@ -151,7 +151,7 @@ def _computed(of: Call) -> tuple[Tensor, ...] | None:
         if choose(rules, _as_asked(of, call), lambda: algorithms, guess) != COMPILED:
             return None
         if call.products == ROUNDED and rules.policy is not None:
-            rules.policy.note(policy.LSTM, call.multiplications, 0)
+            rules.policy.note(product_precision.LSTM, call.multiplications, 0)
     with below_torch_functions():
         return _by_layers(call, layer)
 
@@ -337,10 +337,10 @@ def _beside_onednn(
     in_bf16 = rounding is not None and rounding.dtype is torch.bfloat16
     if layer.in_bf16:
         call, is_faster = call._replace(products="bf16"), is_first_guess and multiplications >= MIN_MULTIPLICATIONS
-    elif rounding is not None and in_bf16 and rounding.may_round(policy.LSTM, multiplications):
+    elif rounding is not None and in_bf16 and rounding.may_round(product_precision.LSTM, multiplications):
         call, layer = call._replace(products=ROUNDED), layer._replace(in_bf16=True)
         rounds_fast = is_first_guess or product.KERNEL.uses_amx  # oneDNN's LSTM in fp32 is slower
-        is_faster = rounds_fast and policy.is_large(policy.LSTM, multiplications)
+        is_faster = rounds_fast and product_precision.is_large(product_precision.LSTM, multiplications)
     else:
         is_faster = is_faster_than_onednn(call)
     if layer.in_bf16 and not layer.rounds:

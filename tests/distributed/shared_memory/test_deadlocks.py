@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from nano_loop.distributed.comm.mismatch import AVERAGING
-from nano_loop.distributed.shared_memory import waits as module
-from nano_loop.distributed.shared_memory.waits import Waits
+from nano_loop.distributed.shared_memory import deadlocks as module
+from nano_loop.distributed.shared_memory.deadlocks import Waits
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from nano_loop import NanoError
-from nano_loop.distributed.comm import limits
-from nano_loop.distributed.comm.limits import limit_in_words, limits_in_words
+from nano_loop.distributed.comm import system_limits
+from nano_loop.distributed.comm.system_limits import limit_in_words, limits_in_words
 
 
 @pytest.mark.parametrize(
@@ -28,14 +28,14 @@ def test_limit_is_named_with_what_helps(tmp_path, number, limited, helps):
 
 
 def test_shared_memory_is_enlarged_and_tmpdir_would_not_help(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(system_limits, "SHARED_MEMORY", tmp_path)
     _, advice = limit_in_words(OSError(errno.ENOSPC, "full"), tmp_path / "nano_loop-1")
     assert "--shm-size" in advice
     assert "TMPDIR" not in advice
 
 
 def test_file_system_of_the_file_that_was_refused_is_described(tmp_path):
-    needed, _ = limit_in_words(OSError(errno.ENOSPC, "full", str(tmp_path / "new")), limits.SHARED_MEMORY)
+    needed, _ = limit_in_words(OSError(errno.ENOSPC, "full", str(tmp_path / "new")), system_limits.SHARED_MEMORY)
     assert str(tmp_path) in needed
 
 
