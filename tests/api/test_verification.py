@@ -247,8 +247,8 @@ def test_weight_that_is_off_by_5_percent_is_found_in_each_precision(precision):
 def planted_attention(monkeypatch):
     """Scores that nano_loop's attention computes 10% too large."""
     monkeypatch.setattr(attention, "MIN_SCORES", 1)
-    original = attention.attention
-    monkeypatch.setattr(attention, "attention", lambda *args, **kwargs: original(*args, **kwargs) * 1.1)
+    original = blocked_attention.blocked_attention
+    monkeypatch.setattr(blocked_attention, "blocked_attention", lambda *args: original(*args) * 1.1)
 
 
 @pytest.mark.skipif(blocked_attention.KERNEL.unavailable is not None, reason=str(blocked_attention.KERNEL.unavailable))

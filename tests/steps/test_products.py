@@ -20,7 +20,7 @@ import nano_loop
 from nano_loop import TorchNano, nano
 from nano_loop.autotune import budget
 from nano_loop.kernels import override
-from nano_loop.kernels.linear import linear, product
+from nano_loop.kernels.linear import product
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import users
 from nano_loop.policy.product_precision import Policy
@@ -488,8 +488,14 @@ def test_kernels_and_calls_are_torch_s_again_where_no_product_rounds(rows, stays
 @here
 def test_products_smaller_than_all_that_round_are_asked_about_no_more(monkeypatch):
     model, small = nn.Linear(256, 256), torch.get_num_threads() * 112
-    asked, rounds = [], linear.rounds
-    monkeypatch.setattr(linear, "rounds", lambda *args: asked.append(args[1]) or rounds(*args))
+    asked, choose = [], override.choose
+
+    def choosing(rules, call, *args):
+        if call.numbers_in == override.ROUNDED:
+            asked.append(call.multiplications)
+        return choose(rules, call, *args)
+
+    monkeypatch.setattr(override, "choose", choosing)
 
     def train(model, optimizer):
         for _ in range(module.LEARNS_AT + 1):
