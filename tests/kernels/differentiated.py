@@ -39,6 +39,8 @@ class Row(NamedTuple):
         What has to be there.
     around : callable
         Returns a context for all of it.
+    has_torchs_errors : bool
+        Whether what torch refuses is refused in its words.
     """
 
     build: Callable[[], nn.Module]
@@ -49,6 +51,7 @@ class Row(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     kernel: Any = None
     around: Callable[[], Any] = contextlib.nullcontext
+    has_torchs_errors: bool = False
 
 
 class Attention(nn.Linear):
@@ -71,7 +74,13 @@ def alone(kind, *args, **settings):
 
 
 def normalized(kind, *args, **settings):
-    return lambda: Layer(lambda x, layer: x + layer(x).sin(), kind(*args, **settings))
+    def build():
+        layer = kind(*args, **settings)
+        for weight in [*layer.parameters()][:1]:
+            nn.init.uniform_(weight, 0.5, 1.5)
+        return Layer(lambda x, layer: x + layer(x).sin(), layer)
+
+    return build
 
 
 def activated(function):
@@ -82,8 +91,8 @@ def without_layer(function):
     return lambda: Layer(lambda x, _: function(x), nn.Tanh())
 
 
-def recurrent(kind, **settings):
-    return lambda: Layer(lambda x, layer: layer(x)[0], kind(6, 6, **settings))
+def recurrent(kind, hidden=6, **settings):
+    return lambda: Layer(lambda x, layer: layer(x)[0], kind(6, hidden, **settings))
 
 
 def with_one_bias():
@@ -92,12 +101,12 @@ def with_one_bias():
     return model
 
 
-def packed(kind):
+def packed(kind, hidden=6, **settings):
     def function(x, layer):
         sequences = PackedSequence(x.flatten(0, 1)[:14], torch.tensor([3, 3, 3, 3, 2]))
         return layer(sequences)[0].data.sum(0).tanh() * x
 
-    return lambda: Layer(function, kind(6, 6))
+    return lambda: Layer(function, kind(6, hidden, **settings))
 
 
 def attending(dimensions=4, size=16, **settings):
@@ -120,12 +129,12 @@ def looking_up(kind, **settings):
     return lambda: Layer(function, kind(512, 6, **settings))
 
 
-def loss_of(dtype=None):
-    target = torch.tensor([3, 0, 999, 7])
+def loss_of(dtype=None, smoothing=0.1):
+    target = torch.tensor([3, 0, 999, 7 if smoothing else -100])
 
     def function(x, layer):
         logits = layer(x)  # held, so that what it was cast from is known
-        return x * F.cross_entropy(logits if dtype is None else logits.to(dtype), target, label_smoothing=0.1) / 7
+        return x * F.cross_entropy(logits if dtype is None else logits.to(dtype), target, label_smoothing=smoothing) / 7
 
     return lambda: Layer(function, nn.Linear(6, 1000))
 
@@ -149,8 +158,9 @@ def group_of_one():
         distributed.destroy_process_group()
 
 
-def norm_row(layer, shape, operator):
-    return Row(layer, shape, operators=(f"native_{operator}", f"native_{operator}_backward"))
+def norm_row(layer, shape, operator, **options):
+    operators = (f"native_{operator}", f"native_{operator}_backward")
+    return Row(layer, shape, operators=operators, options=options, has_torchs_errors=True)
 
 
 BF16, ROUNDED = {"precision": "bf16"}, {"precision": "bf16-products"}
@@ -172,15 +182,22 @@ HEADS, LARGE_HEADS = (1, 2, 8, 16), (1, 2, 32, 32)
 RMS, LOSSES = ("rms_norm._RmsNorm",), ("cross_entropy._Losses",)
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 RNNS = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn_tanh": nn.RNN, "rnn_relu": functools.partial(nn.RNN, nonlinearity="relu")}
+PROJECTED = lambda size, hidden, **settings: nn.LSTM(size, 3 * hidden, proj_size=hidden, **settings)  # noqa: E731
 ROWS = {
     **{name: RECURRENT(recurrent(kind), (5, 4, 6), operators=(f"{name}.input",)) for name, kind in RNNS.items()},
     **{
         f"{name}, packed": RECURRENT(packed(kind), (5, 3, 6), operators=(f"{name}.data",))
         for name, kind in RNNS.items()
     },
+    **{
+        f"{name}, packed, both ways": RECURRENT(packed(kind, 3, bidirectional=True), (5, 3, 6))
+        for name, kind in (RNNS | {"lstm, projected": PROJECTED}).items()
+    },
+    "lstm, projected": RECURRENT(recurrent(PROJECTED), (5, 4, 6)),
     "gru of two layers": RECURRENT(recurrent(nn.GRU, num_layers=2), (5, 4, 6)),
     "gru with one bias": RECURRENT(with_one_bias, (5, 4, 6)),
     "gru in bf16": RECURRENT(recurrent(nn.GRU), (5, 4, 6), options=BF16),
+    "lstm in bf16": Row(recurrent(nn.LSTM), (5, 4, 6), options=BF16),  # on some CPUs, by oneDNN
     "lstm by oneDNN": Row(recurrent(nn.LSTM), (3, 4, 6), operators=("mkldnn_rnn_layer_backward",)),
     "rms norm": Row(normalized(nn.RMSNorm, 20), (3, 4, 20), RMS, ("rms_norm",), "layer_norm_backward"),
     "rms norm without weights": Row(
@@ -189,7 +206,25 @@ ROWS = {
     "layer norm": norm_row(normalized(nn.LayerNorm, 20), (3, 4, 20), "layer_norm"),
     "batch norm": norm_row(normalized(nn.BatchNorm1d, 16, track_running_stats=False), (6, 16), "batch_norm"),
     "group norm": norm_row(normalized(nn.GroupNorm, 4, 16), (3, 16, 8, 8), "group_norm"),
+    **{
+        f"{name} norm of images": norm_row(normalized(kind, *args), (4, 16, 7, 7), operator, channels_last=True)
+        for name, kind, args, operator in (
+            ("batch", nn.BatchNorm2d, (16,), "batch_norm"),
+            ("group", nn.GroupNorm, (4, 16), "group_norm"),
+            ("instance", functools.partial(nn.InstanceNorm2d, affine=True), (16,), "batch_norm"),
+        )
+    },
+    "layer norm and activation in bf16": Row(
+        lambda: Layer(
+            lambda x, layers: layers(x),
+            nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(approximate="tanh"), nn.Linear(64, 16)),
+        ),
+        (6, 16),
+        calls="layer_norm",
+        options=BF16,
+    ),
     "cross-entropy": Row(loss_of(), (4, 6), LOSSES, ("cross_entropy_loss",), "gradient_float_to_float"),
+    "cross-entropy without smoothing": Row(loss_of(smoothing=0.0), (4, 6), LOSSES, calls="gradient_float_to_float"),
     "cross-entropy in bf16": Row(loss_of(), (4, 6), LOSSES, calls="gradient_bf16_to_bf16", options=BF16),
     "cross-entropy of a copy": Row(
         loss_of(torch.float32),

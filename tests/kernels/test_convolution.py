@@ -1,23 +1,18 @@
-"""Gradients of convolutions by plain products are as exact as oneDNN's, and torch computes what is not faster so."""
+"""Gradients of convolutions are torch's where products are not faster, and plans give torch's; see `test_exactness`."""
 
 import functools
 import itertools
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
+from kernels.compared.convolution_gradients import OF_GROUPS, call_of, gradients, inputs, standing_in
+from kernels.compared.convolutions import NHWC
+from kernels.compared.oracle import rms
 from nano_loop.kernels.convolution import convolution as module
 from nano_loop.kernels.convolution import depthwise, gradient_plans, weight_gradient
-from nano_loop.patching.operators.operators import overridden
-from nano_loop.patching.ownership import NO_RULES
-
-NHWC = torch.channels_last
-OPERATOR = "convolution_backward"
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch does not hand out its kernels")
 
@@ -35,104 +30,8 @@ def in_force():
         yield left
 
 
-@contextmanager
-def standing_in():
-    """Put the products in the place of torch's kernel, and note what is still asked of that."""
-    left = []
-
-    def noting(original):
-        """A kernel that notes its mask: whether the gradients of input, weight and bias are left to it."""
-
-        def kernel(keys, *args):
-            left.append(tuple(args[-1]))
-            return original(keys, *args)
-
-        return module.OVERRIDES[0]._replace(rules=lambda call: NO_RULES).make(kernel)
-
-    with overridden(OPERATOR, noting, "CPU"):
-        yield left
-
-
-def inputs(images=3, channels=8, outputs=6, size=(9, 7), kernel=(3, 3), bias=True, transposed=False, groups=1, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (channels, outputs // groups) if transposed else (outputs, channels // groups)
-    x = torch.randn(images, channels, *size, generator=generator).bfloat16()
-    weight = torch.randn(*shape, *kernel, generator=generator).bfloat16()
-    tensors = [x.contiguous(memory_format=NHWC) if x.dim() == 4 else x, weight]
-    return [*tensors, torch.randn(outputs, generator=generator).bfloat16()] if bias else tensors
-
-
-def gradients(function, tensors, dtype=torch.bfloat16, **kwargs):
-    """Return the gradients of input, weight and bias, in fp64."""
-    leaves = [each.to(dtype).requires_grad_() for each in tensors]
-    out = function(*leaves, **kwargs)
-    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape).to(torch.bfloat16)
-    weight = torch.empty_like(out, dtype=torch.bfloat16).copy_(weight)
-    return [each.double() for each in torch.autograd.grad(out, leaves, weight.to(dtype))]
-
-
 def error(found, exact):
-    return (found - exact).square().mean().sqrt().item()
-
-
-def assert_as_exact_as_torch(function, tensors, **kwargs):
-    """Hold the gradients to twice the error of torch's kernel; return what was left to that."""
-    torchs, exact = gradients(function, tensors, **kwargs), gradients(function, tensors, torch.float64, **kwargs)
-    with standing_in() as left:
-        ours = gradients(function, tensors, **kwargs)
-    for mine, theirs, reference in zip(ours, torchs, exact, strict=True):
-        # Where torch is exact by chance, on a few small numbers, an error of one rounding is allowed.
-        assert error(mine, reference) <= max(2 * error(theirs, reference), 2**-9 * reference.square().mean().sqrt())
-    return left
-
-
-CASES = {
-    "3x3": ({}, {"padding": 1}),
-    "no padding": ({}, {}),
-    "no bias": ({"bias": False}, {"padding": 1}),
-    "stride": ({}, {"stride": 2, "padding": 1}),
-    "stride that leaves a rest": ({"size": (10, 10)}, {"stride": 3}),
-    "other sides": ({"kernel": (1, 5), "size": (4, 11)}, {"stride": (1, 2), "padding": (0, 2)}),
-    "dilation": ({"size": (11, 11)}, {"padding": 2, "dilation": (2, 1)}),
-    "same": ({"size": (8, 8)}, {"padding": "same"}),
-    "1x1": ({"kernel": (1, 1)}, {}),
-    "1x1 stride": ({"kernel": (1, 1)}, {"stride": 2}),
-    "1x1 padding": ({"kernel": (1, 1)}, {"padding": 1}),
-    "patches": ({"kernel": (4, 4), "size": (8, 12)}, {"stride": 4}),
-    "one pixel": ({"kernel": (1, 1), "size": (1, 1)}, {}),
-    "one channel": ({"channels": 1, "outputs": 1}, {"padding": 1}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_of_weight_and_bias_are_as_exact_as_torchs(case):
-    shapes, kwargs = CASES[case]
-    assert assert_as_exact_as_torch(F.conv2d, inputs(**shapes), **kwargs) == [(True, False, False)]
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    images=st.integers(1, 5),
-    channels=st.integers(2, 40),  # torch takes images of one channel for NCHW
-    outputs=st.integers(2, 40),
-    size=st.tuples(st.integers(5, 14), st.integers(5, 14)),
-    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
-    seed=st.integers(0, 1000),
-)
-def test_any_shape_is_as_exact_as_torch(images, channels, outputs, size, kernel, stride, padding, dilation, seed):
-    tensors = inputs(images, channels, outputs, size, kernel, seed=seed)
-    left = assert_as_exact_as_torch(F.conv2d, tensors, stride=stride, padding=padding, dilation=dilation)
-    assert left == [(True, False, False)]
-
-
-@pytest.mark.parametrize(("stride", "left"), [(2, []), (1, [(True, False, False)])])
-def test_gradients_of_depthwise_convolutions_are_as_exact_as_torchs(monkeypatch, stride, left):
-    monkeypatch.setattr(depthwise, "MIN_ELEMENTS", 1)
-    tensors, geometry = inputs(channels=24, outputs=24, groups=24), {"groups": 24, "stride": stride, "padding": 1}
-    assert assert_as_exact_as_torch(F.conv2d, tensors, **geometry) == left
+    return rms(found.double() - exact.double())
 
 
 def test_weights_gradients_of_depthwise_convolutions_in_fp32_are_as_exact_as_torchs(monkeypatch):
@@ -143,28 +42,7 @@ def test_weights_gradients_of_depthwise_convolutions_in_fp32_are_as_exact_as_tor
         ours = gradients(F.conv2d, tensors, torch.float32, **geometry)
     assert left == [(True, False, False)]
     for mine, reference in zip(ours, exact, strict=True):
-        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
-
-
-def test_greater_sums_are_as_exact_as_torchs():
-    tensors = inputs(16, 64, 96, (7, 7))
-    assert assert_as_exact_as_torch(F.conv2d, tensors, padding=1) == [(True, False, False)]
-
-
-TRANSPOSED = {
-    "1d": (F.conv_transpose1d, {"size": (9,), "kernel": (2,)}, {"stride": 2}),
-    "2d": (F.conv_transpose2d, {"kernel": (2, 2)}, {"stride": 2}),
-    "2d, padded": (F.conv_transpose2d, {}, {"stride": 2, "padding": 1, "output_padding": 1}),
-    "2d, groups": (F.conv_transpose2d, {"groups": 2}, {"groups": 2}),
-    "3d": (F.conv_transpose3d, {"size": (3, 4, 5), "kernel": (2, 2, 2)}, {"stride": 2}),
-}
-
-
-@pytest.mark.parametrize("case", TRANSPOSED)
-def test_bias_of_a_transposed_convolution_is_a_sum(case):
-    function, shapes, kwargs = TRANSPOSED[case]
-    left = assert_as_exact_as_torch(function, inputs(**shapes, transposed=True), **kwargs)
-    assert left == [(True, True, False)]
+        torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=1e-5)
 
 
 def test_bias_meets_a_gradient_that_is_a_slice_of_another(in_force):
@@ -173,57 +51,16 @@ def test_bias_meets_a_gradient_that_is_a_slice_of_another(in_force):
 
     tensors = inputs(outputs=8, kernel=(1, 1), transposed=True)
     ours, exact = gradients(joined, tensors), gradients(joined, tensors, torch.float64)
-    torch.testing.assert_close(ours[2], exact[2], rtol=0.01, atol=0.01)
+    torch.testing.assert_close(ours[2].double(), exact[2], rtol=0.01, atol=0.01)
     assert in_force[0] == (True, True, False)
 
 
-# The shapes, the settings, and which gradients are computed in fp32 and then left to torch.
-DEPTHWISE = {"channels": 8, "outputs": 8, "groups": 8}
-IN_FP32 = {
-    "depthwise, stride": (DEPTHWISE, {"stride": 2, "groups": 8}, [(True, False, False), (False, True, True)]),
-    "depthwise, 5x5": (
-        {**DEPTHWISE, "kernel": (5, 5)},
-        {"padding": 2, "groups": 8},
-        [(False, True, False), (True, False, False)],
-    ),
-    "depthwise, 5x5, stride": (
-        {**DEPTHWISE, "kernel": (5, 5)},
-        {"stride": 2, "padding": 2, "groups": 8},
-        [(True, True, False)],
-    ),
-    "depthwise, several outputs": (
-        {**DEPTHWISE, "outputs": 16, "kernel": (5, 5)},
-        {"groups": 8},
-        [(False, True, False), (True, False, False)],
-    ),
-    "groups": ({"groups": 2}, {"padding": 1, "groups": 2}, [(False, True, False), (True, False, False)]),
-}
-
-
-@pytest.mark.parametrize("case", IN_FP32)
-def test_gradients_of_groups_in_fp32_are_as_exact_as_torchs(monkeypatch, case):
-    monkeypatch.setattr(gradient_plans, "_ELEMENTS_OF_GROUPS", 1)
-    shapes, kwargs, left = IN_FP32[case]
-    assert assert_as_exact_as_torch(F.conv2d, inputs(**shapes), **kwargs) == left
-
-
-def test_gradient_of_a_transposed_convolutions_input_in_fp32_is_as_exact_as_torchs():
-    x, weight, bias = inputs(outputs=3, transposed=True)
-    left = assert_as_exact_as_torch(F.conv_transpose2d, [x.contiguous(), weight, bias], stride=2)
-    assert left == [(True, False, False), (False, True, False)]
-
-
 def test_gradients_of_few_elements_are_torchs(in_force, monkeypatch):
-    shapes, kwargs, left = IN_FP32["depthwise, 5x5, stride"]
+    function, tensors, geometry, left = call_of(**OF_GROUPS.cases["depthwise, 5x5, stride"])
     for elements in (3 * 8 * 5 * 4, 3 * 8 * 5 * 4 + 1):
         monkeypatch.setattr(gradient_plans, "MIN_ELEMENTS", elements)
-        gradients(F.conv2d, inputs(**shapes), **kwargs)
+        gradients(function, tensors, **geometry)
     assert in_force == [*left, (True, True, True)]
-
-
-def test_depthwise_gradients_of_small_kernels_are_torchs():
-    shapes = {**DEPTHWISE, "kernel": (3, 3)}
-    assert assert_as_exact_as_torch(F.conv2d, inputs(**shapes), groups=8) == [(True, True, True)]
 
 
 LEFT_TO_TORCH = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels.test_norms import OURS, case_of
+from kernels.compared.norms import OURS, case_of
 from nano_loop import accelerated
 from nano_loop.kernels.denormals import count_of_threads, flush, restore
 from nano_loop.patching.operators.operators import gives_kernels
@@ -81,10 +81,9 @@ def test_gradients_that_vanish_over_a_sequence_become_0(called, kind, units, in_
 @pytest.mark.parametrize("nhwc", [True, False])
 def test_norms_have_no_denormal_gradients_but_outputs(kind, nhwc):
     case = case_of(kind, (4, 32, 16, 20), torch.float32, nhwc, groups=4)
-    case.gradient *= DENORMAL
+    case.gradient.mul_(DENORMAL)
     *_, of_x, _, _ = case.by(OURS)
     assert not denormals(of_x)
-    case.weight, case.bias = torch.zeros(32), torch.full((32,), DENORMAL)
-    out, *_ = case.by(OURS)
+    out, *_ = case._replace(weight=torch.zeros(32), bias=torch.full((32,), DENORMAL)).by(OURS)
     assert denormals(out) == out.numel()
     assert keeps_denormals()

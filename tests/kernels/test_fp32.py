@@ -1,21 +1,30 @@
 """Functions in C for fp32 tensors are as near to fp64 as torch's kernels, over 25 seeds, and are taken by a rule."""
 
 import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from steps.kernels.cases import compute_in_c
+from steps.kernels.cases import assert_near, compute_in_c
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
+from kernels.compared.products import factors
 from nano_loop import accelerated
 from nano_loop.kernels import override
+from nano_loop.kernels.attention import fp32_attention
 from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norm_arguments, rms_norm
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.steps.kernels import models
 
+in_runs = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
 CHOOSE = override.Override._is_chosen
 SEEDS, WORDS = 25, 1000
 IMAGES, ROWS = (8, 32, 12, 12), (64, 5, 48)
@@ -59,6 +68,7 @@ def every_size_is_large(monkeypatch):
     monkeypatch.setattr(cross_entropy, "MIN_LOGITS", 1)
     monkeypatch.setattr(rms_norm, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(fp32_product, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(fp32_attention, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(models, "LARGE_IN_FP32", 1)
     compute_in_c(monkeypatch)
 
@@ -76,7 +86,7 @@ def squares(found, exact):
     return sum(((one - other).norm() / other.norm()).item() ** 2 for one, other in zip(found, exact, strict=True))
 
 
-@pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
+@in_runs
 @pytest.mark.parametrize("name", MODELS)
 def test_errors_over_seeds_are_at_most_torchs(called, name):
     make, shape = MODELS[name]
@@ -93,7 +103,7 @@ def test_errors_over_seeds_are_at_most_torchs(called, name):
     assert errors["ours"] <= errors["torch"]
 
 
-@pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
+@in_runs
 @pytest.mark.parametrize(
     ("guess", "options", "is_compiled"),
     [
@@ -110,3 +120,193 @@ def test_first_guess_decides_but_not_in_exact_runs_nor_in_bf16(called, monkeypat
     with accelerated(model, tune_operators=False, verbose=False, **options):
         model(torch.randn(ROWS))
     assert ("layer_norm" in called) == is_compiled
+
+
+# --- in runs ---
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.out = nn.Linear(48, 3 * 48, bias=False), nn.Linear(48, 8, bias=False)
+
+    def forward(self, x, is_causal=True, **options):
+        query, key, value = self.query(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class Layers(nn.Module):
+    """Layers with and without a bias, of a batch of sequences; the first one may be recomputed."""
+
+    def __init__(self, recomputes=False):
+        super().__init__()
+        self.first, self.last, self.recomputes = nn.Linear(40, 70), nn.Linear(70, 33, bias=False), recomputes
+
+    def forward(self, x):
+        first = checkpoint(self.first, x, use_reentrant=False) if self.recomputes else self.first(x)
+        return self.last(first.tanh())
+
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.plain, self.affine = nn.RMSNorm(48, elementwise_affine=False), nn.RMSNorm([5, 48], eps=1e-3)
+
+    def forward(self, x):
+        return self.affine(self.plain(x).sin())
+
+
+class Case(NamedTuple):
+    """A model whose operators one step computes.
+
+    `bound` is of derivatives, and `transformed` of what transforms of `torch.func` give: see `assert_near`.
+    """
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    option: str
+    functions: set[str]
+    bound: Any = 1e-5
+    transformed: Any = 1e-5
+    power: int = 2
+    second: bool = True
+    others: Mapping[str, Any] = {}
+
+    def run(self, model, **options):
+        """Run a model. No other step replaces an operator, unless the run is exact."""
+        others = {"tune_operators": False, "fast_dropout": False, **self.others} if "exact" not in options else {}
+        return accelerated(model, verbose=False, **others, **options)
+
+    def made(self):
+        torch.manual_seed(0)
+        return self.build(), torch.randn(self.shape).requires_grad_()
+
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+PRODUCTS = functools.partial(
+    Case, shape=(3, 20, 40), option="fast_linear", functions={"fp32_product"}, transformed=CLOSE | {"atol": 1e-5}
+)
+CASES = {
+    "attention": Case(  # torch's own has no second derivative
+        SelfAttention,
+        (4, 20, 48),
+        "fast_attention",
+        {"fp32_attention_forward", "fp32_attention_backward"},
+        second=False,
+        others={"fast_linear": False},
+    ),
+    "products": PRODUCTS(Layers),
+    "recomputed products": PRODUCTS(functools.partial(Layers, recomputes=True)),
+    "RMS norms": Case(Norms, (8, 5, 48), "fast_norm", {"layer_norm", "layer_norm_backward"}, CLOSE, CLOSE, power=3),
+}
+
+
+def derivatives(case, **options):
+    """Return an output, its gradients, and those of the gradients' squares, each in a run."""
+    (model, x), second = case.made(), []
+    with case.run(model, **options):
+        out, leaves = model(x), [x, *model.parameters()]
+        gradients = torch.autograd.grad(out.pow(case.power).sum(), leaves, create_graph=case.second)
+        if case.second:
+            second = torch.autograd.grad(sum(one.square().sum() for one in gradients), leaves)
+        model(x).sum().backward()
+    return {"found": [one.detach() for one in (out, *gradients, *second)]}
+
+
+@in_runs
+@pytest.mark.parametrize("name", CASES)
+def test_runs_have_the_derivatives_of_plain_torch_and_exact_ones_its_bits(called, name):
+    case = CASES[name]
+    ours = derivatives(case)
+    assert set(called) == case.functions
+    called.clear()
+    exact, plain = derivatives(case, exact=True), derivatives(case, **{case.option: False})
+    assert case.functions.isdisjoint(called)
+    assert all(map(torch.equal, exact["found"], plain["found"]))
+    assert_near(ours, plain, {"found": case.bound})
+
+
+@in_runs
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # in torch's vmap
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # in torch's forward mode
+@pytest.mark.parametrize("name", ["attention", "products", "RMS norms"])
+def test_transforms_of_torch_func_forward_mode_and_hooks_see_the_same(called, name):
+    case = CASES[name]
+    (model, x), is_attention = case.made(), name == "attention"
+
+    def of_row(row):
+        return model(row.unsqueeze(0)).pow(case.power).sum()
+
+    def found():
+        mapped = torch.func.vmap(torch.func.grad(of_row))(x.detach())
+        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):  # torch's own has no forward mode
+            tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x.detach(), torch.ones_like(x)))).tangent
+        torch.manual_seed(1)
+        out = model(x, is_causal=False, dropout_p=0.5) if is_attention else model(x)
+        batched = torch.autograd.grad(
+            out, [x, *model.parameters()], torch.stack([out.detach()] * 3), is_grads_batched=True, retain_graph=True
+        )
+        seen, weight = [], next(model.parameters())
+        handle, weight.grad = weight.register_hook(seen.append), None
+        out.square().sum().backward()
+        handle.remove()
+        assert torch.equal(*seen, weight.grad)
+        return {"found": [mapped, tangent, out.detach(), *batched, weight.grad]}
+
+    expected = found()
+    with case.run(model):
+        assert_near(found(), expected, {"found": case.transformed})
+    assert called or is_attention
+
+
+@in_runs
+@pytest.mark.parametrize("name", ["attention", "products"])
+def test_function_is_not_taken_unless_it_was_measured_to_be_faster(called, monkeypatch, name):
+    monkeypatch.setattr(override.Override, "_is_chosen", CHOOSE)
+    model, x = CASES[name].made()
+    with CASES[name].run(model):
+        model(x).sum().backward()
+    assert CASES[name].functions.isdisjoint(called)
+
+
+def normed(call):
+    """Return a call of RMS norms, with what makes products ignored."""
+    return lambda a, b, bias: call(torch.randn(6, 20, 64, generator=torch.Generator().manual_seed(0)))
+
+
+OTHERS = {
+    "beta": lambda a, b, bias: torch.addmm(bias, a, b, beta=2),
+    "alpha": lambda a, b, bias: torch.addmm(bias, a, b, alpha=0.5),
+    "matrix added": lambda a, b, bias: torch.addmm(a, a, b),
+    "number added": lambda a, b, bias: torch.addmm(bias[:1], a, b),
+    "out": lambda a, b, bias: torch.mm(a, b, out=torch.empty(64, 64)),
+    "fp64": lambda a, b, bias: torch.mm(a.double(), b.double()),
+    "no rows": lambda a, b, bias: torch.mm(a[:0], b),
+    "no depth": lambda a, b, bias: torch.mm(a[:, :0], b[:0]),
+    "norm of columns": normed(lambda x: F.rms_norm(x.mT.contiguous().mT, [64])),
+    "norm in fp64": normed(lambda x: F.rms_norm(x.double(), [64])),
+    "norm in bf16": normed(lambda x: F.rms_norm(x.bfloat16(), [64])),
+    "norm with gaps in its weight": normed(lambda x: F.rms_norm(x, [64], torch.ones(64, 2)[:, 0])),
+    "small norm": normed(lambda x: F.rms_norm(x[..., :8].contiguous(), [8])),
+    "norm of nothing": normed(lambda x: F.rms_norm(x[:0], [64])),
+}
+
+
+@in_runs
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_calls_are_torchs_to_the_bit(called, name):
+    case, tensors = CASES["RMS norms" if "norm" in name else "products"], factors(64, 64, 64)
+    expected, (model, _) = OTHERS[name](*tensors), case.made()
+    model.forward = lambda: OTHERS[name](*tensors)
+    with case.run(model):
+        assert torch.equal(model(), expected)
+    assert not called
+
+
+@in_runs
+def test_wrong_sizes_raise_what_torch_raises():
+    model, _ = CASES["RMS norms"].made()
+    model.forward = lambda: F.rms_norm(torch.ones(4, 32), [48])
+    with CASES["RMS norms"].run(model), pytest.raises(RuntimeError, match="normalized_shape"):
+        model()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.compared.oracle import rms
 from nano_loop import accelerated
 from nano_loop.kernels import override
 from nano_loop.kernels.linear import product
@@ -115,7 +116,7 @@ def recurrences(called):
 
 
 def error(computed, exact):
-    return (computed.double() - exact.double()).square().mean().sqrt().item()
+    return rms(computed.double() - exact.double())
 
 
 def assert_right(called, *args, in_bf16=False, **kwargs):
@@ -131,7 +132,6 @@ def assert_right(called, *args, in_bf16=False, **kwargs):
         assert error(ours, right) <= max(unit * max(1.0, right.abs().max().item()), 3 * error(other, right))
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     kind=st.sampled_from([*KINDS]),
     sizes=st.tuples(st.integers(1, 40), st.integers(2, 75)),
@@ -257,34 +257,6 @@ def test_dropout_between_layers_draws_as_torch_does(called, kind):
     with in_c(), torch.no_grad():
         computed = tensors_in(model(x))
     torch.testing.assert_close(computed, exact, check_dtype=False, rtol=1e-5, atol=1e-6)
-
-
-@EACH
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_gradients_can_be_differentiated_and_computed_many_at_a_time(called, kind, bidirectional):
-    model = layer(kind, 5, 18, bidirectional=bidirectional)
-    x, lengths = inputs_of(model, 5, 4), [5, 4, 4, 2]
-
-    def penalty(model, x):
-        x = x.clone().requires_grad_()
-        output, state = model(pack_padded_sequence(x, lengths))
-        total = output.data.square().sum() + sum(each.sum() for each in tensors_in(state))
-        (of_x,) = torch.autograd.grad(total, x, create_graph=True)
-        return torch.autograd.grad(of_x.square().sum(), [x, *model.parameters()], materialize_grads=True)
-
-    def batched(model, x):
-        output = model(x)[0]
-        basis = torch.eye(output.numel(), dtype=x.dtype)[:7].view(7, *output.shape)
-        return torch.autograd.grad(output, [*model.parameters()], basis, is_grads_batched=True)
-
-    for compute in (penalty, batched):
-        exact = compute(copy.deepcopy(model).double(), x.double())
-        called.clear()
-        with in_c():
-            computed = compute(model, x)
-        assert "recurrence_forward" in called
-        for ours, right in zip(computed, exact, strict=True):
-            torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-5)
 
 
 @EACH

@@ -1,140 +1,54 @@
-"""The weight's gradient in blocks is as exact as torch's, for any shape, stride and number of threads."""
+"""The weight's gradient in blocks is laid out as the weight, rounds fp32 numbers, and is a guess where it pays."""
 
 import ctypes
+import math
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernels.compared.convolutions import NHWC, WEIGHT_GRADIENT, arguments, by_torch, gradients, is_in_blocks
+from kernels.compared.oracle import drawn, pairs, rms
 from nano_loop.kernels import build
-from nano_loop.kernels.convolution import convolution, weight_gradient
-from nano_loop.kernels.convolution.gradient_plans import Arguments, Plan, first_guess, for_blocks, plans
-
-NHWC = torch.channels_last
+from nano_loop.kernels.convolution import blocked_convolution, convolution, weight_gradient
+from nano_loop.kernels.convolution.gradient_plans import Plan, first_guess
 
 pytestmark = pytest.mark.skipif(
     weight_gradient.KERNEL.unavailable is not None, reason=str(weight_gradient.KERNEL.unavailable)
 )
 
 
+ANY_SIZES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
 @pytest.fixture(autouse=True, params=["AVX-512", *["AMX"] * weight_gradient.KERNEL.uses_amx])
 def instructions(request, monkeypatch):
-    """Have gradients computed by these instructions."""
+    """Have the weight's gradients computed by these instructions, and those of inputs by torch."""
     monkeypatch.setattr(weight_gradient.KERNEL, "uses_amx", request.param == "AMX")
+    monkeypatch.setattr(blocked_convolution.KERNEL, "uses_amx", False)
 
 
-def arguments(
-    images=4,
-    channels=16,
-    outputs=16,
-    size=(9, 9),
-    kernel=(3, 3),
-    stride=(1, 1),
-    padding=(1, 1),
-    dilation=(1, 1),
-    transposed=False,
-    mask=(False, True, True),
-    seed=0,
-):
-    generator = torch.Generator().manual_seed(seed)
-
-    def some(*shape):
-        return torch.randn(shape, generator=generator).bfloat16().contiguous(memory_format=NHWC)
-
-    inputs = some(images, channels, *size)
-    weight = some(*((channels, outputs) if transposed else (outputs, channels)), *kernel)
-    function = F.conv_transpose2d if transposed else F.conv2d
-    out = function(inputs, weight, None, stride, padding, dilation=dilation)
-    geometry = ([outputs], stride, padding, dilation, transposed, [0, 0], 1)
-    return Arguments(some(*out.shape), inputs, weight, *geometry, mask)
-
-
-def by_torch(*given):
-    """torch's kernel."""
-    return torch.ops.aten.convolution_backward(*given)
-
-
-def gradients(given, weight="blocks", **options):
-    return convolution._by_plan(convolution._supports(by_torch, *given), Plan(weight=weight), **options)
-
-
-def exact(given):
-    return by_torch(*(each.double() for each in given[:3]), *given[3:])[1]
-
-
-def error(found, reference):
-    return (found.double() - reference).square().mean().sqrt().item()
-
-
-def assert_as_exact_as_torch(given):
-    reference = exact(given)
-    ours, torchs = gradients(given)[1], by_torch(*given)[1]
-    assert ours.shape == torchs.shape
-    # Where torch is exact by chance, on a few small numbers, an error of one rounding is allowed.
-    rounding = 2**-9 * reference.square().mean().sqrt().item()
-    assert error(ours, reference) <= max(1.2 * error(torchs, reference), rounding)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@ANY_SIZES
 @given(
-    images=st.integers(1, 7),
-    channels=st.integers(8, 70),
-    outputs=st.integers(8, 70),
-    size=st.tuples(st.integers(5, 16), st.integers(5, 16)),
-    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
-    transposed=st.booleans(),
-    seed=st.integers(0, 1000),
+    drawn(
+        images=(1, 4),
+        channels=(8, 70),
+        outputs=(8, 40),
+        size=pairs(7, 12),
+        kernel=pairs(1, 6),
+        transposed=[False, True],
+        seed=(0, 1000),
+    )
 )
-def test_any_shape_is_as_exact_as_torch(transposed, padding, kernel, dilation, **sizes):
-    if transposed:  # more padding than the kernel's reach would leave no output
-        padding = tuple(min(p, d * (k - 1)) for p, k, d in zip(padding, kernel, dilation, strict=True))
-    given = arguments(transposed=transposed, padding=padding, kernel=kernel, dilation=dilation, **sizes)
-    assert "blocks" in {plan.weight for plan in plans(given)}
-    assert_as_exact_as_torch(given)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"images": 16, "channels": 64, "outputs": 96, "size": (7, 7)},
-        {"images": 4, "size": (60, 200)},
-        {"images": 2, "size": (3, 400), "kernel": (1, 1), "padding": (0, 0)},
-        {"images": 30, "channels": 40, "size": (1, 1), "kernel": (1, 1), "padding": (0, 0)},
-        {"images": 6, "channels": 160, "outputs": 24, "size": (20, 20), "stride": (2, 2)},
-    ],
-)
-@pytest.mark.parametrize("count", [1, 2, 5, 13])
-def test_blocks_of_many_pixels_are_right_for_any_number_of_threads(threads, sizes, count):
-    threads(count)
+def test_gradient_has_the_layout_of_its_weight(sizes):
     given = arguments(**sizes)
-    first = gradients(given)[1]
-    assert_as_exact_as_torch(given)
-    assert torch.equal(gradients(given)[1], first)  # the same for the same threads, though memory was used before
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    images=st.integers(1, 4),
-    channels=st.integers(8, 70),
-    outputs=st.integers(8, 40),
-    size=st.tuples(st.integers(7, 12), st.integers(7, 12)),
-    kernel=st.tuples(st.integers(1, 6), st.integers(1, 6)),
-    transposed=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-def test_gradient_has_the_layout_of_its_weight(kernel, transposed, **sizes):
-    given = arguments(kernel=kernel, transposed=transposed, **sizes)
     expected = gradients(given)[1]
     found = gradients(given._replace(weight=given.weight.contiguous()))[1]
     assert torch.equal(found, expected)
     assert expected.is_contiguous(memory_format=NHWC)
-    assert found.is_contiguous() == (kernel[0] * kernel[1] <= 25)
+    assert found.is_contiguous() == (math.prod(sizes["kernel"]) <= 25)
 
 
 def test_parts_of_larger_tensors_are_read_where_they_lie():
@@ -145,32 +59,26 @@ def test_parts_of_larger_tensors_are_read_where_they_lie():
     assert torch.equal(gradients(given._replace(gradient=gradient, inputs=inputs))[1], gradients(given)[1])
 
 
-def test_numbers_that_are_not_finite_reach_their_weights_alone():
-    given = arguments(images=3)
-    given.gradient[2, 5] = torch.nan
-    found = gradients(given)[1]
-    assert found[5].isnan().all()
-    assert not found[torch.arange(16) != 5].isnan().any()
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@ANY_SIZES
 @given(
-    images=st.integers(1, 5),
-    channels=st.integers(8, 70),
-    outputs=st.integers(8, 70),
-    size=st.tuples(st.integers(5, 12), st.integers(5, 12)),
-    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    transposed=st.booleans(),
-    mask=st.tuples(st.booleans(), st.just(True), st.booleans()),
-    seed=st.integers(0, 1000),
+    drawn(
+        images=(1, 5),
+        channels=(8, 70),
+        outputs=(8, 70),
+        size=pairs(5, 12),
+        stride=pairs(1, 3),
+        mask=st.tuples(st.booleans(), st.just(True), st.booleans()),
+        transposed=[False, True],
+        seed=(0, 1000),
+    )
 )
-def test_numbers_in_fp32_are_rounded_and_sums_are_not(**sizes):
+def test_numbers_in_fp32_are_rounded_and_sums_are_not(sizes):
     given = arguments(**sizes)
     tensors = [tensor + 1e-3 * tensor.float() for tensor in given[:3]]  # no numbers in bf16
     found = gradients(given._replace(**dict(zip(given._fields, tensors, strict=False))), rounds_inputs=True)
     rounded = given._replace(**{name: tensor.bfloat16() for name, tensor in zip(given._fields, tensors, strict=False)})
-    reference = exact(rounded)
-    assert error(found[1], reference) <= 1e-5 * reference.square().mean().sqrt().item()
+    (reference,) = WEIGHT_GRADIENT.of_fp64(rounded)
+    assert rms(found[1].double() - reference) <= 1e-5 * rms(reference)
     assert all(each is None or each.dtype is torch.float32 for each in found)
     if found[0] is not None:
         assert torch.equal(found[0], by_torch(*rounded)[0].float())
@@ -188,47 +96,9 @@ def test_the_bias_is_the_sum_of_the_gradient_and_nothing_is_asked_of_torch():
     assert torch.equal(bias, given.gradient.sum([0, 2, 3]))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    images=st.integers(1, 5),
-    channels=st.integers(1, 7),
-    outputs=st.integers(8, 40),
-    size=st.tuples(st.integers(9, 16), st.integers(9, 16)),
-    kernel=st.tuples(st.integers(1, 4), st.integers(8, 9)),
-    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    padding=st.tuples(st.integers(0, 2), st.integers(0, 3)),
-    dilation=st.tuples(st.integers(1, 2), st.just(1)),
-    transposed=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-def test_few_channels_are_counted_with_the_columns_of_the_kernel(transposed, padding, kernel, dilation, **sizes):
-    if transposed:
-        padding = tuple(min(p, d * (k - 1)) for p, k, d in zip(padding, kernel, dilation, strict=True))
-        sizes["channels"], sizes["outputs"] = sizes["outputs"], sizes["channels"]
-    given = arguments(transposed=transposed, padding=padding, kernel=kernel, dilation=dilation, **sizes)
-    assert "blocks" in {plan.weight for plan in plans(given)}
-    assert_as_exact_as_torch(given)
-
-
-OTHERS = {
-    "NCHW": lambda given: given._replace(inputs=given.inputs.contiguous()),
-    "gradient in NCHW": lambda given: given._replace(gradient=given.gradient.contiguous()),
-    "groups": lambda given: given._replace(groups=2, weight=given.weight[:, :8]),
-    "few channels": lambda given: arguments(channels=2),
-    "few channels, with a dilation": lambda given: arguments(channels=7, dilation=(1, 2)),
-    "few channels of more": lambda given: given._replace(inputs=arguments(channels=9).inputs[:, :7]),
-    "few outputs": lambda given: arguments(outputs=7),
-    "more images in the gradient": lambda given: given._replace(inputs=given.inputs[:2]),
-    "a dilation of which bytes would overflow": lambda given: given._replace(dilation=(2**27, 1)),
-    "no images": lambda given: given._replace(gradient=given.gradient[:0], inputs=given.inputs[:0]),
-}
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_other_convolutions_are_not_computed_in_blocks(case):
-    given = OTHERS[case](arguments())
-    assert "blocks" not in {plan.weight for plan in plans(given)}
-    assert first_guess(given).weight != "blocks"
+@pytest.mark.parametrize("other", WEIGHT_GRADIENT.others)
+def test_other_convolutions_are_not_guessed_to_be_in_blocks(other):
+    assert first_guess(WEIGHT_GRADIENT.others[other](arguments())).weight != "blocks"
 
 
 def test_large_convolutions_are_the_first_guess_unless_amx_is_there_and_not_for_this_process(monkeypatch):
@@ -244,25 +114,12 @@ def test_large_convolutions_are_the_first_guess_unless_amx_is_there_and_not_for_
 
 def test_more_memory_than_the_bound_is_not_taken(monkeypatch):
     monkeypatch.setattr(weight_gradient, "SCRATCH_BOUND", 1)
-    assert "blocks" not in {plan.weight for plan in plans(arguments())}
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_memory_is_as_large_as_the_kernel_says(threads, behind_memory, transposed):
-    """What the kernel writes behind the end of its memory would be seen."""
-    for count in (1, 3, 8):
-        threads(count)
-        for images, channels, outputs, size in ((5, 33, 70, (9, 13)), (9, 8, 200, (4, 4)), (2, 70, 9, (30, 30))):
-            weight_gradient.weight_gradient(
-                *for_blocks(arguments(images, channels, outputs, size, transposed=transposed))
-            )
-    assert len(behind_memory) == 18  # with the results
-    assert all((each == 7).all() for each in behind_memory)
+    assert not is_in_blocks(arguments())
 
 
 def test_without_a_compiler_the_gradient_is_torchs(monkeypatch):
     monkeypatch.setattr(weight_gradient.KERNEL, "unavailable", "no C compiler was found")
-    assert "blocks" not in {plan.weight for plan in plans(arguments())}
+    assert not is_in_blocks(arguments())
 
 
 def test_bounds_and_calls_are_those_of_the_c_file():

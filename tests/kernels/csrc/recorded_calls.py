@@ -7,8 +7,9 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from kernels.test_cross_entropy import logits_of
-from kernels.test_norms import EPS, MOMENTUM, bounded, case_of, rms
+from kernels.compared.losses import logits_of
+from kernels.compared.norms import EPS, IMAGES, MOMENTUM, case_of
+from kernels.compared.oracle import bounded, rms
 from nano_loop.kernels.activation import activations
 from nano_loop.kernels.attention import fp32_attention
 from nano_loop.kernels.dropout import bernoulli
@@ -114,7 +115,7 @@ def _as_computed(tensor, given, left, digits):
 
 def norm(recorder, kind, shape, **named):
     """Record a norm and its gradients."""
-    for place, (found, _, exact, bound) in enumerate(bounded(case_of(kind, shape, **named))):
+    for place, (found, exact, bound) in enumerate(bounded(IMAGES, case_of(kind, shape, **named))):
         recorder.expect(found, exact, bound, is_kept=kind == "batch_norm" and place in (3, 4))
 
 
