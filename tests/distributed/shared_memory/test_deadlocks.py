@@ -31,7 +31,7 @@ def test_two_ranks_that_wait_for_each_other_are_found_by_the_lower_one(ranks):
     first, second = ranks[1].begin(2, AVERAGING), ranks[2].begin(1, "barrier")
     found, nothing = look(first, second)
     assert {rank: where.what for rank, where in found.items()} == {1: AVERAGING, 2: "barrier"}
-    assert "test_waits.py" in found[2].line
+    assert __file__ in found[2].line
     assert nothing == {}
 
 
