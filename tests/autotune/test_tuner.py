@@ -1,6 +1,6 @@
 """The fastest of the algorithms that are as exact as torch's is kept, and measurements stay within their time."""
 
-import time
+import itertools
 
 import pytest
 import torch
@@ -42,8 +42,10 @@ def shop():
     return Workshop()
 
 
-def winner(torchs, other, guess="o", timer=time.perf_counter):
-    """The winner of a race between torch's algorithm and another one, without a reference."""
+def winner(torchs, other, guess="o", timer=None):
+    """The winner of a race between torch's algorithm and another, without a reference; by default both are as fast."""
+    ticks = itertools.count()
+    timer = timer or (lambda: next(ticks) * 1e-3)
     return fastest(Race({"torchs": torchs, "o": other}, "torchs", None), guess, 1e6, timer).algorithm
 
 
