@@ -106,6 +106,8 @@ def _begin(place: str, temporary: str, own: Path, since: int, *shared: Path) -> 
     with contextlib.suppress(FileExistsError):
         original_os.mkdir(temporary, 0o700)
     _overlay.begin(place, temporary, since, (*folders_of(own), *map(os.path.realpath, shared), *cache_folders()))
+    # Compiled code binds sockets there, as those by which a loader's workers send tensors.
+    _overlay.shared += (os.path.join(os.path.realpath(tempfile.gettempdir()), _OF_MULTIPROCESSING),)
     return _keep_temporary_files_in(temporary)
 
 

@@ -5,6 +5,7 @@ What differs is said in `operations`: a folder of the caller's keeps its mode an
 
 import os
 import shutil
+import socket
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,6 +107,16 @@ SWAPS = {
 @pytest.mark.parametrize("swap", SWAPS)
 def test_folder_that_is_renamed_to_a_removed_one_shows_nothing_of_that(swap):
     check([(False, *operation) for operation in SWAPS[swap]])
+
+
+def test_folders_of_multiprocessing_are_real_since_compiled_code_binds_sockets_in_them(tmp_path):
+    """A loader's workers send tensors by such a socket: with a private folder, batches never came."""
+    with rank(Path(os.path.realpath(tmp_path)) / "run"):
+        folder = tempfile.mkdtemp(prefix="pymp-")  # as `multiprocessing.util.get_temp_dir` makes it
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.path.join(folder, "listener"))
+    assert os.listdir(folder) == ["listener"]
+    shutil.rmtree(folder)
 
 
 def functions():
