@@ -36,10 +36,13 @@ def read_exports(environ: Mapping[str, str]) -> Exports:
     if text is None:
         return Exports({}, {})
     try:
-        return Exports(**json.loads(base64.urlsafe_b64decode(text)))
-    except (ValueError, TypeError) as error:
-        expected, hint = "it holds what `nano-loop env` has written", f"Unset {EXPORTS}, or open a new shell"
-        raise NanoConfigError(error_message(f"{EXPORTS} is damaged", expected, hint)) from error
+        exports = Exports(**json.loads(base64.urlsafe_b64decode(text)))
+    except (ValueError, TypeError):
+        exports = Exports({"": ""}, {})
+    if not _is_mapping(exports.before, (str, type(None))) or not _is_mapping(exports.after, str):
+        expected = "it holds what `nano-loop env` has written"
+        raise NanoConfigError(error_message(f"{EXPORTS} is damaged", expected, f"Unset {EXPORTS}, or open a new shell"))
+    return exports
 
 
 def is_exported(name: str, environ: Mapping[str, str]) -> bool:
@@ -49,3 +52,11 @@ def is_exported(name: str, environ: Mapping[str, str]) -> bool:
     except NanoConfigError:
         return False
     return name in after and environ.get(name) == after[name]
+
+
+def _is_mapping(value: object, kinds: type | tuple[type, ...]) -> bool:
+    # Names that no shell has would end in its code.
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and name.isidentifier() and name.isascii() and isinstance(item, kinds)
+        for name, item in value.items()
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import re
 from pathlib import Path
@@ -36,6 +37,7 @@ _OTHER_NAMES = {
 }
 _ATEN = re.compile(r"^(aten::|torch\.ops\.aten\.)")
 _FAMILIES = ("linalg", "fft", "special")
+_LONGEST_FILE = 1 << 20  # bytes of a list of names
 
 
 def operators_of(name: str) -> tuple[str, ...]:
@@ -76,9 +78,13 @@ def read_names(path: Path) -> tuple[str, ...]:
     Raises
     ------
     OSError, UnicodeDecodeError
-        If the file cannot be read.
+        If the file cannot be read, or is no list of names by its length.
     """
-    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    with path.open("rb") as file:
+        content = file.read(_LONGEST_FILE + 1)
+    if len(content) > _LONGEST_FILE:
+        raise OSError(errno.EFBIG, f"it has more than {_LONGEST_FILE:,} bytes")
+    lines = (line.partition("#")[0].strip() for line in content.decode("utf-8").splitlines())
     return tuple(filter(None, lines))
 
 

@@ -35,6 +35,9 @@ def encoded(content):
         encoded([]),
         encoded({}),
         encoded({"before": {}, "after": {}, "more": 1}),
+        encoded({"before": {"A": 1}, "after": {}}),
+        encoded({"before": {}, "after": {"A": None}}),
+        encoded({"before": {"A; rm x": "1"}, "after": {}}),
     ],
 )
 def test_damaged_note_is_refused(note):
