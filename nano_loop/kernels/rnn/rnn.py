@@ -7,9 +7,9 @@ those the faster algorithm is chosen.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from nano_loop.kernels import denormals, override
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import computes_now, has_tangent, is_plain
 from nano_loop.kernels.override import COMPILED, REFERENCE, ROUNDED, TORCH, Algorithm, Call, Compute, Override, choose
-from nano_loop.kernels.rnn import recurrence, recurrent_layer
+from nano_loop.kernels.rnn import recurrence
+from nano_loop.kernels.rnn.operator_call import OperatorCall, are_shapes_right, offsets_of, offsets_of_equal
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Recurrence
 from nano_loop.patching.operators.operators import Kernel, overridden
 from nano_loop.patching.ownership import NO_RULES, ProductPolicy, Rules, belongs_to_set_up_model, rules_now
@@ -43,94 +44,13 @@ _MOST_OF_ONE = 1 << 16
 _DTYPES = torch.float32, torch.bfloat16
 #: Operators of which torch composes a step under autocast, and which a user may want in another dtype.
 _COMPOSED = ("linear", "sigmoid", "sigmoid_", "tanh", "tanh_", "relu")
-_MATRIX, _SEQUENCES = 2, 3
-
-
-class Arguments(NamedTuple):
-    """The arguments of one of torch's operators.
-
-    Attributes
-    ----------
-    mode : int
-        One of those of `recurrent_layer.Recurrence`.
-    inputs : torch.Tensor
-        Of shape (steps, batch, input size), or (batch, steps, input size) if `batch_first`; packed, of shape (rows,
-        input size).
-    batch_sizes : torch.Tensor or None
-        How many sequences the steps of packed inputs have.
-    states : tuple of torch.Tensor
-        The states before the first step, and the cells of an LSTM.
-    weights : tuple of torch.Tensor
-        Those of the directions of all layers.
-    is_trained : bool
-        Whether there will be a backward.
-    products : {"fp32", "bf16", "rounded"}
-        Of which dtype all is, or that products of fp32 tensors round what they multiply to bf16.
-    """
-
-    mode: int
-    inputs: Tensor
-    batch_sizes: Tensor | None
-    states: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...]
-    has_biases: bool
-    num_layers: int
-    dropout: float
-    train: bool
-    bidirectional: bool
-    batch_first: bool = False
-    is_trained: bool = False
-    products: str = "fp32"
-
-    @property
-    def is_projected(self) -> bool:
-        """Whether the outputs of an LSTM are a projection of its units."""
-        return self.states[0].size(-1) != self.states[-1].size(-1)
-
-    @property
-    def is_onednns(self) -> bool:
-        """Whether torch leaves the layers to oneDNN."""
-        return self.mode == LSTM and self.batch_sizes is None and not self.is_projected
-
-    @property
-    def of_torch(self) -> tuple[Any, ...]:
-        """The arguments of torch's operator of an LSTM of sequences of equal length."""
-        return (self.inputs, [*self.states], [*self.weights], *self[5:-2])
-
-    @property
-    def multiplications(self) -> int:
-        """Those of one layer and direction."""
-        first, second, _ = self.inputs.shape
-        return first * second * sum(weight.numel() for weight in self.weights[:_MATRIX])
-
-    @property
-    def layers(self) -> list[recurrent_layer.Arguments]:
-        """The arguments of the directions of all layers, each with the operator's inputs."""
-        count = _MATRIX * (1 + self.has_biases) + self.is_projected
-        layers = []
-        for at, states in enumerate(zip(*(state.unbind(0) for state in self.states), strict=True)):
-            input_weight, hidden_weight, *others = self.weights[at * count : (at + 1) * count]
-            input_bias, hidden_bias = others[:2] if self.has_biases else (None, None)
-            layers.append(
-                recurrent_layer.Arguments(
-                    self.inputs,
-                    input_weight,
-                    hidden_weight,
-                    input_bias,
-                    hidden_bias,
-                    projection=others[-1] if self.is_projected else None,
-                    state=states[0],
-                    cells=states[1] if self.mode == LSTM else None,
-                )
-            )
-        return layers
 
 
 def _supports(mode: int, is_packed: bool, kernel: Kernel, inputs: Tensor, *args: Any) -> Call:
     batch_sizes, (states, weights, *numbers) = (args[0], args[1:]) if is_packed else (None, args)
     states = tuple(states) if mode == LSTM else (states,)
     is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights))
-    call = Arguments(mode, inputs, batch_sizes, states, tuple(weights), *numbers)._replace(is_trained=is_trained)
+    call = OperatorCall(mode, inputs, batch_sizes, states, tuple(weights), *numbers)._replace(is_trained=is_trained)
     return Call("lstm", (inputs, *states, *weights), kernel=kernel, details=call)
 
 
@@ -156,7 +76,7 @@ def _computed(of: Call) -> tuple[Tensor, ...] | None:
         return _by_layers(call, layer)
 
 
-def _as_asked(of: Call, call: Arguments) -> Call:
+def _as_asked(of: Call, call: OperatorCall) -> Call:
     """Return a call as its algorithm is asked for."""
     return of._replace(
         numbers=(call.batch_first, call.has_biases, call.bidirectional, call.num_layers, call.is_trained),
@@ -168,10 +88,10 @@ def _as_asked(of: Call, call: Arguments) -> Call:
     )
 
 
-def _arguments(of: Call) -> Arguments:
+def _arguments(of: Call) -> OperatorCall:
     call, (inputs, *others) = of.details, of.tensors
     count = len(call.states)
-    arguments: Arguments = call._replace(inputs=inputs, states=(*others[:count],), weights=(*others[count:],))
+    arguments: OperatorCall = call._replace(inputs=inputs, states=(*others[:count],), weights=(*others[count:],))
     return arguments
 
 
@@ -198,7 +118,7 @@ def _by_torch_in_fp32(of: Call) -> Any:
 def _of_some_steps(of: Call, layer: Recurrence) -> tuple[Tensor, ...]:
     """Compute a call with other steps than those of the layer, as where some are measured."""
     call = _arguments(of)
-    return _by_layers(call, layer._replace(offsets=_offsets_of_equal(call)))
+    return _by_layers(call, layer._replace(offsets=offsets_of_equal(call)))
 
 
 def denormals_flushed() -> AbstractContextManager[None]:
@@ -234,7 +154,7 @@ OVERRIDES = tuple(
 )
 
 
-def _by_layers(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
+def _by_layers(call: OperatorCall, layer: Recurrence) -> tuple[Tensor, ...]:
     inputs = call.inputs.transpose(0, 1) if call.batch_first else call.inputs
     shape = inputs.shape[:-1]
     outputs, directions = inputs.reshape(-1, inputs.size(-1)), 1 + call.bidirectional
@@ -255,7 +175,7 @@ def _by_layers(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
     return outputs, *map(torch.ops.aten.stack, zip(*states, strict=True))
 
 
-def _layer(call: Arguments, rules: Rules) -> Recurrence | None:
+def _layer(call: OperatorCall, rules: Rules) -> Recurrence | None:
     """Return what all layers of a call have in common, or None where torch computes it."""
     tensors = (call.inputs, *call.states, *call.weights)
     if not computes_now() or any(map(has_tangent, tensors)):
@@ -269,14 +189,14 @@ def _layer(call: Arguments, rules: Rules) -> Recurrence | None:
     in_bf16 = autocast is not None or dtypes == {torch.bfloat16}
     if in_bf16 and not rules.operators.keys().isdisjoint(_COMPOSED):
         return None
-    offsets = _offsets(call)
-    if offsets is None or not _are_shapes_right(call) or not is_large(call, offsets.numel() - 1):
+    offsets = offsets_of(call)
+    if offsets is None or not are_shapes_right(call) or not is_large(call, offsets.numel() - 1):
         return None
     is_packed = call.batch_sizes is not None
     return Recurrence(call.mode, offsets, is_packed, False, in_bf16, _dtypes(call, in_bf16))
 
 
-def _dtypes(call: Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
+def _dtypes(call: OperatorCall, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of outputs and cells: under autocast, those of torch's products and what is added to them."""
     if not in_bf16:
         return torch.float32, torch.float32
@@ -287,42 +207,7 @@ def _dtypes(call: Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
     return (torch.bfloat16 if is_product else of_state), of_state
 
 
-def _offsets(call: Arguments) -> Tensor | None:
-    """Return the rows at which the steps begin, and their number; None for steps that torch refuses."""
-    if call.inputs.dim() != (_SEQUENCES if call.batch_sizes is None else _MATRIX) or not call.inputs.numel():
-        return None
-    if call.states[0].dim() != _SEQUENCES:
-        return None
-    batch = call.states[0].size(1)
-    if call.batch_sizes is None:
-        return _offsets_of_equal(call) if call.inputs.size(0 if call.batch_first else 1) == batch else None
-    sizes = call.batch_sizes.tolist()
-    if sizes != sorted(sizes, reverse=True) or sizes[0] != batch or sizes[-1] < 1 or sum(sizes) != len(call.inputs):
-        return None
-    return torch.tensor([0, *sizes], dtype=torch.int64, device="cpu").cumsum(0)
-
-
-def _offsets_of_equal(call: Arguments) -> Tensor:
-    """Return the rows at which the steps of sequences of equal length begin, and their number."""
-    batch, steps = call.inputs.shape[:2] if call.batch_first else call.inputs.shape[1::-1]
-    return torch.arange(0, steps * batch + 1, batch, dtype=torch.int64, device="cpu")
-
-
-def _are_shapes_right(call: Arguments) -> bool:
-    """Whether the shapes are those of torch's modules: the C function reads what they say."""
-    directions, (_, batch, outputs), hidden = 1 + call.bidirectional, call.states[0].shape, call.states[-1].size(-1)
-    count, gates = call.num_layers * directions, GATES[call.mode] * hidden
-    if any(state.shape[:-1] != (count, batch) for state in call.states) or not min(outputs, hidden):
-        return False
-    of_biases: list[Sequence[int]] = [(gates,)] * (2 * call.has_biases)
-    shapes = []
-    for at in range(count):
-        size = call.inputs.size(-1) if at < directions else outputs * directions
-        shapes += [(gates, size), (gates, outputs), *of_biases, *[(outputs, hidden)] * call.is_projected]
-    return [weight.shape for weight in call.weights] == shapes
-
-
-def is_large(call: Arguments, steps: int) -> bool:
+def is_large(call: OperatorCall, steps: int) -> bool:
     """Whether a call is large enough that it is faster in C."""
     hidden, batch = call.weights[1].numel(), call.states[0].size(1)
     fewest = _FEWEST_BESIDE_ONEDNN if call.is_onednns else _FEWEST_STEPS[call.mode][not call.is_trained]
@@ -330,8 +215,8 @@ def is_large(call: Arguments, steps: int) -> bool:
 
 
 def _beside_onednn(
-    call: Arguments, layer: Recurrence, rounding: ProductPolicy | None
-) -> tuple[Arguments, Recurrence, str] | None:
+    call: OperatorCall, layer: Recurrence, rounding: ProductPolicy | None
+) -> tuple[OperatorCall, Recurrence, str] | None:
     """Return an LSTM of sequences of equal length as it may be computed in C, and the first guess, or None."""
     multiplications, is_first_guess = call.multiplications, product.KERNEL.is_first_guess
     in_bf16 = rounding is not None and rounding.dtype is torch.bfloat16
@@ -348,7 +233,7 @@ def _beside_onednn(
     return call, layer, COMPILED if is_faster else TORCH
 
 
-def is_faster_than_onednn(call: Arguments) -> bool:
+def is_faster_than_onednn(call: OperatorCall) -> bool:
     """Whether an LSTM in fp32 that is not measured is faster in C."""
     steps, (_, batch, units) = call.inputs.size(1 if call.batch_first else 0), call.states[-1].shape
     if not call.is_trained or steps < _FEWEST_STEPS[LSTM][0]:
