@@ -24,8 +24,10 @@ def cache_folders() -> list[str]:
 
     One that holds the working folder or the folder for temporary files is left out: the loop's own files lie there.
     """
-    others = [os.path.realpath(folder) for folder in (os.getcwd(), tempfile.gettempdir())]
-    folders = (os.path.realpath(os.path.expanduser(folder)) for folder in _named())
+    place = working_folder()
+    others = [os.path.realpath(folder) for folder in (place, tempfile.gettempdir()) if folder is not None]
+    named = (os.path.expanduser(folder) for folder in _named())
+    folders = (os.path.realpath(folder) for folder in named if place is not None or os.path.isabs(folder))
     return [folder for folder in folders if not any(f"{other}/".startswith(f"{folder}/") for other in others)]
 
 
@@ -55,6 +57,14 @@ def cache_folders_made() -> Iterator[list[str]]:
         for folder in reversed(made):
             with contextlib.suppress(OSError):  # somebody uses it
                 os.rmdir(folder)
+
+
+def working_folder() -> str | None:
+    """Return that of this process; None where it has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 def _named() -> Iterator[str]:

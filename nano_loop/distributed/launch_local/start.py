@@ -11,6 +11,7 @@ from typing import Any
 
 from nano_loop.config.exports import is_exported
 from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.files.caches import working_folder
 from nano_loop.distributed.launch_external.environment import without_launch
 
 #: Variables that would put every process on the same CPUs, or stop a worker at a prompt.
@@ -86,14 +87,6 @@ def _path() -> list[str]:
     has_folder = working_folder() is not None
     usable = (entry for entry in entries if isinstance(entry, str) and (has_folder or os.path.isabs(entry)))
     return [*map(os.path.abspath, usable)]
-
-
-def working_folder() -> str | None:
-    """Return that of this process; None where it has been deleted."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None
 
 
 def _limits() -> tuple[object, ...]:

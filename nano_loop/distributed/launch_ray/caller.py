@@ -12,8 +12,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nano_loop.config.environment import KERNELS
+from nano_loop.distributed.files.caches import working_folder
 from nano_loop.distributed.launch_external.environment import NAMES, PREFIXES
-from nano_loop.distributed.launch_local.start import NOT_FOR_WORKERS, working_folder
+from nano_loop.distributed.launch_local.start import NOT_FOR_WORKERS
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which a user sets the number of compute threads
 

@@ -40,6 +40,17 @@ def test_cache_that_holds_the_working_folder_is_no_cache(tmp_path, monkeypatch):
     assert str(tmp_path) not in folders
 
 
+def test_working_folder_that_was_deleted_rules_no_cache_folder_out_but_relative_ones(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "work").rmdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", "hub")
+    folders = cache_folders()
+    assert str(tmp_path / "cache") in folders
+    assert not [folder for folder in folders if folder.endswith("hub")]
+
+
 def test_missing_cache_folders_are_there_for_a_run_and_stay_where_somebody_has_written(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "used"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "unused/deep"))
