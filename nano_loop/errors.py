@@ -106,7 +106,7 @@ def quoted(text: str, most: int = _repr.maxstring) -> str:
     """Return a text for a message: without its middle if it is long, and without characters that act on a terminal."""
     half = most // 2
     short = text if len(text) <= most else f"{text[: half - 2]}...{text[1 - half :]}"
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in short)
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in short)
 
 
 def shown(name: str, value: Any) -> str:

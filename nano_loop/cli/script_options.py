@@ -58,14 +58,11 @@ class NanoCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            removed = self.removed(error.option_name)
+            option = error.option_name.removeprefix("--").removeprefix("no-").replace("-", "_")
+            removed = REMOVED.get(option) or REMOVED_OTHERS.get(f"{self.name} {error.option_name}")
             if removed is None:
                 raise
             raise NanoConfigError(error_message(error.option_name, *removed)) from None
-
-    def removed(self, flag: str) -> tuple[str, str] | None:
-        """Return the last two parts of the message about a flag that the command had; None for others."""
-        return REMOVED_OTHERS.get(f"{self.name} {flag}")
 
 
 class ScriptCommand(NanoCommand):
@@ -75,18 +72,13 @@ class ScriptCommand(NanoCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the arguments. What may be on or off has another value behind ``=`` alone, as in ``--verbose=all``."""
-        options = (each for each in self.get_params(ctx) if isinstance(each, click.Option) and not each.is_flag)
-        with_values = {flag for option in options for flag in option.opts}
+        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
+        with_values = {flag for option in options if not option.is_flag for flag in option.opts}
         args, place = [*args], 0
         while place < len(args) and args[place].startswith("-") and args[place] not in ("-", "--"):
             args[place] = _SWITCHES.get(args[place], args[place])
             place += 1 + (args[place] in with_values)
         return super().parse_args(ctx, args)
-
-    def removed(self, flag: str) -> tuple[str, str] | None:
-        """See `NanoCommand.removed`; it had nano_loop's options as flags, too."""
-        option = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-        return REMOVED.get(option) or super().removed(flag)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in two lists."""

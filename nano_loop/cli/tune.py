@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -47,7 +48,7 @@ def tune(script: Script, as_json: bool, seconds: int, plot: str | None) -> None:
         print(error.errors, file=sys.stderr)
         raise exit_with(error.code or 0) from error
     if as_json:
-        click.echo(as_text("tune", **tuning.as_dict()))
+        click.echo(as_text("tune", **asdict(tuning)))
     else:
         click.echo(str(tuning))
     if plot is not None:

@@ -15,8 +15,6 @@ SAFE = (
     *("softmax", "log_softmax", "layer_norm", "group_norm", "norm", "exp", "expm1", "log", "log2", "log10", "log1p"),
     *("pow", "reciprocal", "rsqrt", "softplus", "sum", "mean", "cumsum", "cumprod", "logsumexp", "cosine_similarity"),
 )
-#: Lists of operators by name.
-PRESETS = {"safe": SAFE}
 
 # Python's operators, as Habana's lists have them too, and functions whose operators have other names.
 _OTHER_NAMES = {

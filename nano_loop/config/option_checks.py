@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from nano_loop.config.op_names import PRESETS, nearest, operators_of, overloads_of, read_names
+from nano_loop.config.op_names import SAFE, nearest, operators_of, overloads_of, read_names
 from nano_loop.config.precisions import OF_GPUS, PRECISIONS, SHORT_NAMES
 from nano_loop.errors import error_message, quoted, shown
 
@@ -156,7 +156,7 @@ def _may_be_written(path: Path) -> bool:
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", re.ASCII)
-_POWERS = "kMGT"
+_POWERS = " kMGT"
 
 
 def image_cache(value: Any) -> int | str | None:
@@ -164,7 +164,10 @@ def image_cache(value: Any) -> int | str | None:
     if value is None or (isinstance(value, str) and value == "auto"):
         return None
     size = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    count = value if size is None else _bytes_of(*size.groups())
+    count = value
+    if size is not None:
+        power = _POWERS.index(size[2].replace("K", "k") or " ")
+        count = float(size[1]) * (1024.0 if size[3] else 1000.0) ** power
     if _is_number(count, Real) and 1 <= count < 1 << 62:
         return int(count)
     if isinstance(value, (str, os.PathLike)) and _may_be_a_folder(os.fsdecode(value)):
@@ -183,11 +186,6 @@ def _may_be_a_folder(text: str) -> bool:
         return False
 
 
-def _bytes_of(number: str, prefix: str, binary: str) -> float:
-    power = _POWERS.index(prefix.replace("K", "k")) + 1 if prefix else 0
-    return float(number) * (1024 if binary else 1000) ** power
-
-
 _OPERATORS = "it must be a list of names of operators, or the path of a file with one a line"
 
 
@@ -198,15 +196,15 @@ def operators(value: Any) -> tuple[str, ...]:
 
 def operators_or_safe(value: Any) -> tuple[str, ...]:
     """Accept the same and ``"safe"``, and return the names."""
-    if isinstance(value, str) and value in PRESETS:
-        return PRESETS[value]
+    if isinstance(value, str) and value == "safe":
+        return SAFE
     return _named_operators(value, f'{_OPERATORS}, or "safe"', 'Pass a list such as ["softmax"], or "safe"')
 
 
 def _named_operators(value: Any, allowed: str, advice: str) -> tuple[str, ...]:
     names: Any = value
-    if isinstance(value, str) and value in PRESETS:
-        raise RefusedValueError(f'the list "{value}" is for fp32_ops', advice)
+    if isinstance(value, str) and value == "safe":
+        raise RefusedValueError('the list "safe" is for fp32_ops', advice)
     if isinstance(value, Path) or (isinstance(value, str) and _is_path(value)):
         names, allowed = _in_file(value), "the file must have a name of an operator on each line, or a comment after #"
     elif isinstance(value, str):

@@ -59,8 +59,9 @@ def tune(tmp_path, monkeypatch, capfd):
 def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_COLOR": "1"}
     options = [*FIXED, "--seconds=1", "--plot=times.png", "--json", "train.py", "a"]
-    for text, before in ((LOOP, "@nano("), (WITHOUT_A_LINE, "nano_loop.install(")):
-        (tmp_path / "train.py").write_text(text.format(steps=ENDLESS))
+    # The first ends before its time is over, and the run in it is over then.
+    for text, steps, before in ((LOOP, 40, "@nano("), (WITHOUT_A_LINE, ENDLESS, "nano_loop.install(")):
+        (tmp_path / "train.py").write_text(text.format(steps=steps))
         command = [sys.executable, "-m", "nano_loop", "tune", *options]
         done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=500)
         found = json.loads(done.stdout)

@@ -157,12 +157,8 @@ def _install_at_first(functions: "list[tuple[Any, str]]", start: _Start) -> None
         setattr(owner, name, replacement)
 
 
-def _real() -> None:
-    """Import the one that this one hides; that there is none is the ImportError that Python expects then."""
-    del sys.modules["sitecustomize"]
-    __import__("sitecustomize")
-
-
 if __name__ == "sitecustomize":
     _Start().begin()
-    _real()
+    # The one that this one hides is imported; that there is none is the ImportError that Python expects then.
+    del sys.modules["sitecustomize"]
+    __import__("sitecustomize")

@@ -57,6 +57,7 @@ class _Timer:
         self._command, self._uninstall, self._is_explicit = command, uninstall, is_explicit
         self._place = os.getpid(), threading.get_ident()
         self._optimizer: Optimizer | None = None
+        self._run: Run | None = None  # which may have ended when the script does
         self._seconds: list[float] = []
         self._waits = Waits()
         self._began = self._last = time.perf_counter()
@@ -70,6 +71,7 @@ class _Timer:
         self._optimizer = self._optimizer or optimizer
         if optimizer is not self._optimizer:
             return
+        self._run = run
         if self._command.arguments["compares"]:
             self._compare(run)
         now = time.perf_counter()
@@ -79,10 +81,10 @@ class _Timer:
             self._seconds, self._began = [0.0], now
         enough = now - self._began >= self._command.arguments["seconds"]
         if enough and len(self._seconds) >= WARMUP + LEAST:
-            self._command.end(result=self._times(run))
+            self._command.end(result=self._times())
         self._last = time.perf_counter()
 
-    def _times(self, run: Run | None) -> dict[str, Any]:
+    def _times(self) -> dict[str, Any]:
         weights = () if self._optimizer is None else held_by(self._optimizer)
         waits = self._waits.share()
         save_all(is_busy=(waits or 0.0) >= BUSY)
@@ -93,12 +95,12 @@ class _Timer:
             "peak": peak_memory(),
             "waits": waits,
             "has_convolutions": any(weight.dim() in (4, 5) for weight in weights),
-            **_of_run(run, self._is_explicit),
+            **_of_run(self._run, self._is_explicit),
         }
 
     def _answer_at_end(self) -> None:
         if self._optimizer is not None and os.getpid() == self._place[0]:
-            self._command.answer(result=self._times(active_run()))
+            self._command.answer(result=self._times())
 
     def _compare(self, run: Run | None) -> NoReturn:
         """Answer what `verify` says of the first batch, which it knows when its run is undone."""
@@ -110,13 +112,12 @@ class _Timer:
 
 def _of_run(run: Run | None, is_explicit: bool) -> dict[str, Any]:
     """Return the options of a run, as far as JSON has them, what its steps say, and how its options are written."""
-    if run is None:
-        return {"options": {}, "report": {}, "written": ["nano_loop.install(", ")"], "is_explicit": is_explicit}
-    results = [] if run.report is None else run.report.results
+    options = {} if run is None else run.options.as_dict()
+    results = [] if run is None or run.report is None else run.report.results
     return {
-        "options": {name: value for name, value in run.options.as_dict().items() if _is_json(value)},
+        "options": {name: value for name, value in options.items() if _is_json(value)},
         "report": {result.name: [result.status, result.detail, result.code] for result in results},
-        "written": run.written if is_explicit else ["nano_loop.install(", ")"],
+        "written": run.written if run is not None and is_explicit else ["nano_loop.install(", ")"],
         "is_explicit": is_explicit,
     }
 

@@ -149,10 +149,10 @@ class Search:
             got, expected = f"{self._script.name} has trained nothing", "tune times steps of an optimizer of torch"
             raise NanoConfigError(error_message(got, expected, "Name a script that trains")) from error
         if answer["seconds"] is None:
-            steps, needed = f"{answer['steps']} steps", f"tune needs {WARMUP + LEAST}"
+            steps, expected = f"{answer['steps']} steps", f"tune needs {WARMUP + LEAST}"
             if row is not self._own:
-                raise TrialFailedError(f"it took {steps}, and {needed}")
-            raise NanoConfigError(error_message(f"{self._script.name} takes {steps}", needed, "Let it train longer"))
+                raise TrialFailedError(f"it took {steps}, and {expected}")
+            raise NanoConfigError(error_message(f"{self._script.name} takes {steps}", expected, "Let it train longer"))
         processes = row.options.get("num_processes") or answer["options"].get("num_processes") or 1
         row.seconds.append(answer["seconds"] / (1 if row.plain else processes))
         row.memory = max(row.memory or 0, answer["peak"])
