@@ -111,12 +111,12 @@ def test_options_act_on_a_script_without_a_line(profile, monkeypatch, by):
         "torch.nn.Linear(512, 2048)", "torch.nn.Unflatten(1, (2, 16, 16)), torch.nn.Conv2d(2, 8, 3)"
     )
     text = text.replace("torch.nn.Linear(2048, 1)", "torch.nn.Flatten(), torch.nn.Linear(8 * 14 * 14, 1)")
+    assert profile(text).stderr == ""
     if by.startswith("NANO"):
         monkeypatch.setenv(by, "1")
     done = profile(text, *([by] if by.startswith("--") else []))
     assert done.returncode == 0, done.stderr
     assert "applied  channels_last" in done.stderr
-    assert "applied" not in profile(CLOSURES).stderr.partition("channels_last")[2]
 
 
 @pytest.mark.slow

@@ -91,10 +91,12 @@ class _Finder:
 
     def __init__(self, start: _Start) -> None:
         self.start = start
+        self.has_noticed = False  # then a program may still have it, as inside of a finder of its own
 
     def find_spec(self, name: str, path: "Any", target: "Any" = None) -> "Any":
-        if name != "torch.optim.optimizer":
+        if name != "torch.optim.optimizer" or self.has_noticed:
             return None
+        self.has_noticed = True
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         from importlib.util import find_spec
 
