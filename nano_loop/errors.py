@@ -99,7 +99,7 @@ def error_message(got: str, expected: str, hint: str) -> str:
     hint : str
         What to do next, as a sentence without a full stop.
     """
-    return f"{quoted(got, _LONGEST // 4)}: {quoted(expected, _LONGEST)}. {quoted(hint, _LONGEST)}."
+    return f"{quoted(got, _LONGEST // 2)}: {quoted(expected, _LONGEST)}. {quoted(hint, _LONGEST)}."
 
 
 def quoted(text: str, most: int = _repr.maxstring) -> str:

@@ -15,7 +15,6 @@ from nano_loop.cli.tuning.result import check_picture, draw
 from nano_loop.cli.tuning.search import Search, TrialFailedError
 from nano_loop.errors import NanoConfigError, error_message
 
-_INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
 _EXAMPLES = """\b
 Examples:
   nano-loop tune train.py
@@ -54,4 +53,4 @@ def tune(script: Script, as_json: bool, seconds: int, plot: str | None) -> None:
     if plot is not None:
         draw(tuning, plot)
     if search.is_interrupted:
-        raise click.exceptions.Exit(_INTERRUPTED)
+        raise click.Abort
