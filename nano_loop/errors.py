@@ -7,6 +7,7 @@ from typing import Any
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
+_LONGEST = 2000  # characters of a part of a message, where they are not only what was given
 
 
 class NanoError(RuntimeError):
@@ -98,18 +99,19 @@ def error_message(got: str, expected: str, hint: str) -> str:
     hint : str
         What to do next, as a sentence without a full stop.
     """
-    return f"{got}: {expected}. {hint}."
+    return f"{quoted(got, _LONGEST // 2)}: {quoted(expected, _LONGEST)}. {quoted(hint, _LONGEST)}."
 
 
-def shortened(text: str) -> str:
-    """Return a text, without its middle if it is long."""
-    half = _repr.maxstring // 2
-    return text if len(text) <= 2 * half else f"{text[: half - 2]}...{text[1 - half :]}"
+def quoted(text: str, most: int = _repr.maxstring) -> str:
+    """Return a text for a message: without its middle if it is long, and without characters that act on a terminal."""
+    half = most // 2
+    short = text if len(text) <= most else f"{text[: half - 2]}...{text[1 - half :]}"
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in short)
 
 
 def shown(name: str, value: Any) -> str:
     """Return ``name=value`` with a shortened ``repr``, or with the class of the value if its ``repr`` raises."""
     try:
-        return f"{name}={_repr.repr(value)}"
+        return quoted(f"{name}={_repr.repr(value)}", _LONGEST)
     except Exception as error:  # a user's object may raise any exception; a huge int raises ValueError
         return f"{name}=<{type(value).__name__}, whose repr raises {type(error).__name__}>"

@@ -59,8 +59,8 @@ FAULTS = (
     ),
     Fault(
         "cli/script.py",
-        "        raise click.exceptions.Exit(code if code > 0 else 128 - code)",
-        "        raise click.exceptions.Exit(code)",
+        "    return click.exceptions.Exit(code if code > 0 else 128 - code)",
+        "    return click.exceptions.Exit(code)",
         "tests/cli",
     ),
     Fault(

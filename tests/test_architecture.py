@@ -114,7 +114,7 @@ FILES_THAT_MAY_IMPORT = {
 BUDGETS = {
     "": 430,
     "api": 1_300,
-    "cli": 2_625,  # 2_100 is the goal
+    "cli": 2_600,  # 2_100 is the goal
     "integrations": 1_600,
     "runtime": 2_125,  # 1_700 is the goal
     "steps": 3_675,  # 3_300 is the goal
@@ -128,7 +128,7 @@ BUDGETS = {
     "distributed": 12_325,  # 9_800 is the goal
     "profiling": 300,
     "compile": 200,
-    "config": 1_350,  # 1_300 is the goal
+    "config": 1_375,  # 1_300 is the goal
     "cpu": 1_350,  # 1_250 is the goal
     "storage": 400,  # 350 is the goal
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from nano_loop.cli import checks
@@ -16,6 +17,7 @@ from nano_loop.cli.libraries import openmp_of
 from nano_loop.cli.output import as_text
 from nano_loop.cpu import format_cpu_list
 from nano_loop.cpu.glibc import allocators_of
+from nano_loop.errors import quoted
 from nano_loop.kernels.compiler import COMPILE
 from nano_loop.version import __version__
 
@@ -25,6 +27,7 @@ CHECKS: tuple[Callable[[Inspected], Iterator[Finding]], ...] = (
     *(checks.libraries, checks.kernels_in_c, checks.packages, checks.requirements),
     *(checks.memory, checks.instruction_sets, checks.usable_cpus),
 )
+_LONGEST = 400  # characters of a finding, which quotes the environment
 #: Names of instruction sets that matter to training, as Linux has them.
 _INSTRUCTION_SETS = {
     "x86_64": ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16"),
@@ -83,13 +86,7 @@ def facts_of(inspected: Inspected) -> dict[str, Any]:
             "quota": machine.quota,
             "num_threads": machine.num_threads,
         },
-        "memory": {
-            "total": memory.total,
-            "available": memory.available,
-            "limit": memory.limit,
-            "shared": memory.shared,
-            "huge_pages": memory.huge_pages or None,
-        },
+        "memory": {**asdict(memory), "huge_pages": memory.huge_pages or None},
         "kernels": None if inspected.kernels is None else inspected.kernels._asdict(),
         "cache": None if inspected.cache is None else inspected.cache._asdict(),
         "libraries": {
@@ -113,7 +110,7 @@ def _lines(facts: Mapping[str, Any], findings: list[Finding], styled: Callable[.
         yield styled("Nothing was found that slows training down.", fg="green")
     for finding in findings:
         label = styled("hurts", fg="red") if finding.hurts else styled("note ", fg="yellow")
-        yield f"{label}  {styled(finding.id, bold=True)}: {finding.what}"
+        yield f"{label}  {styled(finding.id, bold=True)}: {quoted(finding.what, _LONGEST)}"
         yield f"       why: {finding.why}"
         yield f"       do:  {finding.advice}"
 

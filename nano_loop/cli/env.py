@@ -12,6 +12,7 @@ from nano_loop.cli.script_options import NanoCommand, preload_options
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
 from nano_loop.config.exports import EXPORTS
 from nano_loop.cpu import read_machine
+from nano_loop.errors import quoted
 
 _EXAMPLES = """\b
 Examples:
@@ -53,4 +54,5 @@ def env(undo: bool, install: bool, as_json: bool, preload: tuple[str, ...]) -> N
     if undo and EXPORTS not in now:
         click.echo("nano-loop: there is nothing to undo in this shell.", err=True)
     for name in kept:
-        click.echo(f"nano-loop: {name}={before[name]} is set, and stays. To replace it, unset it first.", err=True)
+        value = quoted(before[name])
+        click.echo(f"nano-loop: {name}={value} is set, and stays. To replace it, unset it first.", err=True)

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from nano_loop.errors import NanoError, error_message
+from nano_loop.errors import NanoError, error_message, quoted
 
 _BAD_INPUT = 2
 _INTERRUPTED = 130  # as a shell has it for Ctrl-C
+_LONGEST = 400  # characters of a line about arguments that are no options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 if all is well, 1 if `doctor` has found what hurts, 2 for bad input.
     """
     arguments = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    _open_closed_streams()
+    try:
+        return _run(arguments)
+    except NanoError as error:
+        return _refused(str(error))
+    except OSError as error:  # no space for the output, no working folder, arguments that are too long
+        reason = f"the system refuses it ({error.strerror or error})"
+        hint = "Check the working folder, the space on the disk and the length of the arguments"
+        return _refused(error_message(f"nano-loop {arguments[0]}", reason, hint))
+
+
+def _run(arguments: Sequence[str]) -> int:
     if importlib.util.find_spec("click") is None:
         if arguments[0] == "doctor":
             return _doctor(arguments[1:])
@@ -46,8 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(_in_one_line(error))
     except click.Abort:
         return _INTERRUPTED
-    except NanoError as error:
-        return _refused(str(error))
+
+
+def _open_closed_streams() -> None:
+    """Open closed standard streams on nothing, so that no file that a command opens takes their places.
+
+    A script has them closed, as under ``python``: what Python opens is not for other programs.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _doctor(arguments: Sequence[str]) -> int:
@@ -58,11 +79,8 @@ def _doctor(arguments: Sequence[str]) -> int:
     for flag in ("--json", "--torch"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args(arguments)
-    try:
-        text, code = diagnose(options.json, options.torch, lambda words, **_: str(words))
-    except NanoError as error:
-        return _refused(str(error))
-    print(text)
+    text, code = diagnose(options.json, options.torch, lambda words, **_: str(words))
+    print(text, flush=True)
     return code
 
 
@@ -76,6 +94,6 @@ def _refused(message: str) -> int:
 def _in_one_line(error: Any) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "nano-loop"
-    message = " ".join(error.format_message().split()).rstrip(".")
+    message = quoted(" ".join(error.format_message().split()).rstrip("."), _LONGEST)
     end = "" if message.endswith(("?", "?)")) else "."
     return f"{message}{end} See `{command} --help`."

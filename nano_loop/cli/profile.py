@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import FrameType
 
 import click
 
+from nano_loop.cli.at_start import unused_message
 from nano_loop.cli.output import as_text
-from nano_loop.cli.script import result_of
+from nano_loop.cli.script import exit_with, started
 from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
+from nano_loop.config.declarations import CHECKS
+from nano_loop.config.environment import read_options
 from nano_loop.errors import NanoConfigError, error_message
+from nano_loop.profiling import STEPS
 from nano_loop.profiling.kinds import lines_of
 
 _EXAMPLES = """\b
@@ -19,7 +29,7 @@ Examples:
 """
 
 
-@click.command(cls=ScriptCommand, context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
+@click.command(cls=ScriptCommand, epilog=_EXAMPLES)
 @click.option("--trace", type=click.Path(dir_okay=False, writable=True), help="Write a trace that Perfetto opens.")
 @takes_script()
 def profile(script: Script, as_json: bool, trace: str | None) -> None:
@@ -32,9 +42,46 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
         raise NanoConfigError(
             error_message(f"--trace {trace}", "its folder does not exist", "Name a file in one that does")
         )
-    own = {"trace": None if trace is None else os.path.abspath(trace)}
-    content = result_of("profile", own, script, to_stderr=as_json)
+    environ = {**os.environ, **script.variables}
+    # With options, here or in the environment, a script is profiled under them; else as it is.
+    own = {"trace": trace and os.path.abspath(trace), "installs": any(read_options(environ, CHECKS))}
+    sys.stdout.flush()
+    stdout = sys.stderr if as_json else None
+    with started("profile", own, script.command, environ, stdout=stdout) as (process, read_answer):
+        with _signals_passed_to(process):
+            code = process.wait()
+        answer = read_answer() or {}
+    if "error" in answer:
+        raise NanoConfigError(answer["error"])
+    if code:
+        raise exit_with(code)
+    if not answer:
+        expected = "profile measures those of the first optimizer of torch in its thread"
+        got = f"{script.name} takes fewer than {STEPS} steps"
+        raise NanoConfigError(error_message(got, expected, "Let it train longer"))
+    if script.variables and not answer["is_in_run"]:
+        raise NanoConfigError(unused_message(script.name, installs=False))
+    content = answer["result"]
     if as_json:
         click.echo(as_text("profile", **content))
     else:
         click.echo("\n".join(lines_of(content)))
+
+
+@contextlib.contextmanager
+def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Let the script end by SIGTERM and by Ctrl-C, which a terminal sends to both processes."""
+
+    def passed(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, passed),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN if os.isatty(0) else passed),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

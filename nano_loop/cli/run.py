@@ -20,7 +20,7 @@ Examples:
 """
 
 
-@click.command(cls=ScriptCommand, context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
+@click.command(cls=ScriptCommand, epilog=_EXAMPLES)
 @preload_options
 @click.option("--only-environment", is_flag=True, help="Accelerate nothing that the script does not ask for.")
 @takes_script("Print what would be run as JSON, and run nothing.")

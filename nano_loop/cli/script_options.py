@@ -13,7 +13,7 @@ import click
 
 from nano_loop.config import option_checks as checks
 from nano_loop.config.declarations import CHECKS, DECLARED
-from nano_loop.config.environment import read_options, variable_of
+from nano_loop.config.environment import may_be, variable_of
 from nano_loop.config.leftovers import REMOVED, REMOVED_OTHERS
 from nano_loop.config.options import Options
 from nano_loop.cpu import partition, read_machine
@@ -22,12 +22,32 @@ from nano_loop.errors import NanoConfigError, error_message
 
 _T = TypeVar("_T")
 _HEADING = "Options of nano_loop, which override those in the code"
-_SWITCHES = (checks.boolean, checks.auto_or_boolean)
-_NO_TEXT = (checks.worker_init,)  # a function
+
+
+def flag_of(option: str) -> str:
+    """Return the flag of an option: ``--num-processes`` for ``num_processes``."""
+    return "--" + option.replace("_", "-")
+
+
+#: The flags of options that may be on or off, and what they stand for.
+_SWITCHES = {
+    flag_of(prefix + name): f"{flag_of(name)}={prefix == ''}"
+    for name, check in CHECKS.items()
+    if may_be(True, check)
+    for prefix in ("", "no_")
+}
 
 
 class NanoOption(click.Option):
     """An option of nano_loop, which is for the script."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return what its help says: how it is written, and what it does."""
+        (flag,), text = self.opts, self.help or ""
+        if flag not in _SWITCHES:
+            return f"{flag} VALUE", text
+        value = "" if CHECKS[str(self.name)] is checks.boolean else "[=VALUE]"
+        return f"{flag}{value} / --no-{flag[2:]}", text
 
 
 class NanoCommand(click.Command):
@@ -38,23 +58,27 @@ class NanoCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            removed = self.removed(error.option_name)
+            option = error.option_name.removeprefix("--").removeprefix("no-").replace("-", "_")
+            removed = REMOVED.get(option) or REMOVED_OTHERS.get(f"{self.name} {error.option_name}")
             if removed is None:
                 raise
             raise NanoConfigError(error_message(error.option_name, *removed)) from None
-
-    def removed(self, flag: str) -> tuple[str, str] | None:
-        """Return the last two parts of the message about a flag that the command had; None for others."""
-        return REMOVED_OTHERS.get(f"{self.name} {flag}")
 
 
 class ScriptCommand(NanoCommand):
     """A command that runs a script: its help shows nano_loop's options under a heading, behind those of the command."""
 
-    def removed(self, flag: str) -> tuple[str, str] | None:
-        """See `NanoCommand.removed`; it had nano_loop's options as flags, too."""
-        option = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-        return REMOVED.get(option) or super().removed(flag)
+    allow_interspersed_args = False
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments. What may be on or off has another value behind ``=`` alone, as in ``--verbose=all``."""
+        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
+        with_values = {flag for option in options if not option.is_flag for flag in option.opts}
+        args, place = [*args], 0
+        while place < len(args) and args[place].startswith("-") and args[place] not in ("-", "--"):
+            args[place] = _SWITCHES.get(args[place], args[place])
+            place += 1 + (args[place] in with_values)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in two lists."""
@@ -82,20 +106,16 @@ def takes_script(json_help: str = "Print JSON. docs/cli.md describes it.") -> Ca
         def command(script: str, arguments: tuple[str, ...], is_module: bool, **values: Any) -> _T:
             options = {name: values.pop(name, None) for name in CHECKS}
             _refuse_missing(script, is_module)
-            line = [sys.executable, *(["-m"] if is_module else []), script, *arguments]
+            # Python ends its own options as this command does, where the name of a script begins like one.
+            before = ["-m"] if is_module else ["--"] if script.startswith("-") and script != "-" else []
+            line = [sys.executable, *before, script, *arguments]
             return function(script=Script(script, line, _variables_of(options)), **values)
 
         command = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(command)
         command = click.argument("script")(command)
         for option in reversed(DECLARED):
-            check, text = option.metadata["check"], option.metadata["help"]
-            flag = flag_of(option.name)
-            if check in _SWITCHES:
-                command = click.option(f"{flag}/--no-{flag[2:]}", option.name, cls=NanoOption, default=None, help=text)(
-                    command
-                )
-            elif check not in _NO_TEXT:
-                command = click.option(flag, option.name, cls=NanoOption, metavar="VALUE", help=text)(command)
+            if option.metadata["check"] is not checks.worker_init:  # a function, which no text can say
+                command = click.option(flag_of(option.name), cls=NanoOption, help=option.metadata["help"])(command)
         command = click.option("--json", "as_json", is_flag=True, help=json_help)(command)
         return click.option("--module", "-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")(
             command
@@ -121,26 +141,14 @@ def preload_options(function: Callable[..., _T]) -> Callable[..., _T]:
     return command
 
 
-def flag_of(option: str) -> str:
-    """Return the flag of an option: ``--num-processes`` for ``num_processes``."""
-    return "--" + option.replace("_", "-")
+def _variables_of(options: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the environment variables of the options that have a value.
 
-
-def _variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:
-    """Return the environment variables of the options that have a value."""
-    texts = {name: str(value) for name, value in options.items() if value is not None}
-    values, _ = read_options({variable_of(name): text for name, text in texts.items()}, CHECKS)
-    problems = []
-    for name, (_, value) in values.items():
-        try:
-            CHECKS[name](value)
-        except checks.RefusedValueError as refused:
-            problems.append(error_message(f"{flag_of(name)} {texts[name]}", *refused.args))
-    if problems:
-        raise NanoConfigError("\n".join(problems))
-    variables = {variable_of(name): text for name, text in texts.items()}
-    # Those that contradict each other, or need more cores, are an error here, and not in the script.
-    _refuse_too_many_processes(Options.from_call({}, variables))
+    Values that are not allowed, that contradict each other, or that need more cores, are an error here, and not in the
+    script.
+    """
+    variables = {variable_of(name): text for name, text in options.items() if text is not None}
+    _refuse_too_many_processes(Options.from_call({}, variables, flag_of))
     return variables
 
 
@@ -159,7 +167,8 @@ def _refuse_missing(script: str, is_module: bool) -> None:
         expected, hint = "there is no such module", "Check its name and the working folder"
         raise NanoConfigError(error_message(f"-m {script}", expected, hint))
     if not is_module and script != "-" and not os.path.exists(script):
-        raise NanoConfigError(error_message(script, "there is no such file", "Check the path of the script"))
+        hint = "Check the path of the script, and write a value of what may be on or off with =: --channels-last=auto"
+        raise NanoConfigError(error_message(script, "there is no such file", hint))
 
 
 def _is_module(name: str) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from dataclasses import asdict
+from pathlib import Path
 
 import click
 
 from nano_loop.cli.output import as_text
+from nano_loop.cli.script import exit_with
 from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
 from nano_loop.cli.tuning.result import check_picture, draw
-from nano_loop.cli.tuning.script_trial import TrialFailedError
+from nano_loop.cli.tuning.search import Search, TrialFailedError
+from nano_loop.errors import NanoConfigError, error_message
 
-_INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
 _EXAMPLES = """\b
 Examples:
   nano-loop tune train.py
@@ -20,34 +22,35 @@ Examples:
 """
 
 
-@click.command(cls=ScriptCommand, context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
-@click.option("--seconds", type=click.FloatRange(1), default=120, show_default=True, help="Approximate time limit.")
+@click.command(cls=ScriptCommand, epilog=_EXAMPLES)
+@click.option(
+    "--seconds", type=click.IntRange(1, 1_000_000), default=120, show_default=True, help="Approximate time limit."
+)
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Draw the times into a picture.")
 @takes_script()
-def tune(script: Script, as_json: bool, seconds: float, plot: str | None) -> None:
+def tune(script: Script, as_json: bool, seconds: int, plot: str | None) -> None:
     """Measure which options are the fastest for a script.
 
     The script runs from its start under each candidate, twice, until it has taken some steps. It need not use
     nano_loop. What it writes until then is written; what it prints is not shown. Options that you write here stay as
     they are. Ctrl-C shows what has been measured so far.
     """
+    if script.name == "-" or Path(script.name).is_fifo():
+        expected = "the script is started several times, and this is read once"
+        raise NanoConfigError(error_message(f"tune {script.name}", expected, "Write it to a file"))
     if plot is not None:
         check_picture(plot)
-    from nano_loop.cli.tuning.search import Search  # here, since it imports torch
-
-    os.environ.update(script.variables)
-    search = Search(script.name, script.command, os.environ, seconds)
+    search = Search(script, seconds)
     try:
         tuning = search.run()
     except TrialFailedError as error:  # it ends as under python
         print(error.errors, file=sys.stderr)
-        code = error.code or 0
-        raise click.exceptions.Exit(code if code > 0 else 128 - code) from error
+        raise exit_with(error.code or 0) from error
     if as_json:
-        click.echo(as_text("tune", **tuning.as_dict()))
+        click.echo(as_text("tune", **asdict(tuning)))
     else:
         click.echo(str(tuning))
     if plot is not None:
         draw(tuning, plot)
     if search.is_interrupted:
-        raise click.exceptions.Exit(_INTERRUPTED)
+        raise click.Abort

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nano_loop.config.exports import EXPORTS
 from nano_loop.config.option_checks import Check, RefusedValueError
 from nano_loop.config.protocol import COMMAND, INSTALL
-from nano_loop.errors import NanoConfigError, error_message, shortened
+from nano_loop.errors import NanoConfigError, error_message, quoted
 
 #: Chooses the kernels in C, and is no option: libraries are loaded once for all runs of a process.
 KERNELS = "NANO_LOOP_KERNELS"
@@ -42,12 +42,12 @@ def kernels_choice(environ: Mapping[str, str]) -> str | None:
     if choice and choice not in _KERNELS:
         expected = f"it is one of {', '.join(_KERNELS)}"
         hint = f"Correct it, or unset {KERNELS} for the best kernels that this CPU has"
-        raise NanoConfigError(error_message(f"{KERNELS}={shortened(text)}", expected, hint))
+        raise NanoConfigError(error_message(f"{KERNELS}={quoted(text)}", expected, hint))
     return choice or None
 
 
 def read_options(
-    environ: Mapping[str, str], checks: Mapping[str, Check]
+    environ: Mapping[str, str], checks: Mapping[str, Check], named: Callable[[str], str] = variable_of
 ) -> tuple[dict[str, tuple[str, Any]], dict[str, str]]:
     """Return the options that are set in the environment, and the variables that match no option.
 
@@ -57,11 +57,13 @@ def read_options(
         The environment.
     checks : mapping
         The check of each option, by name. It determines how the text is parsed.
+    named : callable
+        Returns what the user knows an option by: its variable, or its flag.
 
     Returns
     -------
     dict
-        By option name: the variable with its text, such as ``NANO_LOOP_PRECISION=bf16``, and the value.
+        By option name: what the user has written, such as ``NANO_LOOP_PRECISION=bf16``, and the value.
     dict
         By name of an unknown variable: the variable with its text.
     """
@@ -70,12 +72,12 @@ def read_options(
     ours = (name for name in environ if name.upper().startswith(_PREFIX))
     for name in sorted(name for name in ours if name not in (KERNELS, EXPORTS, COMMAND, INSTALL)):
         # That of an older version is in no message.
-        value = "..." if "SECRET" in name.upper() else shortened(environ[name])
-        text = f"{shortened(name)}={value}"
+        value = "..." if "SECRET" in name.upper() else quoted(environ[name])
         if name in variables:
-            known[variables[name]] = (text, _read(environ[name].strip(), checks[variables[name]]))
+            option = variables[name]
+            known[option] = (f"{named(option)}={value}", _read(environ[name].strip(), checks[option]))
         else:
-            unknown[name] = text
+            unknown[name] = f"{quoted(name)}={value}"
     return known, unknown
 
 
@@ -83,16 +85,17 @@ def _read(text: str, check: Check) -> Any:
     """Parse a value: a word such as ``on``, a Python literal, comma-separated names, or a plain string."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
-    if text in ("0", "1") and _may_be(True, check):
+    if text in ("0", "1") and may_be(True, check):
         return text == "1"
     try:
         return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         names = [name.strip() for name in text.split(",")]
-        return names if _may_be(names, check) else text
+        return names if may_be(names, check) else text
 
 
-def _may_be(value: Any, check: Check) -> bool:
+def may_be(value: Any, check: Check) -> bool:
+    """Whether a check lets a value through."""
     try:
         check(value)
     except RefusedValueError:

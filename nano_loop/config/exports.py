@@ -37,7 +37,7 @@ def read_exports(environ: Mapping[str, str]) -> Exports:
         return Exports({}, {})
     try:
         exports = Exports(**json.loads(base64.urlsafe_b64decode(text)))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         exports = Exports({"": ""}, {})
     if not _is_mapping(exports.before, (str, type(None))) or not _is_mapping(exports.after, str):
         expected = "it holds what `nano-loop env` has written"

@@ -6,6 +6,7 @@ import difflib
 import errno
 import functools
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ SAFE = (
     *("softmax", "log_softmax", "layer_norm", "group_norm", "norm", "exp", "expm1", "log", "log2", "log10", "log1p"),
     *("pow", "reciprocal", "rsqrt", "softplus", "sum", "mean", "cumsum", "cumprod", "logsumexp", "cosine_similarity"),
 )
-#: Lists of operators by name.
-PRESETS = {"safe": SAFE}
 
 # Python's operators, as Habana's lists have them too, and functions whose operators have other names.
 _OTHER_NAMES = {
@@ -78,8 +77,10 @@ def read_names(path: Path) -> tuple[str, ...]:
     Raises
     ------
     OSError, UnicodeDecodeError
-        If the file cannot be read, or is no list of names by its length.
+        If the file cannot be read, or is no list of names by its kind or its length.
     """
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device, which may have no end or no begin
+        raise OSError(errno.EINVAL, "it is no regular file")
     with path.open("rb") as file:
         content = file.read(_LONGEST_FILE + 1)
     if len(content) > _LONGEST_FILE:

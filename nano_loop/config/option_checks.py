@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,9 +10,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from nano_loop.config.op_names import PRESETS, nearest, operators_of, overloads_of, read_names
+from nano_loop.config.op_names import SAFE, nearest, operators_of, overloads_of, read_names
 from nano_loop.config.precisions import OF_GPUS, PRECISIONS, SHORT_NAMES
-from nano_loop.errors import error_message, shortened, shown
+from nano_loop.errors import error_message, quoted, shown
 
 _PRECISIONS = {**SHORT_NAMES, **{name: name for name in PRECISIONS}}
 
@@ -94,8 +93,9 @@ def _has_backend(name: str) -> bool:
 
 def precision(value: Any) -> str:
     """Accept BigDL-Nano's and Fabric's names of precisions, and return Fabric's."""
-    if (isinstance(value, str) or _is_number(value, Integral)) and str(value) in _PRECISIONS:
-        return _PRECISIONS[str(value)]
+    name = str(value) if _is_number(value, Integral) and 0 < value < _TOO_MANY else value
+    if isinstance(name, str) and name in _PRECISIONS:
+        return _PRECISIONS[name]
     if isinstance(value, str) and value in OF_GPUS:
         raise RefusedValueError("it is Fabric's for GPUs", 'Pass "bf16" or "bf16-true"')
     allowed = 'it must be 32, 64, 16, "bf16", "auto" or one of Fabric\'s names: ' + ", ".join(
@@ -147,26 +147,31 @@ def boolean_or_path(value: Any) -> bool | str:
 def _may_be_written(path: Path) -> bool:
     try:
         return (
-            "\0" not in str(path) and not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+            "\0" not in str(path)
+            and not (path.is_dir() or path.is_fifo())  # whoever opens a pipe waits for a reader
+            and os.access(path if path.exists() else path.parent, os.W_OK)
         )
     except OSError:  # a name that is too long
         return False
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", re.ASCII)
-_POWERS = "kMGT"
+_POWERS = " kMGT"
 
 
 def image_cache(value: Any) -> int | str | None:
     """Accept None, ``"auto"``, a number of bytes, also as ``"8 GB"``, and a folder, and return an absolute path."""
     if value is None or (isinstance(value, str) and value == "auto"):
         return None
-    if _is_number(value, Real) and 1 <= value < 1 << 62:
-        return int(value)
-    if isinstance(value, str) and (size := _SIZE.fullmatch(value.strip())):
-        return _bytes_of(*size.groups())
+    size = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    count = value
+    if size is not None:
+        power = _POWERS.index(size[2].replace("K", "k") or " ")
+        count = float(size[1]) * (1024.0 if size[3] else 1000.0) ** power
+    if _is_number(count, Real) and 1 <= count < 1 << 62:
+        return int(count)
     if isinstance(value, (str, os.PathLike)) and _may_be_a_folder(os.fsdecode(value)):
-        return str(Path(os.fsdecode(value)).expanduser().absolute())
+        return str(Path(os.path.expanduser(os.fsdecode(value))).absolute())
     allowed = 'it must be None, a number of bytes, a size such as "8 GB", or a folder in one that exists'
     raise RefusedValueError(allowed, "Leave it out for a quarter of the memory")
 
@@ -174,16 +179,11 @@ def image_cache(value: Any) -> int | str | None:
 def _may_be_a_folder(text: str) -> bool:
     if not text or "\0" in text or (text[0].isdigit() and os.sep not in text):  # a size with a typing error
         return False
-    path = Path(text).expanduser().absolute()
+    path = Path(os.path.expanduser(text)).absolute()  # pathlib's raises where a user has no home
     try:
         return path.is_dir() or (path.parent.is_dir() and not path.exists())
     except OSError:  # a name that is too long
         return False
-
-
-def _bytes_of(number: str, prefix: str, binary: str) -> int:
-    power = _POWERS.index(prefix.replace("K", "k")) + 1 if prefix else 0
-    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 _OPERATORS = "it must be a list of names of operators, or the path of a file with one a line"
@@ -196,15 +196,15 @@ def operators(value: Any) -> tuple[str, ...]:
 
 def operators_or_safe(value: Any) -> tuple[str, ...]:
     """Accept the same and ``"safe"``, and return the names."""
-    if isinstance(value, str) and value in PRESETS:
-        return PRESETS[value]
+    if isinstance(value, str) and value == "safe":
+        return SAFE
     return _named_operators(value, f'{_OPERATORS}, or "safe"', 'Pass a list such as ["softmax"], or "safe"')
 
 
 def _named_operators(value: Any, allowed: str, advice: str) -> tuple[str, ...]:
     names: Any = value
-    if isinstance(value, str) and value in PRESETS:
-        raise RefusedValueError(f'the list "{value}" is for fp32_ops', advice)
+    if isinstance(value, str) and value == "safe":
+        raise RefusedValueError('the list "safe" is for fp32_ops', advice)
     if isinstance(value, Path) or (isinstance(value, str) and _is_path(value)):
         names, allowed = _in_file(value), "the file must have a name of an operator on each line, or a comment after #"
     elif isinstance(value, str):
@@ -214,7 +214,7 @@ def _named_operators(value: Any, allowed: str, advice: str) -> tuple[str, ...]:
     if not all(isinstance(name, str) and name for name in names):
         raise RefusedValueError(allowed, advice)
     if unknown := next((name for name in names if not operators_of(name)), None):
-        raise RefusedValueError(f"{allowed}. {shortened(unknown)!r}: torch has no such operator", nearest(unknown))
+        raise RefusedValueError(f"{allowed}. {quoted(unknown)!r}: torch has no such operator", nearest(unknown))
     return tuple(dict.fromkeys(sorted(names) if isinstance(names, (set, frozenset)) else names))
 
 
@@ -233,7 +233,7 @@ def _in_file(path: str | Path) -> tuple[str, ...]:
 
 def seconds(value: Any) -> float:
     """Accept a positive number of seconds that the clocks of threads and sockets can hold."""
-    if _is_number(value, Real) and math.isfinite(value) and 0 < value <= _LONGEST_TIMEOUT:
+    if _is_number(value, Real) and 0 < value <= _LONGEST_TIMEOUT:
         return float(value)
     allowed = f"it must be a positive number of seconds, at most {_LONGEST_TIMEOUT:,}"
     raise RefusedValueError(allowed, "Leave it out for ten minutes")

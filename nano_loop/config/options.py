@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,12 @@ class Options(Declarations):
         self._remember(**_checked(values, as_written), as_written=as_written)
 
     @classmethod
-    def from_call(cls, arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
+    def from_call(
+        cls,
+        arguments: Mapping[str, Any],
+        environ: Mapping[str, str] = os.environ,
+        named: Callable[[str], str] = variable_of,
+    ) -> Options:
         """Create the options of a call. The environment overrides the arguments.
 
         Parameters
@@ -57,8 +62,10 @@ class Options(Declarations):
             The arguments by name, including names that are not options.
         environ : mapping
             The environment, with options as ``NANO_LOOP_<OPTION>``.
+        named : callable
+            Returns what messages call an option of the environment.
         """
-        overriding, unknown = read_options(environ, CHECKS)
+        overriding, unknown = read_options(environ, CHECKS, named)
         values = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
         as_written = {name: shown(name, value) for name, value in values.items()}
         as_written |= {name: variable for name, (variable, _) in overriding.items()}

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from nano_loop.errors import NanoConfigError, error_message
 
@@ -34,6 +36,14 @@ class Command(NamedTuple):
     def answer(self, **content: Any) -> None:
         """Write the result."""
         Path(self.result).write_text(json.dumps(content), encoding="utf-8")
+
+    def end(self, **content: Any) -> NoReturn:
+        """Write the result, and end the process: what follows in the script belongs to a training."""
+        self.answer(**content)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # the script may have closed or replaced it
+                stream.flush()
+        os._exit(0)
 
 
 _taken: list[Command] = []

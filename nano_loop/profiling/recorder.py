@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import threading
 import time
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nano_loop.config.protocol import Command, take_command
+from nano_loop.config.protocol import Command
 from nano_loop.cpu.native_output import without_lines
 from nano_loop.patching.objects.optimizers import closure_of, hook_after_steps, hook_before_steps, with_closure
 from nano_loop.profiling import PROFILED, STEPS, TIMED, UNCOUNTED, WARMUP
 from nano_loop.profiling.kinds import CLOSURE_EVENT, KINDS, OPTIMIZER_EVENT, times_of
+from nano_loop.runtime.run import active_run
 
 _MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
 #: After how many steps profiles begin and end. torch's own event of the optimizer's step is still open then. When it
@@ -27,17 +27,9 @@ _MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins an
 _BEGINNINGS, _ENDS = (WARMUP + TIMED, STEPS - PROFILED), (WARMUP + TIMED + UNCOUNTED, STEPS)
 
 
-def record_requested() -> None:
-    """Profile the steps of the first optimizer that steps in this thread, if a command asks for it.
+class Recorder:
+    """Profiles the steps of the first optimizer that steps in this thread, answers a command, and ends the process."""
 
-    Then the process ends.
-    """
-    command = take_command()
-    if command is not None and command.name == "profile":
-        _Recorder(command)
-
-
-class _Recorder:
     def __init__(self, command: Command) -> None:
         self._command = command
         self._place = os.getpid(), threading.get_ident()
@@ -93,18 +85,12 @@ class _Recorder:
         self._began = time.perf_counter()
 
     def _end(self) -> NoReturn:
-        """Answer the command, and end the process: what follows in the script belongs to a training."""
         try:
             if trace := self._command.arguments.get("trace"):
                 self._profile.export_chrome_trace(trace)
         except (OSError, RuntimeError) as error:
-            self._command.answer(error=str(error))
-        else:
-            self._command.answer(result=self._content())
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # the script may have closed or replaced it
-                stream.flush()
-        os._exit(0)
+            self._command.end(error=str(error))
+        self._command.end(result=self._content(), is_in_run=active_run() is not None)
 
     def _content(self) -> dict[str, Any]:
         wall = sum(self._seconds[-PROFILED:])

@@ -1,5 +1,7 @@
 """What `nano-loop run` leaves in the Python that it becomes: a line at the end, and nothing that a script can see."""
 
+import base64
+import json
 import os
 import subprocess
 import sys
@@ -195,6 +197,60 @@ def test_script_that_begins_a_run_or_does_not_reach_its_end_has_no_line(folder, 
     plain = ended(folder, "-c", program, pythonpath=ROOT)
     noted = ended(folder, "-c", program, command=AS_NOTED, pythonpath=ROOT)
     assert (noted.returncode, noted.stdout, noted.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+
+
+# What makes torch's optimizers known, and something that a program may do to what `nano-loop run` has left before.
+TRAINS = "import sys, torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters()); print('nano_loop' in sys.modules)"
+
+
+def note_of(content):
+    return base64.urlsafe_b64encode(json.dumps(content).encode()).decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("import sys; sys.path[:] = [path for path in sys.path if 'at_start' not in path]", "True"),
+        (
+            "import sys; sys.meta_path[:] = [each for each in sys.meta_path if type(each).__name__ != '_Finder']",
+            "False",
+        ),
+        ("import sys\nclass Other:\n    find_spec = sys.meta_path[0].find_spec\nsys.meta_path[0] = Other", "True"),
+        *(
+            (f"import os; os.environ['NANO_LOOP_ENV_BEFORE'] = {note!r}", "True")
+            for note in (
+                "",
+                "0",
+                "////",
+                note_of(5),
+                note_of({"after": 5}),
+                note_of({"after": {"OMP_NUM_THREADS": None}}),
+            )
+        ),
+    ],
+)
+def test_program_that_changes_what_waits_for_torch_imports_it_as_under_python(folder, before, expected):
+    (folder / "train.py").write_text(f"{before}\n{TRAINS}")
+    done = ended(folder, "--verbose=0", "train.py", command=RUN_COMMAND, pythonpath=ROOT)
+    assert (done.returncode, done.stdout) == (0, f"{expected}\n"), done.stderr
+
+
+# Python has no `site` there until the program imports it.
+LATE = "import sys; n = len(sys.path); import site; site.main(); print(n, len(sys.path), sys.path[:2])"
+
+
+@pytest.mark.parametrize(
+    "flags", [["-S", "-c", LATE], ["-I", "-c", LATE], ["-E", "-c", LATE]], ids=lambda each: each[0]
+)
+def test_python_that_leaves_out_site_or_the_environment_starts_as_without(folder, flags):
+    program = f"import subprocess, sys; subprocess.run([sys.executable, *{flags!r}], check=True)"
+    (folder / "starts.py").write_text(program)
+    plain = ended(folder, "starts.py", pythonpath=ROOT)
+    under = ended(folder, "starts.py", command=RUN_COMMAND, pythonpath=ROOT)
+    own = "-S" in flags  # it has the folder in its path until site.main
+    assert (under.returncode, under.stderr) == (0, "")
+    assert under.stdout.split()[own:] == plain.stdout.split()[own:]
 
 
 # It is not reaped: the time that it has taken would count, where the system's clock ticks meanwhile.

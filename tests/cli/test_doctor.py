@@ -101,3 +101,11 @@ def test_what_torch_says_is_shown_where_it_is_asked(on, capsys, monkeypatch):
     assert "OpenMP GNU packages" in out
     main(["doctor", "--torch", "--json"])
     assert json.loads(capsys.readouterr().out)["facts"]["torch"] == said
+
+
+def test_value_of_the_environment_is_quoted_short_and_without_characters_that_act(on, capsys):
+    on(environ={"OMP_NUM_THREADS": "\x1b[31mred\n" + "9" * 5000})
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.isprintable() and len(line) < 500 for line in lines)
+    assert any("OMP_NUM_THREADS=\\x1b[31mred\\n999" in line for line in lines)

@@ -118,11 +118,43 @@ def test_options_of_nano_loop_stand_behind_those_of_the_command(name, capsys):
     assert "--help" in own
     assert "\n  SCRIPT" not in own
     assert not {"--precision", "--tune"} & {*own.partition("\nOptions:")[2].split()}
-    assert {"--num-processes", "--precision", "--channels-last"} <= {*nanos.replace("/", " ").split()}
+    assert {"--num-processes", "--precision", "--channels-last"} <= {*nanos.replace("[", " ").split()}
+
+
+CLOSED = {">&-": [False, True, False], "2>&-": [False, False, True], "<&-": [True, False, False]}
+CLOSED |= {"<&- >&- 2>&-": [True, True, True]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [("env", 0), ("run --json -", 0), ("run ran.py", 0), ("run --precision=fp8 ran.py", 2), ("profile ran.py", 2)],
+)
+def test_closed_standard_stream_is_no_error(tmp_path, arguments, code):
+    """A script has them closed, as under Python, and no file that is opened takes their places."""
+    streams = "[stream is None for stream in (sys.stdin, sys.stdout, sys.stderr)]"
+    (tmp_path / "ran.py").write_text(f"import os, sys; os.path.exists('ran') or open('ran', 'w').write(str({streams}))")
+    for closed, is_closed in CLOSED.items():
+        line = f"{sys.executable} -m nano_loop {arguments} {closed}"
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+        assert (done.returncode, "Traceback" in done.stderr, "nano-loop: " in done.stdout) == (code, False, False), done
+        if arguments.endswith(" ran.py") and code != 2:
+            assert (tmp_path / "ran").read_text() == str(is_closed)
+        (tmp_path / "ran").unlink(missing_ok=True)
+
+
+def test_working_folder_that_is_gone_and_a_full_disk_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["run", "-m", "train"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nano-loop: nano-loop run: the system refuses it (No such file or directory). Check")
 
 
 def test_no_command_waits_for_torch():
     calls = "; ".join(f"main({call})" for call in (["env"], ["run", "--json", "--precision", "bf16", "-"], ["doctor"]))
+    calls += "; import nano_loop.cli.tuning.search"  # which tells at once what it does
     done = python(["-c", f"import sys; from nano_loop.cli.main import main; {calls}; sys.exit('torch' in sys.modules)"])
     assert done.returncode == 0
     for words in ("NANO_LOOP_ENV_BEFORE", '"command": "run"', "\nnano_loop "):

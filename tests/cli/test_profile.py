@@ -105,6 +105,34 @@ def test_ranks_wait_for_each_other_in_averaging(profile):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("by", ["--channels-last", "NANO_LOOP_CHANNELS_LAST"])
+def test_options_act_on_a_script_without_a_line(profile, monkeypatch, by):
+    text = CLOSURES.replace(
+        "torch.nn.Linear(512, 2048)", "torch.nn.Unflatten(1, (2, 16, 16)), torch.nn.Conv2d(2, 8, 3)"
+    )
+    text = text.replace("torch.nn.Linear(2048, 1)", "torch.nn.Flatten(), torch.nn.Linear(8 * 14 * 14, 1)")
+    assert profile(text).stderr == ""
+    if by.startswith("NANO"):
+        monkeypatch.setenv(by, "1")
+    done = profile(text, *([by] if by.startswith("--") else []))
+    assert done.returncode == 0, done.stderr
+    assert "applied  channels_last" in done.stderr
+
+
+@pytest.mark.slow
+def test_options_that_cannot_act_are_refused(profile):
+    beside = LOOP.replace("@nano_loop.nano(verbose=False)", "@nano_loop.nano(verbose=False)\ndef other():\n    pass\n")
+    for text, options, words in (
+        (CLOSURES, ["--precision=bf16-true"], "NANO_LOOP_PRECISION=bf16-true: models keep their parameters in fp32"),
+        (CLOSURES, ["--num-processes=2"], "NANO_LOOP_NUM_PROCESSES=2: install runs in one process"),
+        (beside, ["--exact"], "train.py has begun no run of nano_loop: options act on functions under @nano"),
+    ):
+        done = profile(text, *options)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert done.stderr.startswith(f"nano-loop: {words}")
+
+
+@pytest.mark.slow
 def test_script_with_too_few_steps_says_so(profile):
     done = profile(LOOP.replace("2048, 256", "128, 256"))
     assert done.returncode == 2

@@ -15,14 +15,16 @@ from nano_loop.cli.run import run
 from nano_loop.cli.script_options import flag_of
 from nano_loop.config import option_checks as checks
 from nano_loop.config.declarations import CHECKS, OPTIONS
+from nano_loop.config.environment import may_be
 from nano_loop.config.exports import EXPORTS
 from nano_loop.config.leftovers import REMOVED, REMOVED_OTHERS
 from nano_loop.config.options import Options
 from nano_loop.cpu import read_machine
 from nano_loop.cpu.glibc import is_glibc
+from nano_loop.errors import quoted
 
 NANO_LOOP = [sys.executable, "-m", "nano_loop", "run"]
-SWITCHES = (checks.boolean, checks.auto_or_boolean)
+SWITCHES = [name for name, check in CHECKS.items() if may_be(True, check)]
 LINE = (
     "nano-loop: {} has trained nothing: what it trains is accelerated, and it has run no backward. If it "
     "is not to be accelerated, pass --only-environment.\n"
@@ -82,6 +84,13 @@ def test_exit_code_and_standard_streams_are_the_scripts(script):
     assert ran(path, given=b"a\nb\x01\x02") == (7, "\x02\x01b\na", "beside\n" + LINE.format(path))
 
 
+@pytest.mark.parametrize("name", ["-t.py", "--precision.py", "a b.py", os.fsdecode(b"n\xff.py")], ids=ascii)
+def test_script_has_any_name(script, name):
+    path = script("import sys; print(ascii(sys.argv))", name)
+    code, out, err = ran("--", name, "argument", folder=path.parent)
+    assert (code, out, err) == (0, ascii([name, "argument"]) + "\n", LINE.format(quoted(name)))
+
+
 def test_script_may_come_from_standard_input():
     given = b"import sys; print(sys.argv)"
     assert ran("-", "argument", given=given) == (0, "['-', 'argument']\n", LINE.format("-"))
@@ -114,22 +123,39 @@ def test_json_shows_what_would_be_run_and_runs_nothing(shown, monkeypatch):
     assert [name for name in changes if name.startswith("NANO_LOOP_")] == [EXPORTS, "NANO_LOOP_PRECISION"]
 
 
-CASES = [(name, *case) for name, check in CHECKS.items() if check not in SWITCHES for case in TEXTS[check]]
+CASES = [(name, *case) for name, check in CHECKS.items() for case in TEXTS[check]]
 WITH_FLAGS = [each for each in CASES if CHECKS[each[0]] is not checks.worker_init]
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), WITH_FLAGS, ids=str)
 def test_option_with_a_value_is_that_of_the_environment(shown, name, text, expected):
-    changes = {variable: value for variable, value in shown(flag_of(name), text).items() if variable != EXPORTS}
-    assert changes[f"NANO_LOOP_{name.upper()}"] == text
-    assert getattr(Options.from_call({}, changes), name) == expected
+    for arguments in ([f"{flag_of(name)}={text}"], *([] if name in SWITCHES else [[flag_of(name), text]])):
+        changes = {variable: value for variable, value in shown(*arguments).items() if variable != EXPORTS}
+        assert changes[f"NANO_LOOP_{name.upper()}"] == text
+        assert getattr(Options.from_call({}, changes), name) == expected
 
 
-@pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if check in SWITCHES])
+@pytest.mark.parametrize("name", SWITCHES)
 def test_switch_is_on_or_off(shown, name):
     for flag, on in ((flag_of(name), True), ("--no-" + flag_of(name)[2:], False)):
         changes = {variable: value for variable, value in shown(flag).items() if variable != EXPORTS}
         assert getattr(Options.from_call({}, changes), name) is on
+
+
+def test_what_follows_a_switch_is_never_its_value_and_what_follows_the_script_is_its_own(script, capsys):
+    path, own = str(script("")), ["--channels-last", "--verbose=all", "--", "--no-exact"]
+    for options, before in (
+        (["--verbose", "--timeout", "9", "--no-compile", "--exact"], []),
+        (["--log-casts"], ["--"]),
+    ):
+        assert main(["run", "--json", *options, *before, path, *own]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["arguments"] == [sys.executable, path, *own]
+        names = {name for name in found["changes"] if name.startswith("NANO_LOOP_")} - {EXPORTS}
+        flags = {option.removeprefix("--no-").removeprefix("--") for option in options if option.startswith("-")}
+        assert names == {f"NANO_LOOP_{flag.upper().replace('-', '_')}" for flag in flags}
+    assert main(["run", "--json", "--fast-norm=off", "--fast-norm", "--no-fast-norm", "--fast-norm=auto", path]) == 0
+    assert json.loads(capsys.readouterr().out)["changes"]["NANO_LOOP_FAST_NORM"] == "auto"
 
 
 def test_every_option_that_is_no_function_has_a_flag_with_its_help():
@@ -150,15 +176,26 @@ def test_command_line_overrides_the_environment(script):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["no_such_script.py"], ["no_such_script.py: there is no such file. Check the path of the script."]),
+        (["no_such_script.py"], ["no_such_script.py: there is no such file. Check the path of the script"]),
         (["-m", "no_such_module.train"], ["-m no_such_module.train: there is no such module. Check its name"]),
         (["-m", ""], ["-m : there is no such module"]),
         (["--precison", "bf16", __file__], ["No such option '--precison'", "--precision", "`nano-loop run --help`"]),
-        (["--precision", "fp8", __file__], ['--precision fp8: it must be 32, 64, 16, "bf16"']),
+        (["--precision", "fp8", __file__], ['--precision=fp8: it must be 32, 64, 16, "bf16"']),
+        (["--channels-last=maybe", __file__], ['--channels-last=maybe: it must be "auto", True or False. Pass one of']),
+        (["--verbose=", __file__], ['--verbose=: it must be True, False or "all"']),
+        (["--exact=auto", __file__], ["--exact=auto: it must be True or False"]),
+        (["--no-exact=1", __file__], ["No such option '--no-exact'"]),
+        (["--channels-last", "auto", __file__], ["auto: there is no such file", "with =: --channels-last=auto"]),
+        (["--timeout", "9" * 400, __file__], ["it must be a positive number of seconds"]),
+        (["--image-cache", "9" * 400 + " GB", __file__], ['a size such as "8 GB"']),
+        (["--precision", "\x1b[31m\nred", __file__], ["--precision=\\x1b[31m\\nred: it must"]),
+        (["--precision", "x" * 5000, __file__], ["xxx...xxx", ": it must be 32"]),
+        (["--frob\x1b[31m" + "x" * 5000, __file__], ["No such option '--frob\\x1b[31mxxx", "x...x"]),
+        (["\x1b[31m\udcff" + "x" * 5000], ["\\x1b[31m\\udcffxxx", "x...x"]),
         (["--precision"], ["--precision", "requires an argument"]),
         ([], ["Missing argument 'SCRIPT'"]),
         (["-j", "-t", __file__], ["a process has one allocator"]),
-        (["--exact", "--precision", "bf16", __file__], ["NANO_LOOP_PRECISION=bf16 with NANO_LOOP_EXACT=True"]),
+        (["--exact", "--precision", "bf16", __file__], ["--precision=bf16 with --exact=True"]),
     ],
     ids=str,
 )
@@ -169,6 +206,8 @@ def test_bad_input_is_refused_in_one_line(arguments, words, capsys, monkeypatch)
     assert out == ""
     assert err.startswith("nano-loop: ")
     assert err.count("\n") == 1
+    assert err[:-1].isprintable()
+    assert len(err) < 1500
     for each in words:
         assert each in err
 
@@ -201,7 +240,7 @@ def test_removed_flag_says_so_for_its_command_alone(name, capsys):
 def test_each_bad_value_has_a_line(capsys):
     assert main(["run", "--precision", "fp8", "--timeout", "-1", __file__]) == 2
     lines = sorted(capsys.readouterr().err.splitlines())
-    assert [line.split(": ")[1] for line in lines] == ["--precision fp8", "--timeout -1"]
+    assert [line.split(": ")[1] for line in lines] == ["--precision=fp8", "--timeout=-1"]
 
 
 def test_search_for_a_module_imports_nothing_and_leaves_the_path(script, monkeypatch):
@@ -362,10 +401,14 @@ def test_workers_of_joblib_share_the_cores_as_without_the_command(script, own):
 
 @pytest.mark.slow
 def test_request_of_several_processes_is_refused_with_what_works(script):
-    path = script("import torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters())")
+    path = script(
+        "import sys, torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters())\n"
+        "print('it trains', file=sys.stderr); print('trained')"
+    )
     code, out, err = ran("--num-processes", "2", path)
-    assert (code, out) == (0, "")
+    assert (code, out) == (0, "trained\n")
     assert err.startswith("nano-loop: NANO_LOOP_NUM_PROCESSES=2: install runs in one process. ")
+    assert err.endswith("@nano_loop.nano(num_processes=...).\nit trains\n"), "it is said before the training"
 
 
 @pytest.mark.slow

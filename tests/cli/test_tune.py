@@ -59,13 +59,14 @@ def tune(tmp_path, monkeypatch, capfd):
 def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_COLOR": "1"}
     options = [*FIXED, "--seconds=1", "--plot=times.png", "--json", "train.py", "a"]
-    for text, before in ((LOOP, "@nano("), (WITHOUT_A_LINE, "nano_loop.install(")):
-        (tmp_path / "train.py").write_text(text.format(steps=ENDLESS))
+    # The first ends before its time is over, and the run in it is over then.
+    for text, steps, before in ((LOOP, 40, "@nano("), (WITHOUT_A_LINE, ENDLESS, "nano_loop.install(")):
+        (tmp_path / "train.py").write_text(text.format(steps=steps))
         command = [sys.executable, "-m", "nano_loop", "tune", *options]
         done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=500)
         found = json.loads(done.stdout)
         assert (done.returncode, found["command"], found["version"]) == (0, "tune", SHAPE)
-        assert "tune: as it is" in done.stderr
+        assert done.stderr.startswith("tune: train.py as it is")
         assert "begun" not in done.stderr
         own, plain, *others = found["rows"]
         assert (own["plain"], plain["plain"]) == (False, True)
@@ -83,15 +84,23 @@ def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
         ("print(1)", [], "train.py", "train.py has trained nothing"),
         (LOOP.format(steps=5), [], "train.py", "train.py takes 5 steps: tune needs 12"),
         ("print(1)", [], "missing.py", "missing.py: there is no such file"),
+        ("print(1)", [], "-", "tune -: the script is started several times, and this is read once"),
+        ("print(1)", [], "pipe.py", "tune pipe.py: the script is started several times"),
+        ("print(1)", ["--seconds=nan"], "train.py", "--seconds"),
+        (WITHOUT_A_LINE.format(steps=5), ["--num-processes=2"], "train.py", "install runs in one process"),
         ("print(1)", ["--precison=32"], "train.py", "No such option"),
         ("print(1)", ["--seconds=0"], "train.py", "--seconds"),
         ("print(1)", ["--plot=tune.xyz"], "train.py", "xyz is no format of it"),
         ("print(1)", ["--plot=no/such/tune.png"], "train.py", "the folder does not exist"),
-        ("print(1)", ["--precision=8"], "train.py", "--precision 8"),
+        ("print(1)", ["--precision=8"], "train.py", "--precision=8"),
     ],
-    ids=["trains nothing", "short", "missing", "unknown option", "seconds", "picture", "folder", "precision"],
+    ids=[
+        *("trains nothing", "short", "missing", "standard input", "pipe", "no number", "processes", "unknown option"),
+        *("seconds", "picture", "folder", "precision"),
+    ],
 )
-def test_bad_input_is_one_line(tune, text, options, name, words):
+def test_bad_input_is_one_line(tune, tmp_path, text, options, name, words):
+    os.mkfifo(tmp_path / "pipe.py")
     code, _, err = tune(text, *options, name=name)
     assert code == 2
     (line,) = [line for line in err.splitlines() if not line.startswith("tune: ")]

@@ -3,6 +3,7 @@
 import warnings
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from nano_loop.config.declarations import CHECKS, EXACT, OPTIONS
 from nano_loop.config.environment import kernels_choice, variable_of
 from nano_loop.config.leftovers import REMOVED
 from nano_loop.config.options import Options
+from nano_loop.errors import shown
 
 HUGE = 10**5000  # Python refuses to print it
 BAD = [(name, value) for name, check in CHECKS.items() for value in REFUSED[check]]
@@ -37,7 +39,7 @@ def refusal(call, **arguments):
 
 def assert_has_three_parts(line, name, value):
     """`name=value: what is allowed. What to do.`"""
-    start = f"{name}={value!r}: "
+    start = f"{name}={value!r}: " if len(repr(value)) <= 80 else f"{shown(name, value)}: "
     assert line.startswith(start)
     assert line.endswith(".")
     allowed, _, advice = line.removeprefix(start).removesuffix(".").rpartition(". ")
@@ -161,6 +163,17 @@ LONG = {
     "NANO_LOOP_FP32_OPS": "/" + "x" * 10**5,
     "NANO_LOOP_" + "X" * 10**5: "1",
 }
+
+
+ACTING = "\x1b[31mred\nnano-loop: all is well\r\x9b2J\u202e\udcff"  # on a terminal, or on whoever reads the next line
+
+
+@pytest.mark.parametrize("arguments", [{"precision": ACTING}, {ACTING: 1}, {"bf16_ops": [ACTING]}], ids=str)
+def test_message_has_no_character_that_acts(arguments):
+    environ = {f"NANO_LOOP_{name.upper()}": str(value) for name, value in arguments.items()}
+    for message in (refusal(TorchNano, **arguments), refusal(partial(Options.from_call, {}), environ=environ)):
+        assert message.isprintable()
+        assert "\\x1b[31mred" in message.lower()
 
 
 @pytest.mark.parametrize(("variable", "value"), LONG.items(), ids=[name[:20] for name in LONG])
@@ -355,6 +368,12 @@ def test_random_arguments_meet_no_other_exception(arguments):
 
 ODD_TEXTS = [
     *("", " ", "{[]: 1}", "[1,", "1e999", "-" + "9" * 5000, "(" * 200, "'\\d'", "{1: [None]}", "1 if 1 else 2", "²"),
+    *(
+        "9" * 400,
+        "9" * 400 + " GB",
+        "0x" + "f" * 5000,
+        "~no_such_user/x",
+    ),  # no float holds them, and no folder is there
 ]
 any_text = st.text() | st.sampled_from(ODD_TEXTS)
 any_variable = (st.sampled_from(OPTIONS).map(str.upper) | st.sampled_from(OPTIONS) | st.text()).map(

@@ -105,7 +105,7 @@ FAULTS = [
             BEFORE,
             _names(path),
             NanoConfigError,
-            ("bf16_ops", "the file cannot be read", "it has more than 1,048,576 bytes"),
+            ("bf16_ops", "the file cannot be read", "it is no regular file"),
         )
         for path in ("/dev/full", "/dev/urandom")
     ),

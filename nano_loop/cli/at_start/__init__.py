@@ -29,7 +29,7 @@ def with_line_at_end(environ: Mapping[str, str], script: str, *, installs: bool 
     installs : bool
         Whether what it trains is accelerated, and what the Pythons that it starts train. Then they see the folder, too.
     """
-    message = error_message(f"{script} {_UNUSED[installs][0]}", *_UNUSED[installs][1:])
+    message = unused_message(script, installs=installs)
     path = environ.get(_PATH)
     # Lines, which the start of Python reads without a module such as json, that the script may never import.
     note = [" ".join(f"nano-loop: {message}".split()), *([] if path is None else [path])]
@@ -40,6 +40,11 @@ def with_line_at_end(environ: Mapping[str, str], script: str, *, installs: bool 
         "_NANO_LOOP_AT_START": "\n".join(note),
         _PATH: search_path(environ),
     }
+
+
+def unused_message(script: str, *, installs: bool) -> str:
+    """Return what is said of a script that does not use nano_loop; `installs` is as in `with_line_at_end`."""
+    return error_message(f"{script} {_UNUSED[installs][0]}", *_UNUSED[installs][1:])
 
 
 _FOLDER = os.path.dirname(__file__)

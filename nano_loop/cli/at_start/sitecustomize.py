@@ -23,7 +23,7 @@ class _Start:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self.line = self.refusal = self.wanted = ""
+        self.line = self.wanted = ""
 
     def begin(self) -> None:
         folder = os.path.dirname(__file__)
@@ -36,7 +36,7 @@ class _Start:
                 os.environ["PYTHONPATH"] = path[0]
             elif not installs:
                 del os.environ["PYTHONPATH"]
-        sys.path.remove(folder)
+        sys.path[:] = [path for path in sys.path if path != folder]
         sys.path_importer_cache.pop(folder, None)
         if installs:
             sys.meta_path.insert(0, _Finder(self))
@@ -45,17 +45,18 @@ class _Start:
 
     def end(self) -> None:
         """Print a line, unless nano_loop may have been used here or in a child, or the script has failed."""
-        is_forked = os.getpid() != self.process
-        if is_forked or hasattr(sys, "last_type") or sys.__stderr__ is None:
-            return
-        if self.refusal:
-            line = "" if any(module in sys.modules for module in _EXPLICIT) else self.refusal
-        else:
-            times = os.times()
-            is_alone = times.children_user + times.children_system == 0
-            line = self.line if is_alone and "nano_loop.runtime.run" not in sys.modules else ""
-        if line:
-            print(line, file=sys.__stderr__)
+        times = os.times()
+        is_alone = times.children_user + times.children_system == 0
+        if is_alone and "nano_loop.runtime.run" not in sys.modules and not hasattr(sys, "last_type"):
+            self.say(self.line)
+
+    def say(self, line: str) -> None:
+        """Print a line, unless this is a forked process."""
+        if line and os.getpid() == self.process and sys.__stderr__ is not None:
+            try:
+                print(line, file=sys.__stderr__)
+            except (OSError, ValueError):  # it is closed
+                return
 
     def install(self) -> None:
         is_explicit = "nano_loop" in sys.modules
@@ -66,11 +67,7 @@ class _Start:
         try:
             import nano_loop
 
-            if self.wanted == "profile":
-                from nano_loop.profiling.recorder import record_requested
-
-                record_requested()
-            elif self.wanted == "tune":
+            if self.wanted in _COMMANDS:
                 from nano_loop.cli.tuning.in_script import begin_requested
 
                 begin_requested(nano_loop.install, nano_loop.uninstall, is_explicit=is_explicit)
@@ -81,7 +78,9 @@ class _Start:
             else:
                 nano_loop.install()
         except Exception as error:  # the script goes on without it
-            self.refusal = f"nano-loop: {error}"
+            self.line = ""
+            if not any(module in sys.modules for module in _EXPLICIT):  # else the options are for its own runs
+                self.say(f"nano-loop: {error}")
         finally:
             if sys.path[-1:] == [folder]:
                 sys.path.pop()
@@ -92,11 +91,13 @@ class _Finder:
 
     def __init__(self, start: _Start) -> None:
         self.start = start
+        self.has_noticed = False  # then a program may still have it, as inside of a finder of its own
 
     def find_spec(self, name: str, path: "Any", target: "Any" = None) -> "Any":
-        if name != "torch.optim.optimizer":
+        if name != "torch.optim.optimizer" or self.has_noticed:
             return None
-        sys.meta_path.remove(self)
+        self.has_noticed = True
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         from importlib.util import find_spec
 
         spec: Any = find_spec(name)
@@ -120,11 +121,12 @@ def _leave_threads_to_children() -> None:
     import json
 
     try:
-        exported = json.loads(base64.urlsafe_b64decode(os.environ.get("NANO_LOOP_ENV_BEFORE", "")))["after"]
-    except (ValueError, KeyError, TypeError):
+        note = json.loads(base64.urlsafe_b64decode(os.environ.get("NANO_LOOP_ENV_BEFORE", "")))
+        exported = note["after"]["OMP_NUM_THREADS"]
+    except (ValueError, KeyError, TypeError, RecursionError):  # there is none, or it is damaged
         return
-    if "OMP_NUM_THREADS" in exported and exported["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS"):
-        del os.environ["OMP_NUM_THREADS"]
+    if exported == os.environ.get("OMP_NUM_THREADS"):
+        os.environ.pop("OMP_NUM_THREADS", None)
 
 
 def _install_at_first(functions: "list[tuple[Any, str]]", start: _Start) -> None:
@@ -157,12 +159,8 @@ def _install_at_first(functions: "list[tuple[Any, str]]", start: _Start) -> None
         setattr(owner, name, replacement)
 
 
-def _real() -> None:
-    """Import the one that this one hides; that there is none is the ImportError that Python expects then."""
-    del sys.modules["sitecustomize"]
-    __import__("sitecustomize")
-
-
 if __name__ == "sitecustomize":
     _Start().begin()
-    _real()
+    # The one that this one hides is imported; that there is none is the ImportError that Python expects then.
+    del sys.modules["sitecustomize"]
+    __import__("sitecustomize")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nano_loop.config.declarations import DEFAULTS, EXACT
 from nano_loop.config.options import Options
-
-if TYPE_CHECKING:
-    from nano_loop.runtime.settings import Settings
+from nano_loop.cpu import Machine
 
 Changes = dict[str, Any]
 
@@ -23,33 +21,31 @@ _OF_ORDER = ("num_processes", "num_threads")
 _FEW = 4  # cores: with more, one thread is never the fastest for a step that is worth a trial
 
 
-def candidates(settings: Settings, fixed: Collection[str], answer: Mapping[str, Any]) -> list[Changes]:
+def candidates(options: Options, machine: Machine, fixed: Collection[str], answer: Mapping[str, Any]) -> list[Changes]:
     """Return what the candidates change of the user's options. What takes long to start comes last.
 
     Parameters
     ----------
-    settings : Settings
+    options, machine
         The user's options, and the machine.
     fixed : collection of str
         The options that stay as they are.
     answer : mapping
         What the script has answered under the user's options; see `cli.tuning.in_script`.
     """
-    options, machine = settings.options, settings.machine
     fixed = {*fixed, *EXACT, *_OF_ORDER} if options.exact else fixed
     layouts = [False, True] if answer["has_convolutions"] else [options.channels_last]
     precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16]
     combined = [{"precision": precision, "channels_last": layout} for precision in precisions for layout in layouts]
     # What is faster on most machines: products that are too small for bf16 to pay stay in fp32.
     base = {"precision": "bf16-products" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
-    more = [{}, *_processes(settings), *_steps(options), *_ipex(options)]
+    more = [{}, *_processes(options, machine.num_threads), *_steps(options), *_ipex(options)]
     more.append({"compile": not options.compile})
     return [*_distinct([*combined, *({**base, **change} for change in more)], options, fixed)]
 
 
-def _processes(settings: Settings) -> Iterator[Changes]:
-    cores = settings.machine.num_threads
-    if settings.options.cpu_for_each_process is None:
+def _processes(options: Options, cores: int) -> Iterator[Changes]:
+    if options.cpu_for_each_process is None:
         counts = dict.fromkeys([1, 2, cores // 4])
         yield from ({"num_processes": count, "num_threads": None} for count in counts if 0 < count <= cores)
     fewer = dict.fromkeys([cores // 2, *([1] if cores <= _FEW else [])])

@@ -1,4 +1,4 @@
-"""What `nano-loop tune` does in the process of a script: it times steps of a training, and then ends the process."""
+"""What `nano-loop tune` and `profile` do in the process of a script: they measure steps, and then end the process."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import atexit
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
 from nano_loop.autotune.choices import save_all
+from nano_loop.cli.tuning import LEAST, WARMUP
 from nano_loop.config.protocol import Command, take_command
 from nano_loop.cpu import peak_memory
 from nano_loop.cpu.waits import BUSY, Waits
@@ -24,30 +23,31 @@ from nano_loop.patching.objects.optimizers import held_by, hook_after_steps
 from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.run import Run, active_run
 
-#: Steps that count for a time, at least, and those before them: page faults, kernels that are made, compilation.
-LEAST, WARMUP = 8, 4
-
 
 def begin_requested(install: Callable[[], None], uninstall: Callable[[], None], *, is_explicit: bool) -> None:
-    """Time the steps of the first optimizer that steps in this thread, if a command asks for it.
+    """Measure the steps of the first optimizer that steps in this thread, if a command asks for it.
 
     Parameters
     ----------
     install, uninstall : callable
         Those of nano_loop.
     is_explicit : bool
-        Whether the script imports nano_loop. Then the steps in its runs count, and nothing is installed.
+        Whether the script imports nano_loop. Then the options are for its runs, and nothing is installed.
     """
     command = take_command()
-    if command is None or command.name != "tune":
+    if command is None:
         return
-    if not is_explicit and not command.arguments["is_plain"]:
+    if command.arguments["installs"] and not is_explicit:
         try:
             install()
         except NanoError as error:
-            command.answer(error=str(error))
-            _exit()
-    _Timer(command, uninstall, is_explicit=is_explicit)
+            command.end(error=str(error))
+    if command.name == "tune":
+        _Timer(command, uninstall, is_explicit=is_explicit)
+    else:
+        from nano_loop.profiling.recorder import Recorder  # here, since it imports torch's profiler
+
+        Recorder(command)
 
 
 class _Timer:
@@ -57,6 +57,7 @@ class _Timer:
         self._command, self._uninstall, self._is_explicit = command, uninstall, is_explicit
         self._place = os.getpid(), threading.get_ident()
         self._optimizer: Optimizer | None = None
+        self._run: Run | None = None  # which may have ended when the script does
         self._seconds: list[float] = []
         self._waits = Waits()
         self._began = self._last = time.perf_counter()
@@ -70,6 +71,7 @@ class _Timer:
         self._optimizer = self._optimizer or optimizer
         if optimizer is not self._optimizer:
             return
+        self._run = run
         if self._command.arguments["compares"]:
             self._compare(run)
         now = time.perf_counter()
@@ -79,48 +81,43 @@ class _Timer:
             self._seconds, self._began = [0.0], now
         enough = now - self._began >= self._command.arguments["seconds"]
         if enough and len(self._seconds) >= WARMUP + LEAST:
-            self._answer(run)
-            _exit()
+            self._command.end(result=self._times())
         self._last = time.perf_counter()
 
-    def _answer(self, run: Run | None) -> None:
+    def _times(self) -> dict[str, Any]:
         weights = () if self._optimizer is None else held_by(self._optimizer)
         waits = self._waits.share()
         save_all(is_busy=(waits or 0.0) >= BUSY)
         later = self._seconds[max(WARMUP, len(self._seconds) // 2) :]
-        self._command.answer(
-            result={
-                "steps": len(self._seconds),
-                "seconds": _mean_without_pauses(later) if len(later) >= LEAST // 2 else None,
-                "peak": peak_memory(),
-                "waits": waits,
-                "has_convolutions": any(weight.dim() in (4, 5) for weight in weights),
-                **_of_run(run, self._is_explicit),
-            }
-        )
+        return {
+            "steps": len(self._seconds),
+            "seconds": _mean_without_pauses(later) if len(later) >= LEAST // 2 else None,
+            "peak": peak_memory(),
+            "waits": waits,
+            "has_convolutions": any(weight.dim() in (4, 5) for weight in weights),
+            **_of_run(self._run, self._is_explicit),
+        }
 
     def _answer_at_end(self) -> None:
         if self._optimizer is not None and os.getpid() == self._place[0]:
-            self._answer(active_run())
+            self._command.answer(result=self._times())
 
     def _compare(self, run: Run | None) -> NoReturn:
         """Answer what `verify` says of the first batch, which it knows when its run is undone."""
         self._uninstall()
         if run is not None:
             run.end()
-        self._command.answer(result=_comparison_in(None if run is None else run.report))
-        _exit()
+        self._command.end(result=_comparison_in(None if run is None else run.report))
 
 
 def _of_run(run: Run | None, is_explicit: bool) -> dict[str, Any]:
     """Return the options of a run, as far as JSON has them, what its steps say, and how its options are written."""
-    if run is None:
-        return {"options": {}, "report": {}, "written": ["nano_loop.install(", ")"], "is_explicit": is_explicit}
-    results = [] if run.report is None else run.report.results
+    options = {} if run is None else run.options.as_dict()
+    results = [] if run is None or run.report is None else run.report.results
     return {
-        "options": {name: value for name, value in run.options.as_dict().items() if _is_json(value)},
+        "options": {name: value for name, value in options.items() if _is_json(value)},
         "report": {result.name: [result.status, result.detail, result.code] for result in results},
-        "written": run.written if is_explicit else ["nano_loop.install(", ")"],
+        "written": run.written if run is not None and is_explicit else ["nano_loop.install(", ")"],
         "is_explicit": is_explicit,
     }
 
@@ -160,10 +157,3 @@ def _largest(errors: Iterable[float]) -> float | None:
     """Return the largest error; None if there is none, or one is not finite, which JSON does not know."""
     known = [*errors]
     return max(known) if known and all(map(math.isfinite, known)) else None
-
-
-def _exit() -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the script may have closed or replaced it
-            stream.flush()
-    os._exit(0)  # what follows in the script belongs to a training

@@ -9,7 +9,7 @@ import os
 import statistics
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +100,6 @@ class Tuning:
     #: The part of their runnable time that threads waited for CPUs, which other programs used.
     waits: float = 0.0
     date: str = ""  # when the search ended
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain lists, dicts, strings and numbers, for JSON."""
-        return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from nano_loop.cli.script import started
+from nano_loop.cli.script_options import Script
+from nano_loop.cli.tuning import LEAST, WARMUP
 from nano_loop.cli.tuning.candidates import OF_NUMBERS, Changes, candidates
-from nano_loop.cli.tuning.in_script import LEAST, WARMUP
 from nano_loop.cli.tuning.result import Row, Tuning, as_text, differing
-from nano_loop.cli.tuning.script_trial import TrialFailedError, trial_of
-from nano_loop.config.environment import option_of
+from nano_loop.config.environment import option_of, variable_of
+from nano_loop.config.options import Options
+from nano_loop.cpu import read_machine
 from nano_loop.cpu.waits import BUSY
-from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.runtime.settings import Settings
+from nano_loop.errors import NanoConfigError, NanoError, error_message, quoted
 
 #: What the ambient mode does not do, which is for one process.
 _OF_PROCESSES = ("num_processes", "cpu_for_each_process", "distributed_backend", "process_group_backend")
@@ -24,8 +31,24 @@ PAYS, HOPELESS = 1.02, 1.4
 #: The largest error of the loss, relative to fp64, with which a candidate may be chosen. A model that computes
 #: something else under autocast does so by hand as well, so `verify` finds no fault there.
 TOLERANCE = 0.1
-#: The seconds for which a trial takes steps, and those that the first one may take.
-_SHORTEST, _LONGEST, _FIRST = 0.5, 5.0, 600.0
+#: The seconds for which a trial takes steps, those that the first one may take, and those for which nothing is said.
+_SHORTEST, _LONGEST, _FIRST, _QUIET = 0.5, 5.0, 600.0, 10
+
+
+class TrialFailedError(Exception):
+    """The script ended, or took too long, before it had taken its steps.
+
+    Attributes
+    ----------
+    code : int or None
+        The exit code of the script; None if it was ended.
+    errors : str
+        What it has written to standard error.
+    """
+
+    def __init__(self, words: str, code: int | None = None, errors: str = "") -> None:
+        super().__init__(words)
+        self.code, self.errors = code, errors
 
 
 class Search:
@@ -33,18 +56,14 @@ class Search:
 
     Parameters
     ----------
-    name : str
-        The script.
-    command : sequence of str
-        What runs it.
-    environ : mapping
-        Its environment. Options that are set there stay as they are.
+    script : Script
+        The script. Options that its environment or the command line sets stay as they are.
     seconds : float
         How long the search may take, about.
     """
 
-    def __init__(self, name: str, command: Sequence[str], environ: Mapping[str, str], seconds: float) -> None:
-        self._name, self._command, self._environ = name, command, environ
+    def __init__(self, script: Script, seconds: float) -> None:
+        self._script, self._environ = script, {**os.environ, **script.variables}
         self._began, self._seconds = time.monotonic(), seconds
         self._own, self._plain = Row({}), Row({}, plain=True)
         self._rows = [self._own, self._plain]
@@ -68,43 +87,28 @@ class Search:
         KeyboardInterrupt
             If Ctrl-C comes before the script has run as it is.
         """
-        self._say("as it is")
-        answer = self._first()
-        self._begin(answer)
+        self._say(f"{self._script.name} as it is, for {_LONGEST:.0f} s of steps")
+        self._begin(self._trial(self._own, _LONGEST))
         try:
             self._measure()
-            chosen = self._chosen(compares=True)
+            chosen = self._chosen()
         except KeyboardInterrupt:
+            if not self._own.seconds:
+                raise
             self.is_interrupted = True
             self._remarks.append("Interrupted: not everything was measured, and no numbers were compared.")
             for row in self._rows:
                 row.note = row.note or ("" if row.seconds else "not measured: interrupted")
-            chosen = self._chosen(compares=False)
+            chosen = self._chosen()
         return self._result(chosen)
-
-    def _first(self) -> dict[str, Any]:
-        """Return what the script answers as it is."""
-        try:
-            answer = self._trial(self._own, _LONGEST)
-        except TrialFailedError as error:
-            if error.code:
-                raise
-            if error.code is None:
-                raise NanoError(str(error)) from error
-            got, expected = f"{self._name} has trained nothing", "tune times steps of an optimizer of torch"
-            raise NanoConfigError(error_message(got, expected, "Name a script that trains")) from error
-        if answer["seconds"] is None:
-            got, expected = f"{self._name} takes {answer['steps']} steps", f"tune needs {WARMUP + LEAST}"
-            raise NanoConfigError(error_message(got, expected, "Let it train longer"))
-        return answer
 
     def _begin(self, answer: Mapping[str, Any]) -> None:
         """Choose the candidates by what the script has answered as it is, and the time of a trial."""
         self._is_explicit, self._written = answer["is_explicit"], answer["written"]
-        self._start = Settings.read({**answer["options"], "verbose": True})  # the trials are quiet
-        fixed = {option_of(setting.partition("=")[0]) for setting in self._start.options.from_environment}
+        self._options = Options.from_call({**answer["options"], "verbose": True}, self._environ)  # the trials are quiet
+        fixed = {option_of(setting.partition("=")[0]) for setting in self._options.from_environment}
         fixed |= set() if self._is_explicit else {*_OF_PROCESSES}
-        self._rows += [Row(changes) for changes in candidates(self._start, fixed, answer)]
+        self._rows += [Row(changes) for changes in candidates(self._options, read_machine(), fixed, answer)]
         left = self._began + self._seconds - time.monotonic()
         share = left / (2 * len(self._rows))  # the first trial is done, and the comparison is not
         start = max(answer["took"] - _LONGEST, 0.0)
@@ -127,41 +131,93 @@ class Search:
             try:
                 answer = self._trial(row, self._of_trial)
             except TrialFailedError as error:
+                if row is self._own:  # nothing can be compared with it
+                    raise
                 row.seconds.clear()
                 row.note = str(error).strip().partition("\n")[0]
                 continue
             row.note = row.note or _without_effect(row.options, answer["report"])
 
-    def _trial(self, row: Row, seconds: float, **others: Any) -> dict[str, Any]:
-        answer = trial_of(
-            self._command,
-            self._environ,
-            {**row.options, **others, "verbose": False},
-            seconds=seconds,
-            limit=self._limit,
-            is_plain=row.plain,
-        )
+    def _trial(self, row: Row, seconds: float) -> dict[str, Any]:
+        try:
+            answer = self.answer(row.options, seconds=seconds, is_plain=row.plain)
+        except TrialFailedError as error:
+            if row is not self._own or error.code:
+                raise
+            if error.code is None:
+                raise NanoError(str(error)) from error
+            got, expected = f"{self._script.name} has trained nothing", "tune times steps of an optimizer of torch"
+            raise NanoConfigError(error_message(got, expected, "Name a script that trains")) from error
         if answer["seconds"] is None:
+            steps, expected = f"{answer['steps']} steps", f"tune needs {WARMUP + LEAST}"
             if row is not self._own:
-                raise TrialFailedError(f"it took {answer['steps']} steps")
-            return answer
+                raise TrialFailedError(f"it took {steps}, and {expected}")
+            raise NanoConfigError(error_message(f"{self._script.name} takes {steps}", expected, "Let it train longer"))
         processes = row.options.get("num_processes") or answer["options"].get("num_processes") or 1
         row.seconds.append(answer["seconds"] / (1 if row.plain else processes))
         row.memory = max(row.memory or 0, answer["peak"])
         self._waits += [answer["waits"] or 0.0]
         return answer
 
-    def _chosen(self, *, compares: bool) -> Row:
-        """Return the fastest row with the same batches and with numbers that differ by rounding alone."""
+    def answer(
+        self, changes: Changes, *, seconds: float, is_plain: bool = False, compares: bool = False
+    ) -> dict[str, Any]:
+        """Run the script until it has taken steps for some time, and return what it answers; see `in_script`.
+
+        Parameters
+        ----------
+        changes : dict
+            Options by name, which the environment tells the script.
+        seconds : float
+            How long it takes steps.
+        is_plain : bool
+            Whether nothing is accelerated.
+        compares : bool
+            Whether its first batch is compared with the plain model, in place of taking steps.
+
+        Raises
+        ------
+        TrialFailedError
+            If it fails, takes too long, or ends without a step.
+        """
+        own = {"seconds": seconds, "is_plain": is_plain, "installs": not is_plain, "compares": compares}
+        texts = {variable_of(name): str(value) for name, value in {**changes, "verbose": False}.items()}
+        with tempfile.TemporaryFile() as errors:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
+            began = time.monotonic()
+            with started("tune", own, self._script.command, {**self._environ, **texts}, **streams) as (process, read):
+                code = self._exit_code(process)
+                answer = read()
+            errors.seek(0)
+            written = errors.read().decode(errors="replace").strip()
+        if answer is not None and "error" in answer:
+            raise TrialFailedError(answer["error"])
+        if code or answer is None:
+            last = [quoted(line) for line in written.splitlines()[-1:]] if code else []
+            raise TrialFailedError(": ".join([f"it ended with code {code}", *last]), code, written)
+        return {**answer["result"], "took": time.monotonic() - began}
+
+    def _exit_code(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for a script, and say now and then that it still runs."""
+        for waited in range(0, math.ceil(self._limit), _QUIET):
+            if waited:
+                self._say(f"it has run for {waited} s")
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(_QUIET)
+        raise TrialFailedError(f"it took more than {self._limit:.0f} s")
+
+    def _chosen(self) -> Row:
+        """Return the fastest row with the same batches and with numbers that differ by rounding alone.
+
+        After Ctrl-C it is the fastest of what was measured, by however little.
+        """
         for row in self._rows:
             row.measure(self._own, self._plain)
-        paying = [
-            row
-            for row in self._rows[2:]
-            if row.seconds and not row.note and "num_processes" not in row.options and row.pays(self._own, PAYS)
-        ]
-        for row in sorted(paying, key=lambda row: row.milliseconds or 0.0):
-            if compares:
+        rows = [row for row in self._rows[2:] if row.seconds and not row.note and "num_processes" not in row.options]
+        if not self.is_interrupted:
+            rows = [row for row in rows if row.pays(self._own, PAYS)]
+        for row in sorted([self._own, *rows], key=lambda row: row.milliseconds or 0.0):
+            if not (self.is_interrupted or row is self._own):
                 self._compare(row)
             if not row.note:
                 return row
@@ -173,9 +229,8 @@ class Search:
             return
         self._compared.append(_numbers(row))
         self._say(f"comparing numbers: {row.name}")
-        changes = {**row.options, "verify": True, "num_processes": 1, "verbose": False}
         try:
-            comparison = trial_of(self._command, self._environ, changes, seconds=0.0, limit=self._limit, compares=True)
+            comparison = self.answer({**row.options, "verify": True, "num_processes": 1}, seconds=0.0, compares=True)
         except TrialFailedError as error:
             comparison = {"remark": str(error)}
         if remark := comparison.get("remark"):
@@ -189,7 +244,7 @@ class Search:
                     other.note = f"not exact: the loss is off by {other.loss:.0%}"
 
     def _result(self, chosen: Row) -> Tuning:
-        options = self._start.changed(**chosen.options).options
+        options = self._options.changed(chosen.options)
         before, after = self._written
         values = differing(options)
         waits = statistics.fmean(self._waits or [0.0])

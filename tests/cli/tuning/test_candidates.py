@@ -21,7 +21,7 @@ def proposed(monkeypatch):
     def proposed(sets=("avx512_bf16",), fixed=(), answer=ANSWER, **options):
         settings = Settings.read(options)
         machine = replace(settings.machine, instruction_sets=frozenset(sets))
-        return candidates(replace(settings, machine=machine), fixed, answer)
+        return candidates(settings.options, machine, fixed, answer)
 
     return proposed
 

@@ -2,11 +2,10 @@
 
 import pytest
 
-from nano_loop.cli.tuning import search
-from nano_loop.cli.tuning.in_script import LEAST
-from nano_loop.cli.tuning.script_trial import TrialFailedError
-from nano_loop.cli.tuning.search import Search
-from nano_loop.errors import NanoConfigError
+from nano_loop.cli.script_options import Script
+from nano_loop.cli.tuning import LEAST, search
+from nano_loop.cli.tuning.search import Search, TrialFailedError
+from nano_loop.errors import NanoConfigError, NanoError
 
 PLAIN = "plain"
 
@@ -28,7 +27,7 @@ def searched(monkeypatch):
         monkeypatch.setattr(search, "candidates", lambda *_: [dict(changes) for changes in candidates])
         counts = {}
 
-        def trial(command, environ, changes, *, is_plain=False, compares=False, **_):
+        def trial(self, changes, *, is_plain=False, compares=False, **_):
             if compares:
                 return {"fault": "layer 0" if wrong in changes else None, "loss": 0.0}
             name = PLAIN if is_plain else next((key for key in changes if key in times), "")
@@ -39,8 +38,8 @@ def searched(monkeypatch):
                 raise found
             return found if isinstance(found, dict) else answer(found)
 
-        monkeypatch.setattr(search, "trial_of", trial)
-        return Search("train.py", ["python"], {}, 10.0).run()
+        monkeypatch.setattr(Search, "answer", trial)
+        return Search(Script("train.py", ["python"], {}), 10.0).run()
 
     return searched
 
@@ -72,10 +71,40 @@ def test_other_batches_are_told_and_not_chosen(searched):
     assert any("2.50 times as fast as the choice, with other batches" in remark for remark in tuning.remarks)
 
 
-def test_ctrl_c_chooses_among_what_was_measured(searched):
-    tuning = searched({"num_threads": [0.5], "compile": [KeyboardInterrupt()]})
-    assert tuning.rows[tuning.chosen].options == {"num_threads": 1}
-    assert tuning.rows[3].note == "not measured: interrupted"
+@pytest.mark.parametrize(("rounds", "chosen"), [([0.5], 2), ([0.999], 2), ([1.001], 0), ([0.5, 1.2], 2)])
+@pytest.mark.parametrize("interrupted", [[KeyboardInterrupt()], [1.01, KeyboardInterrupt()]], ids=["1st", "2nd"])
+def test_ctrl_c_chooses_the_fastest_of_what_was_measured(searched, rounds, chosen, interrupted):
+    candidates = [{"num_threads": 1}, {"compile": True}]
+    times = {"num_threads": rounds, "compile": interrupted}
+    tuning = searched(times, candidates=candidates if len(interrupted) == 1 else candidates[::-1])
+    expected = chosen and next(n for n, row in enumerate(tuning.rows) if row.options == {"num_threads": 1})
+    assert tuning.chosen == expected
+    measured = [row.milliseconds for row in tuning.rows if row.milliseconds]
+    assert tuning.rows[tuning.chosen].milliseconds == min(measured)
+    if len(interrupted) == 1:
+        assert tuning.rows[3].note == "not measured: interrupted"
+
+
+def test_ctrl_c_before_there_is_a_time_to_compare_with_ends_the_search(searched):
+    with pytest.raises(KeyboardInterrupt):
+        searched({"": [1.0, KeyboardInterrupt()]})
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (TrialFailedError("it ended with code 1: ValueError", 1, "Traceback"), TrialFailedError),
+        (TrialFailedError("it took more than 33 s"), NanoError),
+        (answer(None, steps=5), NanoConfigError),
+    ],
+    ids=["raises", "too long", "too few steps"],
+)
+def test_script_that_fails_as_it_is_in_a_later_run_is_an_error_and_nothing_is_the_fastest(
+    searched, rounds, failure, error
+):
+    with pytest.raises(error):
+        searched({"": [1.0] * rounds + [failure], "num_threads": [0.5]})
 
 
 def test_failing_candidate_is_a_row_and_failing_script_an_error(searched):
@@ -89,3 +118,5 @@ def test_failing_candidate_is_a_row_and_failing_script_an_error(searched):
 def test_script_of_few_steps_is_told_how_many_are_needed(searched):
     with pytest.raises(NanoConfigError, match=rf"train.py takes 5 steps.*needs \d*{LEAST + 4}"):
         searched({"": [answer(None, steps=5)]})
+    tuning = searched({"compile": [answer(None, steps=5)]})
+    assert tuning.rows[3].note == f"it took 5 steps, and tune needs {LEAST + 4}"
