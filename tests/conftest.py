@@ -42,7 +42,8 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Where a CPU has no such instructions, runs warn that they are slow: that is the machine's, and no fault of a test.
     config.addinivalue_line("filterwarnings", "ignore:.*this CPU has no bf16 instructions")
-    resolve_mkl_functions()  # so that plain loops compute the same each time, too
+    for dtype in (torch.float32, torch.float64):
+        resolve_mkl_functions(dtype)  # so that plain loops compute the same each time, too
     patch = pytest.MonkeyPatch()
     for name in [*os.environ]:
         if name != KERNELS and (name.startswith(LAUNCH_PREFIXES) or name in LAUNCH_NAMES):

@@ -20,11 +20,16 @@ FUNCTIONS = (
 
 
 @functools.cache
-def resolve_mkl_functions() -> None:
-    """Call each of `FUNCTIONS` with one number, in one thread. It takes 1.5 ms, once in a process."""
-    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+def resolve_mkl_functions(dtype: torch.dtype) -> None:
+    """Call each of `FUNCTIONS` with one number, in one thread: 0.8 ms and 2.5 MB of code, once in a process.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        fp32 or fp64, for which MKL has functions of their own. Others have none.
+    """
+    if dtype not in (torch.float32, torch.float64) or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return
-    for dtype in (torch.float32, torch.float64):
-        one = torch.ones(1, dtype=dtype, device="cpu")
-        for name in FUNCTIONS:
-            getattr(torch, name)(one)
+    one = torch.ones(1, dtype=dtype, device="cpu")
+    for name in FUNCTIONS:
+        getattr(torch, name)(one)

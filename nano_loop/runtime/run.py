@@ -13,6 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -162,7 +163,6 @@ class Run:
         return self
 
     def _enter(self, ending: ExitStack) -> None:
-        resolve_mkl_functions()
         slot = self._slot = ending.enter_context(self._joined)
         ending.callback(self._leave)
         ending.callback(_active.pop, self, None)  # no line of Python, at which Ctrl-C may come
@@ -282,6 +282,8 @@ class Run:
         for step in self._steps:
             step.observe(parts)
         results = [self._apply(step, parts) for step in self._steps if self._is_relevant(step, parts)]
+        for dtype in {torch.float32, *(parameter.dtype for model in parts.models for parameter in model.parameters())}:
+            resolve_mkl_functions(dtype)
         self._is_set_up = True
         self._results.add(slot, [*first, *results])
 

@@ -25,10 +25,10 @@ class Noted(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         called.append((function.overloadpacket.__name__, args[0].dtype if args and hasattr(args[0], "dtype") else None))
         return function(*args, **(kwargs or {}))
-for _ in range(2):
-    model = torch.nn.Linear(2, 2)
+for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
+    model = torch.nn.Linear(2, 2, dtype=dtype)
     with Noted(), accelerated(model, torch.optim.SGD(model.parameters()), verbose=False):
-        pass
+        print(*(dtype for _, dtype in called if dtype is torch.float64))
 print(*(f"{name} {dtype}" for name, dtype in called if dtype), sep="\\n")
 """
 
@@ -49,9 +49,11 @@ def test_functions_are_those_that_torch_has_of_mkl():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is built without MKL")
-def test_first_run_of_a_process_calls_each_once_in_fp32_and_fp64():
+def test_first_setup_in_fp32_and_in_fp64_calls_each_once():
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    called = run.stdout.splitlines()
+    *in_fp64, called = run.stdout.split("\n", 4)
+    assert [bool(dtypes) for dtypes in in_fp64] == [False, False, True, True]
+    called = called.splitlines()
     for name in FUNCTIONS:
         for dtype in ("torch.float32", "torch.float64"):
             assert called.count(f"{name} {dtype}") == 1

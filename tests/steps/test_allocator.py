@@ -6,7 +6,10 @@ import sys
 import textwrap
 
 import pytest
+import torch
+from torch import nn
 
+from nano_loop import accelerated
 from nano_loop.cpu import glibc
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import allocator
@@ -40,6 +43,18 @@ def test_thresholds_stay_until_the_last_run_has_ended(step, settings):
     second.undo()
     assert settings == [glibc.SETTINGS, allocator._LEFT]
     assert not allocator._trim_after_fork().is_on
+
+
+def test_large_blocks_are_mapped_until_each_optimizer_has_made_its_states(settings):
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+    with accelerated(models, optimizers, verbose=False):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            assert settings[1:] == [allocator._FIRST]
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        assert settings[2:] == [glibc.SETTINGS]
+    assert settings[3:] == [allocator._LEFT]
 
 
 @pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])
