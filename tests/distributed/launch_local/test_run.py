@@ -22,7 +22,7 @@ from torch import distributed, nn
 import nano_loop
 from distributed import small
 from distributed.conftest import belongings
-from nano_loop import NanoConfigError, NanoWarning, NanoWorkerError, TorchNano, nano
+from nano_loop import NanoWorkerError, TorchNano, nano
 from nano_loop.kernels.dropout.bernoulli import KERNEL
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -395,18 +395,6 @@ def test_one_process_is_bound_to_a_list_of_its_own():
     train = nano(cpu_for_each_process=[[before[-1]]], verbose=False)(masks)
     assert train(nn.Linear(1, 1), loader) == ([before[-1]], 1, {(before[-1],)})
     assert small.mask() == before
-
-
-def test_cpu_ids_that_do_not_exist_are_warned_about_and_left_out():
-    options = small.OPTIONS | {"cpu_for_each_process": [[0, 7000], [1]]}
-    with pytest.warns(NanoWarning, match="7000"):
-        assert nano(**options)(small.fit)(*small.parts(samples=24)) == 6
-
-
-def test_share_of_no_cpu_is_refused():
-    options = small.OPTIONS | {"cpu_for_each_process": [[7000], [1]]}
-    with pytest.raises(NanoConfigError, match="7000"):
-        nano(**options)(small.fit)(*small.parts())
 
 
 def test_scheduler_checkpoint_and_callable_arguments_work_in_every_rank():
