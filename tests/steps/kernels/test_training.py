@@ -23,7 +23,6 @@ from steps.kernels.cases import (
     LSTMS,
     NORMS,
     assert_near,
-    loop,
     trained,
     use_for_all_sizes,
 )
@@ -154,19 +153,6 @@ def test_code_that_was_not_set_up_keeps_torchs_kernels(called, monkeypatch, name
     for found in (in_thread, inside, loss_and_gradients()):
         assert all(map(torch.equal, found, plain))
     assert not called
-
-
-@ONE_OF_EACH
-def test_exact_loop_is_torchs_to_the_bit(called, monkeypatch, name):
-    case = CASES[name]
-    use_for_all_sizes(monkeypatch, case.kind)
-    plain = case.built()
-    expected = loop(plain, torch.optim.SGD(plain.parameters(), case.lr), case)
-    found, report = trained(case, precision=32, tune_operators="auto", exact=True)
-    assert case.kind.name not in str(report)
-    assert not called
-    for what, tensors in expected.items():
-        assert all(map(torch.equal, found[what], tensors))
 
 
 @pytest.mark.usefixtures("compiled_first")
