@@ -164,7 +164,7 @@ def assert_steps(team, step, make=net, given=None, **kwargs):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
 def test_ranks_do_what_one_process_does(team, row):
-    assert_steps(team(3 if row in (clip_norm, clip_value) else 2), row)
+    assert_steps(team(2), row)
 
 
 # --- optimizers and what loops do with gradients ---
