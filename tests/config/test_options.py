@@ -8,6 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from option_values import ALLOWED, REFUSED, SPELLINGS, TEXTS, Colour
 
 import nano_loop
@@ -333,6 +335,16 @@ ODD_TEXTS = [
         "~no_such_user/x",
     ),  # no float holds them, and no folder is there
 ]
+any_text = st.text() | st.sampled_from(ODD_TEXTS)
+any_variable = (st.sampled_from(OPTIONS).map(str.upper) | st.sampled_from(OPTIONS) | st.text()).map(
+    "NANO_LOOP_".__add__
+)
+
+
+@given(environ=st.dictionaries(any_variable, any_text, max_size=4))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")  # Python's own, of odd literals
+def test_random_environment_meets_no_other_exception(environ):
+    calls_or_refuses(Options.from_call, {"arguments": {}, "environ": environ})
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)

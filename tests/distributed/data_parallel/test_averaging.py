@@ -590,6 +590,7 @@ def test_ranks_may_use_different_checkpointed_segments(team, reentrant):
     assert_steps(team(2), step, lambda: Segments(reentrant), [*batches(size=4)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models(team, backend):
     def loop(setup):

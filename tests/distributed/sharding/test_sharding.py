@@ -740,6 +740,7 @@ def test_subclasses_keep_their_own_ways(team):
     assert team(2)(loop) == [([[0, 3], [12, 15]], 20, True, True), ([[6, 9], [18, 21]], 20, True, True)]
 
 
+@pytest.mark.slow
 def test_collate_and_workers_of_spawn_are_the_users(team):
     def loop(ranks):
         data = TensorDataset(torch.arange(8))
