@@ -397,21 +397,6 @@ def test_one_process_is_bound_to_a_list_of_its_own():
     assert small.mask() == before
 
 
-def test_scheduler_checkpoint_and_callable_arguments_work_in_every_rank():
-    def train(model, optimizer, loader, scheduler, loss):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss(model(x), y).backward()
-            optimizer.step()
-            scheduler.step()
-        return optimizer.param_groups[0]["lr"]
-
-    model, optimizer, loader = small.parts()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    assert two(train)(model, optimizer, loader, scheduler, lambda a, b: (a - b).abs().mean()) == 0.1 * 0.5**4
-    assert scheduler.last_epoch == 4
-
-
 class Several(TorchNano):
     """Trains one model after the other, each beside a first one that stays."""
 

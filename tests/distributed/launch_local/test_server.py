@@ -78,24 +78,6 @@ def test_next_run_is_forked_from_the_same_process_which_is_no_child_and_meets_no
     assert first == kept().pid not in {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-@pytest.mark.slow
-def test_each_worker_imports_the_modules_of_its_arguments_anew(tmp_path, monkeypatch):
-    # A name of the module would have the caller's value in the worker.
-    (tmp_path / "imported_anew.py").write_text("import os, sys\nsys.imported_by = os.getpid()\nclass Thing: pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "imported_by", None, raising=False)
-    thing = importlib.import_module("imported_anew").Thing()
-
-    def train(model, thing):
-        return everywhere((sys.imported_by == os.getpid(), os.getppid()))
-
-    try:
-        workers = [nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1), thing)[1] for _ in range(2)]
-        assert workers == [(True, kept().pid)] * 2
-    finally:
-        del sys.modules["imported_anew"]
-
-
 def test_folders_arguments_and_volatile_variables_are_those_of_the_call(tmp_path, monkeypatch):
     first = server_of_a_run()
     monkeypatch.chdir(tmp_path)
