@@ -59,7 +59,7 @@ def with_timeout(ranks, seconds):
 
 @pytest.mark.parametrize(
     ("size", "slots", "rounds"),
-    [(2, 3, 2000), (2, 2, 300), (3, 3, 200), pytest.param(4, 4, 100, marks=pytest.mark.slow)],
+    [(2, 3, 2000), (2, 2, 300), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 3, 200), (4, 4, 100)))],
 )
 def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rounds):
     def run(ranks):
