@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from email import message_from_bytes
+from email import message_from_string
 from pathlib import Path
 from unittest import mock
 
@@ -275,7 +275,7 @@ def relative_links(markdown):
 def test_description_for_a_package_index_is_the_readme_with_links_that_lead_somewhere(wheel, tmp_path):
     readme, source = (ROOT / "README.md").read_text(), "https://example.org/nano_loop"
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    described = message_from_bytes(wheel.read(name)).get_payload()
+    described = message_from_string(wheel.read(name).decode()).get_payload()
     assert re.sub(r"!?\[([^]]*)\]\((?!https:)[^)\s]+\)", r"\1", readme).strip() == described.strip()
     for path in (*BUILD_INPUTS, "scripts/links.py", "nano_loop/version.py"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
