@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from distributed.conftest import nothing_left  # noqa: F401 - a fixture of tests that launch processes
 from distributed.team import Team
 from hypothesis import settings
 from leaks import affinity_masks, changes, moved_threads, process_state

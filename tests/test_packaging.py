@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_string
 from pathlib import Path
 from unittest import mock
 
@@ -195,23 +196,36 @@ def test_no_file_holds_a_machine_path_or_a_registry_host():
 # --- the wheel ---
 
 
-def built_wheel(tmp_path_factory, **variables):
-    """Build from a copy, so that nothing is left in the checkout and nothing stale is taken from there."""
-    source = tmp_path_factory.mktemp("source")
-    for name in BUILD_INPUTS:
-        shutil.copy(ROOT / name, source)
-    for name in ("nano_loop", "scripts", "tests"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    target = tmp_path_factory.mktemp("wheels")
-    command = (sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "-w", target, source)
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**os.environ, **variables})
-    (built,) = target.glob("*.whl")
-    return built
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """A copy of what is tracked, so that nothing is left in the checkout and nothing stale is taken from there."""
+    folder = tmp_path_factory.mktemp("source")
+    for path in files_of_the_project():
+        (folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder / path.relative_to(ROOT))
+    return folder
+
+
+def built(folder, *hooks, **variables):
+    """Build by functions of setuptools, each of which is given the name of a folder, and return that folder's path."""
+    calls = "; ".join(f"backend.{hook}('made')" for hook in hooks)
+    (folder / "made").mkdir()
+    command = [sys.executable, "-c", f"import setuptools.build_meta as backend; {calls}"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, env={**os.environ, **variables})
+    return folder / "made"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    with zipfile.ZipFile(built_wheel(tmp_path_factory, NANO_LOOP_KERNELS="off")) as archive:
+def distributions(copied):
+    """The folder with an sdist and a wheel, and the names of what is tracked."""
+    tracked = {str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()}
+    return built(copied, "build_sdist", "build_wheel", NANO_LOOP_KERNELS="off"), tracked
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions):
+    (path,) = distributions[0].glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
         yield archive
 
 
@@ -258,27 +272,22 @@ def relative_links(markdown):
     return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith("https://")]
 
 
-@pytest.mark.parametrize("source", [None, "https://example.org/nano_loop"])
-def test_description_for_a_package_index_is_the_readme_with_links_that_lead_somewhere(tmp_path, source):
-    for name in (*BUILD_INPUTS, "scripts/links.py", "nano_loop/version.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    if source:
-        config, line = tmp_path / "setup.cfg", f"[metadata]\nproject_urls =\n    Source = {source}\n"
-        config.write_text(config.read_text().replace("[metadata]\n", line))
-    (tmp_path / "made").mkdir()
-    build = "import setuptools.build_meta as backend; backend.prepare_metadata_for_build_wheel('made')"
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
-    (made,) = (tmp_path / "made").glob("*.dist-info")
+def test_description_for_a_package_index_is_the_readme_with_links_that_lead_somewhere(wheel, tmp_path):
+    readme, source = (ROOT / "README.md").read_text(), "https://example.org/nano_loop"
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    described = message_from_string(wheel.read(name).decode()).get_payload()
+    assert re.sub(r"!?\[([^]]*)\]\((?!https:)[^)\s]+\)", r"\1", readme).strip() == described.strip()
+    for path in (*BUILD_INPUTS, "scripts/links.py", "nano_loop/version.py"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    config, line = tmp_path / "setup.cfg", f"[metadata]\nproject_urls =\n    Source = {source}\n"
+    config.write_text(config.read_text().replace("[metadata]\n", line))
+    (made,) = built(tmp_path, "prepare_metadata_for_build_wheel").glob("*.dist-info")
     described = importlib.metadata.Distribution.at(made).metadata.get_payload()
-    readme = (ROOT / "README.md").read_text()
     assert not relative_links(described)
-    if source:
-        pictures = re.findall(rf"!\[[^]]*\]\({source}/raw/HEAD/(\S+)\)", described)
-        assert pictures == re.findall(r"!\[[^]]*\]\((\S+)\)", readme) != []
-        assert re.sub(rf"\]\({source}/(blob|raw)/HEAD/", "](", described).strip() == readme.strip()
-    else:
-        assert re.sub(r"!?\[([^]]*)\]\((?!https:)[^)\s]+\)", r"\1", readme).strip() == described.strip()
+    pictures = re.findall(rf"!\[[^]]*\]\({source}/raw/HEAD/(\S+)\)", described)
+    assert pictures == re.findall(r"!\[[^]]*\]\((\S+)\)", readme) != []
+    assert re.sub(rf"\]\({source}/(blob|raw)/HEAD/", "](", described).strip() == readme.strip()
 
 
 #: Finds what nano_loop needs, and nothing else that happens to be installed; then uses nano_loop.
@@ -332,14 +341,9 @@ def test_all_but_extras_works_with_the_declared_requirements_alone(tmp_path):
     assert (done.returncode, done.stdout) == (0, f"{len(nano_loop.__all__)}\n"), done.stderr
 
 
-def test_sdist_has_all_that_is_tracked(tmp_path):
-    for path in files_of_the_project():
-        (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, tmp_path / path.relative_to(ROOT))
-    tracked = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    build = "import setuptools.build_meta as backend; backend.build_sdist('dist')"
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
-    (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
+def test_sdist_has_all_that_is_tracked(distributions):
+    made, tracked = distributions
+    (sdist,) = made.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     assert tracked - names == set()
@@ -354,8 +358,11 @@ LEVELS = {level.name: level for level in compiler.LEVELS}
 
 
 @pytest.fixture(scope="module")
-def wheel_with_kernels(tmp_path_factory):
-    return built_wheel(tmp_path_factory)
+def wheel_with_kernels(copied, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("with_kernels") / "source"
+    shutil.copytree(copied, folder, ignore=shutil.ignore_patterns("made", "build", "*.egg-info"))
+    (path,) = built(folder, "build_wheel").glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -699,10 +706,6 @@ def cleaned(checkout):
 #: What is done to a checkout one after another: a `make`, what Python is then asked for and what is said; or a change.
 STORIES = {
     **{f"goal {goal}": [([goal], [*SET_UP, *runs])] for goal, runs in GOALS.items()},
-    **{
-        f"Python {version}": [functools.partial(Checkout.pretend, version=version), (["test"], [*SET_UP, OF_TEST])]
-        for version in ("3.10", "3.11", "3.13", "3.20")
-    },
     "set up once": [
         (["lint"], [*SET_UP, *GOALS["lint"]]),
         (["test", "ARGS=-k 'a or b'"], [f"{OF_TEST} -k a or b"], "", ""),
@@ -736,13 +739,6 @@ def test_make_sets_up_what_is_missing_or_old_and_runs_what_a_goal_is_for(checkou
             arguments, calls, *said = step
             assert checkout.make(*arguments) == (0, *(said or (mock.ANY, mock.ANY)))
             assert checkout.calls() == calls
-
-
-def test_goals_share_one_set_up(checkout):
-    assert checkout.make("-j8", "test", "lint", "demo")[0] == 0
-    calls = checkout.calls()
-    assert calls[:3] == SET_UP
-    assert not set(calls[3:]) & set(SET_UP)
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two `make` apart")

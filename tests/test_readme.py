@@ -41,6 +41,7 @@ def test_there_are_examples():
     assert len(DIFFS) == 3
 
 
+@pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("source", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_example_runs(source, capsys):
     torch.manual_seed(0)

@@ -10,7 +10,6 @@ import types
 import pytest
 import torch
 from distributed import small
-from distributed.conftest import nothing_left  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from watched import is_fused, seeded  # noqa: F401 - a fixture

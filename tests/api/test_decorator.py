@@ -348,27 +348,6 @@ def test_argument_called_like_our_own_names_is_the_function_s():
     assert train(self=Net(), function=1, call=2, options=3, args=4) == ([True], 1, 2, 3, 4, 1)
 
 
-# --- the report ---
-
-
-def test_inner_call_s_end_leaves_the_outer_one_s_allocator_settings(monkeypatch):
-    from nano_loop.steps import allocator
-
-    settings = []
-    monkeypatch.setattr(allocator, "_set", settings.append)
-    monkeypatch.setattr(allocator.Allocator, "skip_reason", lambda self, parts: None)
-    seen = []
-
-    @quiet
-    def outer(model):
-        quiet(lambda model: None)(model)
-        seen.append(settings[-1])
-
-    outer(Net())
-    assert seen == [allocator.SETTINGS]
-    assert settings[-1] == allocator._LEFT
-
-
 # --- errors of the loop ---
 
 

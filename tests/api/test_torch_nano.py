@@ -368,21 +368,6 @@ def test_backward_and_autocast_in_train(job, precision):
     assert Loop(precision=precision).train(train) == (expected, True)
 
 
-def test_collectives_of_one_process_in_train():
-    def train(self):
-        value = torch.tensor([1.0, 2.0])
-        assert torch.equal(self.all_reduce(value), value)
-        assert torch.equal(self.all_reduce(value, reduce_op="sum"), value)
-        assert torch.equal(self.all_gather(value).flatten(), value)
-        assert torch.equal(self.all_gather({"a": value})["a"].flatten(), value)
-        assert self.broadcast({"a": [1]}) == {"a": [1]}
-        self.barrier()
-        with self.rank_zero_first():
-            return self.to_device({"x": value})["x"]
-
-    assert torch.equal(Loop().train(train), torch.tensor([1.0, 2.0]))
-
-
 def test_print_goes_to_standard_output(capfd):
     Loop().train(lambda self: self.print("loss", 1, sep="="))
     assert capfd.readouterr() == ("loss=1\n", "")
@@ -409,17 +394,6 @@ def test_save_and_load_in_train(job, tmp_path):
     assert len(other[1].state_dict()["state"]) == 2
 
 
-def test_seed_everything_in_train_repeats(monkeypatch):
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")  # Fabric notes the seed there; let them be as before after this test
-
-    def train(self):
-        assert self.seed_everything(3, verbose=False) == 3
-        return torch.rand(4)
-
-    assert torch.equal(Loop().train(train), Loop().train(train))
-
-
 def test_model_is_moved_to_the_device_unless_told_otherwise():
     elsewhere = nn.Linear(2, 2, device="meta")
 
@@ -435,27 +409,6 @@ def test_run_and_launch_of_fabric_do_no_harm(job):
     loop = Loop(precision="bf16")
     loop.launch()
     assert loop.train(lambda self: in_bf16(self.setup(*job)[0])) == [True]
-
-
-# --- options ---
-
-
-@pytest.mark.parametrize("auto_lr", [True, False])
-def test_auto_lr_changes_nothing_with_one_process(auto_lr):
-    net = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(net.weight)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
-
-    def train(self):
-        self.setup(net, optimizer)
-        (-net(torch.ones(1, 1))).sum().backward()
-        optimizer.step()
-        return optimizer.param_groups[0]["lr"]
-
-    loop = Loop(auto_lr=auto_lr)
-    assert loop.train(train) == 0.25
-    assert net.weight.item() == 0.25
-    assert "learning_rate" not in (*loop.report.applied, *loop.report.skipped)
 
 
 # --- report ---

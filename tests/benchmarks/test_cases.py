@@ -28,10 +28,6 @@ def test_the_flops_of_a_linear_layer_are_its_product_and_two_of_the_same_size_ba
     assert step_flops(tiny.linear(False)) == 3 * FORWARD
 
 
-def test_what_the_counter_does_not_know_is_added():
-    assert step_flops(tiny.linear(False, uncounted_flops=1000.0)) == 3 * FORWARD + 1000
-
-
 def test_attention_is_counted():
     q = torch.randn(1, 2, 32, 8, requires_grad=True)
     work = tiny.linear(True)
@@ -146,20 +142,6 @@ def test_an_expert_knows_of_bf16_what_nano_loop_does():
     assert experts.has_fast_bf16() == read_machine().has_fast_bf16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_by_hand_is_what_its_name_says(monkeypatch, dtype):
-    monkeypatch.setattr(experts, "has_fast_bf16", lambda: dtype is torch.bfloat16)
-    work = tiny.convolution(True)
-    calls = []
-    work.model.register_forward_pre_hook(lambda _, args: calls.append(args[0].clone()))
-    work.model[0].register_forward_hook(lambda _, args, out: calls.append(out))
-    assert len(SYSTEMS["by_hand"](work, 1)) == 1
-    image, features = calls
-    assert image.is_contiguous(memory_format=torch.channels_last)
-    assert features.dtype == dtype
-    assert [group["fused"] for group in work.optimizer.param_groups] == [True]
-
-
 class Libc:
     """Notes the settings of an allocator."""
 
@@ -199,15 +181,6 @@ def test_jemalloc_is_loaded_by_the_settings_of_its_process_or_missing(monkeypatc
     monkeypatch.setattr(experts.ctypes.util, "find_library", lambda _: None)
     assert "jemalloc was not found" in why_not("expert_jemalloc")
     assert settings_of("expert_jemalloc") == {}
-
-
-@pytest.mark.parametrize("system", ["plain", "nano_fp32"])
-def test_systems_take_the_same_steps(system):
-    torch.manual_seed(0)
-    work = tiny.linear(True)
-    before, batch = work.model.weight.detach().clone(), work.batches[0]
-    assert len(SYSTEMS[system](work, 3)) == 3
-    torch.testing.assert_close(work.model.weight, before - 3 * 0.01 * batch.detach().sum(0).expand(tiny.OUTPUTS, -1))
 
 
 def test_a_workload_that_cannot_be_built_says_why_in_a_line():

@@ -11,7 +11,6 @@ from torch.profiler import ExecutionTraceObserver
 
 from benchmarks import execution_trace
 from benchmarks.execution_trace import Recorder
-from nano_loop.optimizers.direct_steps import stepped_directly
 
 
 def recorded(function, model=None):
@@ -63,26 +62,6 @@ def test_part_and_module_are_those_of_the_loop():
     assert {part for name, part, _ in places if name in ("_foreach_add_", "add_")} == {"optimizer"}
 
 
-def test_steps_that_are_direct_otherwise_are_noted_as_the_optimizers():
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.AdamW([weight], fused=True)
-
-    def step():
-        weight.grad = torch.ones(4)
-        optimizer.step()
-
-    with stepped_directly(optimizer):
-        step()  # the first makes the state, and is torch's anyway
-        operators = recorded(step)
-    assert {each.part for each in operators if each.name == "_fused_adamw_"} == {"optimizer"}
-
-
-def test_tensors_in_lists_are_noted():
-    tensors = [torch.ones(3), torch.ones(5)]
-    (operator,) = recorded(lambda: torch._foreach_mul_(tensors, 2.0))
-    assert [each.numel for each in operator.inputs] == [3, 5]
-
-
 def test_other_threads_are_left_out():
     def other():
         thread = threading.Thread(target=lambda: torch.ones(3).exp())
@@ -91,26 +70,6 @@ def test_other_threads_are_left_out():
         torch.ones(3).tanh()
 
     assert names_of(recorded(other)) == ["ones", "tanh"]
-
-
-def test_a_module_that_raises_ends_its_mark():
-    class Failing(nn.Module):
-        def forward(self, x):
-            x.exp()
-            raise KeyError
-
-    model = nn.ModuleDict({"failing": Failing()})
-
-    def caught():
-        with pytest.raises(KeyError):
-            model["failing"](torch.ones(3))
-        torch.ones(3).tanh()
-
-    assert {(each.name, each.module) for each in recorded(caught, model)} == {
-        ("ones", ""),
-        ("exp", "failing"),
-        ("tanh", ""),
-    }
 
 
 def test_nothing_is_printed_or_left(capfd, tmp_path, monkeypatch):

@@ -3,11 +3,10 @@
 import json
 
 import pytest
-import torch
 from command_line import run
 
 from benchmarks.layers import LAYERS
-from benchmarks.shapes import Row, chosen, markdown
+from benchmarks.shapes import Row, markdown
 
 
 def test_sweep_measures_layers_and_writes_both_tables(tmp_path):
@@ -30,15 +29,3 @@ def test_slower_is_slower_by_the_fastest_and_by_the_medians():
     assert not row([1.0, 2.0, 2.0], [2.0, 2.0, 2.0]).is_slower
     assert row([1.0], [2.0]).ratio(min) == pytest.approx(2 / 3)
     assert "**0.67**" in markdown([row([1.0], [2.0]).as_dict()])
-
-
-def test_images_are_measured_in_both_layouts():
-    assert [layout for _, layout in chosen(["DCGAN: BatchNorm2d"])] == ["NCHW", "NHWC"]
-    assert [layout for _, layout in chosen(["VAE: Linear(784, 400)"])] == [""]
-    assert len(chosen([])) > 150
-
-
-def test_embeddings_get_indices():
-    embeddings = [each for each in LAYERS if each.kind is torch.nn.Embedding]
-    assert embeddings
-    assert not any(each.input.is_floating_point() for each in embeddings)

@@ -62,12 +62,3 @@ def test_ipex_and_native_are_held_against_each_other(nano, faster):
     assert f"2.50× the speed of IPEX by hand (2.00 to 3.00), and {sum(nano) / 4:.2f}× nano's; {faster} is faster" in (
         table("tiny", summary)
     )
-
-
-@pytest.mark.parametrize("missing", ["ipex", "nano", "nano_ipex"])
-def test_without_one_of_them_nothing_is_said(missing):
-    times = {"plain": (4.0, 4.0), "ipex": (4.0, 6.0), "nano": (1.0, 1.0), "nano_ipex": (2.0, 2.0)}
-    for left in ({**times, missing: None}, {name: each for name, each in times.items() if name != missing}):
-        summary = summarize(measured(**left))
-        assert summary["use_ipex"] is None
-        assert "IPEX by hand" not in table("tiny", summary)

@@ -108,6 +108,7 @@ def test_bad_input_is_one_line(tune, tmp_path, text, options, name, words):
     assert words in line
 
 
+@pytest.mark.slow
 def test_script_that_fails_ends_as_under_python(tune):
     code, out, err = tune(WITHOUT_A_LINE.format(steps=1))
     assert (code, out) == (1, "")

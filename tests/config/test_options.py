@@ -299,41 +299,6 @@ ODD = [
     *({"backend": HUGE}, {"model": 1}, ..., NotImplemented, object(), int, len, max, lambda: None),
     *("backend", "gloo\x00", "\ud800", "İ"),  # the last is longer in lower case
 ]
-VALID = {
-    "num_processes": [None, 1, 2],
-    "precision": [32, "bf16", "auto", "64-true", 16],
-    "cpu_for_each_process": [[[0, 1]], [[0], [1]], [range(2)], 1, 4],
-    "compile": [True, {"mode": "max-autotune"}],
-    "bf16_ops": [["softmax"], {"softmax"}],
-    "fp32_ops": [("softmax",)],
-    "timeout": [1, 0.5, np.float64(3)],
-    "verbose": [False, "all"],
-}
-
-
-def odd(place):
-    """Hypothesis asks for the repr of what it samples from, so it samples places."""
-    return ODD[place]
-
-
-plain_values = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.complex_numbers(),
-    st.text(st.characters(exclude_categories=())),
-    st.binary(),
-    st.integers(0, len(ODD) - 1).map(odd),
-    st.sampled_from([value for values in VALID.values() for value in values]),
-)
-any_value = st.recursive(
-    plain_values,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)
-any_name = st.sampled_from(OPTIONS) | st.text(st.characters(exclude_categories=()), max_size=12)
-any_arguments = st.dictionaries(any_name.filter(lambda name: name != "self"), any_value, max_size=5)
 
 
 def calls_or_refuses(call, arguments):
@@ -359,11 +324,6 @@ def exception_of(call, arguments):
 def test_odd_value_meets_no_other_exception(call, name):
     met = {f"{place}, a {type(value)}": exception_of(call, {name: value}) for place, value in enumerate(ODD)}
     assert {value: error for value, error in met.items() if error} == {}
-
-
-@given(arguments=any_arguments)
-def test_random_arguments_meet_no_other_exception(arguments):
-    calls_or_refuses(TorchNano, arguments)
 
 
 ODD_TEXTS = [

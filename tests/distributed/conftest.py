@@ -17,6 +17,7 @@ from nano_loop.distributed.launch_local import kept_server as servers
 def nothing_left():
     """Fail a test after which there are more processes, threads, descriptors, folders or runs than before."""
     before = belongings()
+    gc.freeze()  # or the look afterwards would go through all that tests before have imported
     yield
     after = belongings()
     left = {name: [after[name][key] for key in sorted(after[name].keys() - before[name].keys())] for name in after}

@@ -25,7 +25,7 @@ def test_alone_everything_stays_what_it_is():
     ALONE.barrier()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_objects_travel(team, size):
     def exchange(ranks):
         mine = {"rank": ranks.rank, "long": "x" * 1000 * ranks.rank}

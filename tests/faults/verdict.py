@@ -39,6 +39,7 @@ def twice_if_slow(judge: Callable[[], list[str]]) -> list[str]:
 def verdict(fault: Fault) -> list[str]:
     """Commit `fault`, and return a sentence for each thing that is not as the row says."""
     before = _state()
+    gc.freeze()
     started = time.monotonic()
     found = [*_committed(fault)]
     took = time.monotonic() - started

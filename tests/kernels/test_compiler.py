@@ -47,6 +47,7 @@ def short_sources(monkeypatch, tmp_path):
 # --- sources ---
 
 
+@pytest.mark.slow  # `make ready` compiles them
 @pytest.mark.skipif(not NATIVE.flags, reason="no flag is known for this processor")
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_each_file_compiles_for_this_processor_without_an_implicit_declaration(source, tmp_path):

@@ -10,7 +10,6 @@ from torch import nn
 
 from kernels.compared.convolution_gradients import OF_GROUPS, call_of, gradients, inputs, standing_in
 from kernels.compared.convolutions import NHWC
-from kernels.compared.oracle import rms
 from nano_loop.kernels.convolution import convolution as module
 from nano_loop.kernels.convolution import depthwise, gradient_plans, weight_gradient
 
@@ -28,10 +27,6 @@ def in_force():
     """As `standing_in`, for a whole test."""
     with standing_in() as left:
         yield left
-
-
-def error(found, exact):
-    return rms(found.double() - exact.double())
 
 
 def test_weights_gradients_of_depthwise_convolutions_in_fp32_are_as_exact_as_torchs(monkeypatch):
@@ -140,32 +135,6 @@ def test_a_backward_inside_autocast_is_the_same(in_force):
         inside = gradients(F.conv2d, inputs(), padding=1)
     assert all(itertools.starmap(torch.equal, zip(plain, inside, strict=True)))
     assert in_force == 2 * [(True, False, False)]
-
-
-def test_second_derivatives_are_torchs():
-    def second(x, weight, bias):
-        out = F.conv2d(x, weight, bias, padding=1)
-        (first,) = torch.autograd.grad(out.float().square().sum(), weight, create_graph=True)
-        return torch.autograd.grad(first.float().square().sum(), (x, weight))
-
-    leaves = [each.requires_grad_() for each in inputs()]
-    exact = second(*(each.detach().double().requires_grad_() for each in leaves))
-    with standing_in() as left:
-        ours = second(*leaves)
-    assert (False, False, False) not in left
-    for mine, reference in zip(ours, exact, strict=True):
-        assert error(mine.double(), reference) < 0.02 * reference.square().mean().sqrt()
-
-
-def test_functional_gradients_for_each_image_are_those_of_one_after_another(in_force):
-    x, weight, bias = inputs()
-
-    def loss(weight, image):
-        return F.conv2d(image[None], weight, bias, padding=1).float().square().sum()
-
-    batched = torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, x)
-    singly = torch.stack([torch.func.grad(loss)(weight, image) for image in x])
-    assert error(batched.double(), singly.double()) < 0.01 * singly.double().square().mean().sqrt()
 
 
 def test_compiled_callers_compute_the_same(in_force):

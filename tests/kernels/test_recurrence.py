@@ -187,7 +187,7 @@ def test_outputs_without_a_gradient_count_as_zero(called, kind, used):
 
 
 @EACH
-@pytest.mark.parametrize(("hidden", "steps"), [(25, 40), (64, 50), (200, 20)])
+@pytest.mark.parametrize(("hidden", "steps"), [(25, 40), pytest.param(64, 50, marks=pytest.mark.slow), (200, 20)])
 def test_errors_are_not_larger_than_those_of_torch(kind, hidden, steps):
     squares = []
     for seed in range(25 if hidden < 200 else 8):

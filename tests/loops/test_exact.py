@@ -83,6 +83,7 @@ def test_report_of_an_exact_run_has_no_step_that_changes_bits():
     assert not named & VALUES.keys()
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_two_ranks_are_alike_to_the_bit():
     def train(**arguments):
         losses = fit(**arguments)

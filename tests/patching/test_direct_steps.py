@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
-from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nano_loop.optimizers.direct_steps import stepped_directly
@@ -226,42 +225,6 @@ def test_hooks_run_in_torchs_order_and_may_change_the_arguments(kind, settings):
     assert_equal(direct, plain)
 
 
-def test_closure_is_called_by_torch():
-    direct = build(AdamW, {})
-    with stepped_directly(direct):
-        step(direct, seed=0)
-        assert direct.step(lambda: 3) == 3
-        assert direct.step(closure=lambda: 4) == 4
-    assert next(iter(direct.state.values()))["step"] == 3
-
-
-@OF_EACH_KIND
-def test_gradients_are_dropped_or_filled_with_zeros(kind, settings):
-    direct = build(kind, settings)
-    parameters = direct.param_groups[0]["params"]
-    with stepped_directly(direct):
-        fill(direct, 0, skip=(1,))
-        direct.zero_grad()
-        assert [each.grad for each in parameters] == [None] * 4
-        fill(direct, 0, skip=(1,))
-        direct.zero_grad(set_to_none=False)
-        assert parameters[1].grad is None
-        assert not parameters[0].grad.any()
-
-
-@OF_EACH_KIND
-def test_step_whose_tensors_lie_otherwise_is_left_to_torch(kind, settings, refused):
-    direct = build(kind, settings)
-    with stepped_directly(direct):
-        step(direct, seed=0)  # torch's own for some
-        step(direct, seed=1)
-        weight = direct.param_groups[0]["params"][0]
-        weight.grad = weight.grad.t().contiguous().t()
-        refused(kind)
-        with by_torch():
-            direct.step()
-
-
 def test_profiler_sees_torchs_labels():
     direct = build(AdamW, {})
     with stepped_directly(direct):
@@ -303,39 +266,6 @@ def test_both_classes_of_a_family_can_be_direct_and_hooks_run_once():
     assert len(counted) == 6
 
 
-@pytest.mark.parametrize("is_built_before", [True, False])
-def test_scheduler_knows_of_the_step(is_built_before, recwarn):
-    direct, plain = build(SGD, {"lr": 1.0}), build(SGD, {"lr": 1.0})
-    of_plain = StepLR(plain, 1)
-    scheduler = StepLR(direct, 1) if is_built_before else None
-
-    def step_both(seed):
-        step(direct, plain, seed=seed)
-        scheduler.step()
-        of_plain.step()
-
-    with stepped_directly(direct):
-        scheduler = scheduler or StepLR(direct, 1)
-        for seed in range(3):
-            step_both(seed)
-    step_both(4)  # also when the run has ended
-    assert_equal(direct, plain)
-    assert not recwarn.list
-
-
-def test_state_that_is_loaded_is_the_one_that_is_stepped():
-    direct, plain = build(AdamW, {}), build(AdamW, {})
-    with stepped_directly(direct):
-        for seed in range(3):
-            step(direct, plain, seed=seed)
-        saved = copy.deepcopy(plain.state_dict())
-        step(direct, plain, seed=3)
-        for each in (direct, plain):
-            each.load_state_dict(copy.deepcopy(saved))
-        step(direct, plain, seed=4)
-    assert_equal(direct, plain)
-
-
 def test_step_that_somebody_else_has_wrapped_is_left_alone(monkeypatch):
     calls = []
     original = AdamW.step
@@ -352,14 +282,3 @@ def test_step_that_somebody_else_has_wrapped_is_left_alone(monkeypatch):
         for seed in range(2):
             step(direct, seed=seed)
     assert len(calls) == 2
-
-
-def test_compiled_loop_traces_torchs_own_step():
-    direct, plain = build(SGD, {"lr": 0.1}), build(SGD, {"lr": 0.1})
-    with stepped_directly(direct):
-        compiled = torch.compile(lambda: direct.step(), backend="eager")
-        for seed in range(2):
-            fill(direct, seed)
-            compiled()
-            step(plain, seed=seed)
-    assert_equal(direct, plain)

@@ -7,7 +7,6 @@ held by their own tests; here is what these would not see.
 import ast
 from importlib import import_module
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -130,32 +129,6 @@ def test_hooks_and_compiled_calls_of_a_module_are_seen():
 # --- tensors ---
 
 
-def test_memory_of_another_tensor_is_known():
-    tensor = torch.zeros(3)
-    for share in (lambda: tensor[1:], tensor.numpy):
-        kept = share()
-        assert not private.has_lone_storage(tensor)
-        del kept
-        assert private.has_lone_storage(tensor)
-
-
-def test_tensor_shares_memory_with_another_one_until_one_of_them_is_written():
-    tensor = torch.ones(6)
-    shared = private.shared_until_written(tensor)
-    assert private.address_of(shared) == private.address_of(tensor)
-    assert shared.sum() == 6
-    assert private.is_unwritten(shared)
-    shared.data[2] = 5.0
-    assert not private.is_unwritten(shared)
-    assert private.address_of(shared) != private.address_of(tensor)
-    assert (shared.sum().item(), tensor.sum().item()) == (10, 6)
-    last = private.address_of(tensor)
-    tensor.add_(1)  # nobody else has the memory any more, so it is not copied
-    assert private.address_of(tensor) == tensor.data_ptr() == last
-    with pytest.raises(RuntimeError, match="storage"):
-        private.shared_until_written(torch.ones(1).share_memory_())
-
-
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_versions_bases_and_bytes_of_tensors():
     tensor = torch.arange(6.0).view(2, 3)
@@ -179,51 +152,6 @@ def test_softmax_of_a_row_without_scores_is_zero_and_has_no_gradient():
     assert not second[1].any()
 
 
-def test_tensors_are_copied_in_groups_of_any_layouts_and_dtypes():
-    targets = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(3, 2).t()]
-    targets += [torch.zeros(2, dtype=torch.complex64).conj(), torch.zeros(2, dtype=torch.complex64).conj().imag]
-    sources = [torch.rand(3, 2).t(), torch.rand(4), torch.rand(2, 3), torch.rand(2) * 1j, torch.rand(2)]
-    private.foreach_copy(targets, sources)
-    for target, source in zip(targets, sources, strict=True):
-        assert torch.equal(target, source.to(target.dtype))
-
-
-@pytest.mark.parametrize("lazy", [False, True], ids=["plain", "with lazy signs"])
-def test_tensors_are_added_and_scaled_in_groups(lazy):
-    def tensors():
-        both = [torch.ones(2, 3), torch.full((3, 2), 2.0).t()]
-        return [*both, torch.full((2,), -3j).conj().imag] if lazy else both
-
-    for change, expected in (
-        (lambda each: private.foreach_add(each, [torch.ones_like(one) for one in each]), (2, 3, 4)),
-        (lambda each: private.foreach_multiply(each, 3), (3, 6, 9)),
-        (lambda each: private.foreach_divide(each, 2), (0.5, 1, 1.5)),
-    ):
-        targets = tensors()
-        change(targets)
-        change([])
-        for target, value in zip(targets, expected, strict=False):
-            assert target.eq(value).all()
-
-
-def test_groups_are_numbered_from_0_again(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    with pytest.raises(RuntimeError):  # there is no such rank
-        torch.distributed.init_process_group("gloo", store=store, rank=1, world_size=1)
-    private.forget_group_count()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        assert torch.distributed.group.WORLD.group_name == "0"
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_trainer_puts_its_signal_handlers_back():
-    trainer = Mock()
-    private.put_back_signal_handlers(trainer)
-    trainer._signal_connector.teardown.assert_called_once_with()
-
-
 # --- autograd ---
 
 
@@ -235,19 +163,6 @@ def test_backwards_are_told_from_forwards_and_numbered():
     assert (of_autograd.in_backward(), of_autograd.graph_task()) == (False, -1)
     assert [is_inside for is_inside, _ in seen] == [True, True]
     assert len({number for _, number in seen} - {-1}) == 2
-
-
-def test_callback_runs_before_backward_returns_and_may_raise():
-    seen, x = [], leaf()
-
-    def callback():
-        seen.append(x.grad.clone())
-        raise ValueError("from the callback")
-
-    x.register_hook(lambda gradient: of_autograd.queue_callback(callback))
-    with pytest.raises(ValueError, match="from the callback"):
-        x.sum().backward()
-    assert seen == [torch.ones(1)]
 
 
 def test_hooks_of_tensors_are_called_so_and_seen_and_their_dict_goes_when_it_is_empty():
@@ -266,19 +181,6 @@ def test_hooks_of_tensors_are_called_so_and_seen_and_their_dict_goes_when_it_is_
     assert of_autograd.has_tensor_hooks(tensor)
     tensor.register_post_accumulate_grad_hook(print)
     assert [[*getattr(tensor, name).values()] for name in of_autograd.TENSOR_HOOKS] == [[print], [print]]
-
-
-def test_leaf_is_reached_by_the_backward_that_does_not_say_what_to_reach():
-    seen, weight, other = [], leaf(), leaf()
-    middle = weight * other
-    middle.register_hook(lambda gradient: seen.append(of_autograd.reaches(middle.grad_fn.next_functions[1][0])))
-    out = middle.sum()
-    out.backward(retain_graph=True)
-    assert seen == [True]
-    for inputs in ([middle], [weight], [middle, weight]):
-        torch.autograd.grad(out, inputs, retain_graph=True)
-        out.backward(inputs=inputs, retain_graph=True)
-    assert seen == [True, *[False] * 6]
 
 
 # --- torch.compile ---

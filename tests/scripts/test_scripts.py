@@ -23,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with require
 
 SCRIPTS = {path.stem: path for path in Path(__file__).parent.glob("*.py") if "RESULT = " in path.read_text()}
 SCRIPTS.pop(Path(__file__).stem)
-QUICK = ("mnist", "transfer", "trainer_class")  # with two processes
 
 
 class Plain:
@@ -66,10 +65,9 @@ def test_script_computes_the_same_with_one_process(monkeypatch, script):
     assert_equal(run(monkeypatch, script, NUM_PROCESSES="1"), plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize(
-    "script", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in SCRIPTS]
-)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_script_computes_the_same_with_two_processes(monkeypatch, script):
     plain = run(monkeypatch, script)
     cores = {"CPU_FOR_EACH_PROCESS": str(small.OPTIONS["cpu_for_each_process"])} if small.cores() else {}

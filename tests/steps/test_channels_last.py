@@ -74,30 +74,6 @@ def test_volumes_become_ndhwc(step):
     assert not seen[0].is_contiguous()
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.Conv2d(4, 6, 3),
-        nn.Conv2d(4, 6, 1, stride=2),
-        nn.Conv2d(4, 8, 3, groups=4, padding=1),
-        nn.ConvTranspose2d(4, 6, 3, stride=2),
-    ],
-    ids=str,
-)
-def test_results_and_gradients_are_those_of_a_model_laid_out_by_hand(step, model):
-    x = torch.rand(2, 4, 7, 7, requires_grad=True)
-    twin = copy.deepcopy(model).to(memory_format=torch.channels_last)
-
-    def results(model, x):
-        out = model(x)
-        return [out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])]
-
-    by_hand = results(twin, x.detach().contiguous(memory_format=torch.channels_last).requires_grad_())
-    step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
-    for mine, theirs in zip(results(model, x), by_hand, strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def test_other_models_and_later_calls_are_not_touched(step):
     model, other, x = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), torch.rand(2, 3, 6, 6)
     made = step(ChannelsLast, channels_last=True)
@@ -141,10 +117,6 @@ def test_images_of_a_model_without_convolutions_are_converted(step):
     assert model(torch.randn(2, 3, 4, 4)).is_contiguous()
     made.interceptors.close()
     assert strides == [1]
-
-
-def test_it_is_off_by_default(step):
-    assert not step(ChannelsLast).enabled
 
 
 @pytest.mark.parametrize("precision", [32, "bf16"])

@@ -139,18 +139,6 @@ def test_checkpoint_shows_the_users_flags_and_steps_are_fused_after_loading_one_
     assert kernels(optimizer) == []
 
 
-def test_double_precision_step_counters_of_a_checkpoint_fit_the_kernel(step):
-    given = parts(torch.optim.Adam)
-    (optimizer,) = given.optimizers
-    given.models[0](torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    for state in optimizer.state.values():
-        state["step"] = state["step"].double()
-    step(FusedOptimizer).apply(given)
-    optimizer.step()
-    assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
-
-
 def test_some_switched_and_some_not_are_both_said(step):
     model = nn.Linear(2, 2)
     both = TrainingObjects([model], [torch.optim.Adam(model.parameters()), torch.optim.ASGD(model.parameters())])

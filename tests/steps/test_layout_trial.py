@@ -182,6 +182,7 @@ def test_mode_that_the_loop_switches_on_leaves_the_guess_or_brings_it_back(takes
     assert measured.detail == "NCHW, not timed: torch.use_deterministic_algorithms is on"
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_all_ranks_go_on_in_the_layout_that_rank_0_has_found_faster(takes, tmp_path):
     def loop(model, optimizer, loader):
         for x, y in loader:

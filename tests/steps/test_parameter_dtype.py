@@ -212,6 +212,7 @@ def test_weights_in_the_run_take_half_the_memory():
     assert in_bf16(size)(network()) * 2 == size(network())
 
 
+@pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("precision", [64, "bf16-true"])
 def test_ranks_stay_the_same(precision):
     def loop(model, optimizer):

@@ -382,42 +382,6 @@ def test_odd_calls_are_torchs(every_product, rounded):
     assert all(torch.allclose(one.to_dense(), call().to_dense()) for one, call in zip(results, calls, strict=True))
 
 
-@here
-def test_second_derivatives_and_functional_gradients_are_right(every_product, rounded):
-    def uses(model, x):
-        weight = model[0].weight
-        (first,) = torch.autograd.grad(model(x).square().sum(), weight, create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), weight)
-        parameters = {name: each.detach() for name, each in model.named_parameters()}
-
-        def of_rows(rows):
-            return torch.func.functional_call(model, parameters, rows).square().sum()
-
-        return [second, torch.func.vmap(torch.func.grad(of_rows))(x.view(2, -1, 64)).flatten(0, 1)]
-
-    model, x = built("perceptron")
-    exact = uses(model.double(), x.double())
-    model, x = built("perceptron")
-    ours, _ = accelerated(model, x, uses)
-    assert max(errors(ours, exact)) < 0.05
-    assert rounded
-
-
-@here
-@pytest.mark.parametrize("name", ["perceptron", "attention", "lstm"])
-def test_many_gradients_at_a_time_are_those_of_one_by_one(every_product, rounded, name):
-    def jacobians(model, x):
-        return [
-            torch.autograd.functional.jacobian(lambda x: model(x).flatten()[:3], x, vectorize=vectorize)
-            for vectorize in (True, False)
-        ]
-
-    model, x = built(name)
-    (together, one_by_one), _ = accelerated(model, x, jacobians)
-    assert (together - one_by_one).norm() < 0.01 * one_by_one.norm()
-    assert rounded
-
-
 @pytest.mark.parametrize(
     ("change", "code"),
     [

@@ -164,7 +164,7 @@ def assert_steps(team, step, make=net, given=None, **kwargs):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
 def test_ranks_do_what_one_process_does(team, row):
-    assert_steps(team(3 if row in (clip_norm, clip_value) else 2), row)
+    assert_steps(team(2), row)
 
 
 # --- optimizers and what loops do with gradients ---
@@ -413,7 +413,6 @@ def test_second_derivative_of_averaged_gradients_is_that_of_the_mean(team):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph")
         assert_pair(team(2), _ignoring_cycles(loop))
-        assert_pair(team(3), _ignoring_cycles(loop))
 
 
 def test_graph_of_a_gradient_outlives_the_averaging(team):
@@ -448,7 +447,7 @@ class Words(nn.Module):
         self.out = nn.Linear(4, 2)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_sparse_gradients_stay_sparse(team, size):
     def step(step):
         words = step.setup.share((torch.arange(12) * 7 + step.number) % 20)
@@ -591,6 +590,7 @@ def test_ranks_may_use_different_checkpointed_segments(team, reentrant):
     assert_steps(team(2), step, lambda: Segments(reentrant), [*batches(size=4)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models(team, backend):
     def loop(setup):
@@ -737,8 +737,8 @@ def diverging(setup, message, change, **kwargs):
 
 
 def test_different_learning_rates_raise_on_every_rank(team):
-    message = r"learning rates differ at step 4: ranks 0, 2 have \[0.1\], rank 1 has \[0.01"
-    assert team(3)(trained, diverging, message, lambda model, optimizer, scheduler: scheduler.step()) == [True] * 3
+    message = r"learning rates differ at step 4: rank 0 has \[0.1\], rank 1 has \[0.01"
+    assert team(2)(trained, diverging, message, lambda model, optimizer, scheduler: scheduler.step()) == [True] * 2
 
 
 def test_different_numbers_of_steps_raise_on_every_rank(team):

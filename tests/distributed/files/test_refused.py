@@ -76,7 +76,10 @@ UNGUARDED = {
 }
 
 
-@pytest.mark.parametrize("use", UNGUARDED)
+QUICK = (written_over_the_callers, added_to_a_database)
+
+
+@pytest.mark.parametrize("use", [pytest.param(use, marks=[pytest.mark.slow] * (use not in QUICK)) for use in UNGUARDED])
 def test_compiled_code_in_a_worker_gets_an_error_that_names_the_file(use, tmp_path):
     def train(model, out):
         if small.rank() == 1:

@@ -105,8 +105,10 @@ def test_every_rank_that_may_be_late_is_shown_where_it_is():
     assert caught.value.rank == 0
 
 
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("named", [0, None])
+@pytest.mark.parametrize(
+    ("first", "named"),
+    [(0, 0), (1, None), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, None), (1, 0)))],
+)
 def test_ranks_that_wait_for_each_other_blame_the_one_that_waits_for_nobody(first, named):
     def wait():
         time.sleep(0.3 * first)

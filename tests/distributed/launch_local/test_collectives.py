@@ -211,17 +211,6 @@ def quantized(scale):
         return torch.quantize_per_tensor(torch.tensor([0.3, 1.0]), scale, 2, torch.quint8)
 
 
-def test_ranks_in_different_collectives_are_told():
-    def train(model):
-        if distributed.get_rank() == 0:
-            distributed.barrier()
-        else:
-            distributed.all_reduce(torch.ones(3))
-
-    with pytest.raises(NanoError, match=r"is in a collective .* is not in: all ranks must call the same"):
-        nano(**small.OPTIONS)(train)(nn.Linear(1, 1))
-
-
 def test_parameter_without_memory_is_refused_by_name_on_every_rank():
     class Loop(TorchNano):
         def train(self):

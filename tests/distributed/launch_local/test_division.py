@@ -9,9 +9,8 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-import nano_loop
 from distributed import small
-from nano_loop import NanoError, NanoWarning, TorchNano, nano
+from nano_loop import NanoWarning, TorchNano, nano
 from nano_loop.patching import user_code
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -144,7 +143,6 @@ def test_loop_that_sets_no_loader_up_is_warned_of_too():
     trained_as_plain_and_warned(one_graph, OneGraph(**RAMPING).train)
 
 
-@pytest.mark.slow
 class StreamOfRank(IterableDataset):
     def __iter__(self):
         rank, size = rank_and_size()
@@ -165,16 +163,6 @@ def test_stream_that_asks_for_its_rank_is_read_whole_once_where_its_loader_is_an
     train = nano(**small.OPTIONS)(fit)
     assert train(model, optimizer, DataLoader(StreamOfRank(), 4)) == [[*range(0, 16, 2)], [*range(1, 16, 2)]]
     assert train.report["loaders"].code == "divided_by_program"
-
-
-def test_rank_that_iterates_a_loader_in_a_fixed_order_alone_is_told():
-    def fit(model, optimizer, loader):
-        if small.rank() == 0:
-            next(iter(loader))
-        nano_loop.barrier()
-
-    with pytest.raises(NanoError, match=r"rank 0 iterates a loader, and rank 1 does not"):
-        nano(**small.OPTIONS)(fit)(*small.parts())
 
 
 def test_global_loader_is_divided():

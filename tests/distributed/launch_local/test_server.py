@@ -59,7 +59,7 @@ def is_gone(process):
     return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
 
 
-def test_next_run_is_forked_from_the_same_process_and_meets_nothing_of_the_first():
+def test_next_run_is_forked_from_the_same_process_which_is_no_child_and_meets_nothing_of_the_first():
     def leave_something():
         torch.left = "by the first run"
         os.environ["LEFT"] = "too"
@@ -75,38 +75,25 @@ def test_next_run_is_forked_from_the_same_process_and_meets_nothing_of_the_first
         del torch.left, os.environ["LEFT"]  # of rank 0, which is this process
         torch.set_default_dtype(torch.float32)
     assert run(what_is_there)[1] == (False, None, "torch.float32")
-    assert first == kept().pid
+    assert first == kept().pid not in {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def test_each_worker_imports_the_modules_of_its_arguments_anew(tmp_path, monkeypatch):
-    # A name of the module would have the caller's value in the worker.
-    (tmp_path / "imported_anew.py").write_text("import os, sys\nsys.imported_by = os.getpid()\nclass Thing: pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "imported_by", None, raising=False)
-    thing = importlib.import_module("imported_anew").Thing()
-
-    def train(model, thing):
-        return everywhere((sys.imported_by == os.getpid(), os.getppid()))
-
-    try:
-        workers = [nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1), thing)[1] for _ in range(2)]
-        assert workers == [(True, kept().pid)] * 2
-    finally:
-        del sys.modules["imported_anew"]
-
-
-def test_it_is_no_child_of_the_caller():
-    server_of_a_run()
-    assert kept().pid not in {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-@pytest.mark.parametrize(("name", "stays"), [("PWD", True), ("SOMETHING", False)])
-def test_it_is_replaced_where_the_environment_is_another_and_workers_have_the_present_one(monkeypatch, name, stays):
+def test_folders_arguments_and_volatile_variables_are_those_of_the_call(tmp_path, monkeypatch):
     first = server_of_a_run()
-    monkeypatch.setenv(name, "new")
-    assert run(lambda: os.environ[name]) == ["new", "new"]
-    assert (kept().pid == first) is stays
-    assert is_gone(first) is not stays
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["another.py"])
+    state = run(lambda: (os.getcwd(), os.environ["PWD"], sys.argv, tempfile.gettempdir()))
+    assert state == [(str(tmp_path), str(tmp_path), ["another.py"], tempfile.gettempdir())] * 2
+    assert kept().pid == first
+
+
+def test_it_is_replaced_where_the_environment_is_another_and_workers_have_the_present_one(monkeypatch):
+    first = server_of_a_run()
+    monkeypatch.setenv("SOMETHING", "new")
+    assert run(lambda: os.environ["SOMETHING"]) == ["new", "new"]
+    assert kept().pid != first
+    assert is_gone(first)
 
 
 @pytest.mark.slow
@@ -210,16 +197,6 @@ def test_exit_code_is_known_where_the_caller_ignores_the_end_of_its_children():
         assert run(small.rank) == [0, 1]
     finally:
         signal.signal(signal.SIGCHLD, before)
-
-
-def test_folders_arguments_and_volatile_variables_are_those_of_the_call(tmp_path, monkeypatch):
-    first = server_of_a_run()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PWD", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["another.py"])
-    state = run(lambda: (os.getcwd(), os.environ["PWD"], sys.argv, tempfile.gettempdir()))
-    assert state == [(str(tmp_path), str(tmp_path), ["another.py"], tempfile.gettempdir())] * 2
-    assert kept().pid == first
 
 
 @pytest.mark.slow

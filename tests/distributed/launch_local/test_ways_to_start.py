@@ -12,12 +12,9 @@ import time
 
 import psutil
 import pytest
-import torch
-from torch import distributed, nn
+from torch import nn
 
-from distributed import small
 from distributed.launch.started import LOOP, environment, run_cells, run_python
-from nano_loop import nano
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -202,31 +199,6 @@ def interrupt_when_there(file):
 # --- from this process ---
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """The weights that one process of twice the batch ends with."""
-    model, optimizer, loader = small.parts(batch_size=8)
-    small.fit(model, optimizer, loader)
-    return small.weights(model)
-
-
-@pytest.mark.slow
-def test_method_of_a_class_of_this_function_trains(alone):
-    class Project:
-        def __init__(self, rate):
-            self.rate = rate
-
-        @nano(**small.OPTIONS)
-        def train(self, model, optimizer, loader):
-            found = [None, None]
-            distributed.all_gather_object(found, (self.rate, isinstance(self, Project), alone.tolist()))
-            return found, small.fit(model, optimizer, loader)
-
-    model, optimizer, loader = small.parts()
-    assert Project(3).train(model, optimizer, loader) == ([(3, True, alone.tolist())] * 2, 8)
-    torch.testing.assert_close(small.weights(model), alone, rtol=1e-6, atol=1e-6)
-
-
 PACKAGE = {
     "__init__.py": "",
     "rates.py": "RATE = 0.25",
@@ -280,26 +252,3 @@ def test_decorated_function_of_a_module_is_imported_in_workers_wherever_they_sta
     finally:
         for name in ("of_this_test", "of_this_test.rates", "of_this_test.loops"):
             sys.modules.pop(name, None)
-
-
-@pytest.mark.slow
-def test_another_thread_runs_with_one_number_of_processes_after_the_other(alone):
-    def sized(model, optimizer, loader):
-        small.fit(model, optimizer, loader)
-        return distributed.get_world_size() if distributed.is_initialized() else 1
-
-    found = []
-
-    def runs():
-        for count, batch_size in ((2, 4), (1, 8), (2, 4)):
-            model, optimizer, loader = small.parts(batch_size=batch_size)
-            options = small.OPTIONS | {"num_processes": count, "cpu_for_each_process": None}
-            size = nano(**options)(sized)(model, optimizer, loader)
-            found.append((size, small.weights(model)))
-
-    thread = threading.Thread(target=runs)
-    thread.start()
-    thread.join()
-    assert [size for size, _ in found] == [2, 1, 2]
-    for _, weights in found:
-        torch.testing.assert_close(weights, alone, rtol=1e-6, atol=1e-6)

@@ -32,7 +32,7 @@ def seen(loader):
 
 
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_share_with_and_without_whole_batches(team, size, fast):
     def loop(ranks):
         torch.manual_seed(ranks.rank)

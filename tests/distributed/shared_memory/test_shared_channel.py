@@ -42,7 +42,7 @@ def closing(channel):
 
 
 @pytest.mark.parametrize("kind", ["shared memory", "process group"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bytes_and_tensors_of_all_dtypes_arrive(team, tmp_path, kind, size):
     lengths = (0, 1, 255, 256, 257, 503, 504, 505, 512, 700, 1025)
 
@@ -71,6 +71,7 @@ def test_bytes_and_tensors_of_all_dtypes_arrive(team, tmp_path, kind, size):
     assert team(size)(run) == [[]] * size
 
 
+@pytest.mark.slow
 def test_sums_are_made_in_the_order_of_ranks(team, tmp_path):
     def mine(rank):
         return torch.rand(999, generator=torch.Generator().manual_seed(rank))
@@ -105,6 +106,7 @@ def test_ranks_that_do_different_things_are_told_what(team, tmp_path):
         assert all("call()" in place or "add_up" in place for place in places)
 
 
+@pytest.mark.slow
 def test_rank_that_iterates_a_loader_alone_is_named_on_every_rank(team, tmp_path):
     def run(ranks):
         channel = opened(ranks, tmp_path)
@@ -165,12 +167,12 @@ def test_what_check_raises_and_ctrl_c_end_the_wait_for_others_at_once(tmp_path, 
     assert time.monotonic() - started < 10  # and not the timeout of 600
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("failing", [0, 1])
 def test_rank_of_a_group_that_cannot_map_its_memory_is_named_on_every_rank_at_once(team, tmp_path, failing):
     def run(ranks):
         timeout = timedelta(seconds=ranks.timeout)
         options = SimpleNamespace(
-            group_rank=ranks.rank, group_size=3, global_ranks_in_group=[0, 1, 2], group_id="7", timeout=timeout
+            group_rank=ranks.rank, group_size=2, global_ranks_in_group=[0, 1], group_id="7", timeout=timeout
         )
         group, begun = SharedGroups(ranks, tmp_path, ranks.channel).make(options), time.monotonic()
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -179,7 +181,7 @@ def test_rank_of_a_group_that_cannot_map_its_memory_is_named_on_every_rank_at_on
             group.barrier()
         return str(caught.value), time.monotonic() - begun < ranks.timeout / 4
 
-    for said, soon in team(3)(run):
+    for said, soon in team(2)(run):
         assert f"could not be allocated (rank {failing}: [Errno 28] No space left on device)" in said
         assert soon
 

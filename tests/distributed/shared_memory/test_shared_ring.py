@@ -59,7 +59,7 @@ def with_timeout(ranks, seconds):
 
 @pytest.mark.parametrize(
     ("size", "slots", "rounds"),
-    [(2, 3, 2000), (2, 2, 300), (3, 3, 200), pytest.param(4, 4, 100, marks=pytest.mark.slow)],
+    [(2, 3, 2000), (2, 2, 300), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 3, 200), (4, 4, 100)))],
 )
 def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rounds):
     def run(ranks):
@@ -104,6 +104,7 @@ def test_a_rank_that_stalls_anywhere_is_waited_for(team, tmp_path, stalling):
         transports.assert_means([each[number] for each in by_rank], [random_list(seed, rank) for rank in range(2)])
 
 
+@pytest.mark.slow
 def test_three_ranks_sum_in_the_order_of_ranks(team, tmp_path):
     def make(rank):
         return [values(5, rank, (5000,), torch.float32)]
@@ -209,6 +210,7 @@ def test_other_gradients_are_told_before_any_is_touched(team, tmp_path):
         assert kept
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_named_after_the_timeout(team, tmp_path):
     def run(ranks):
         transport = opened(KIND, with_timeout(ranks, 0.2), tmp_path)

@@ -27,7 +27,7 @@ from nano_loop.errors import NanoError
 cloudpickle.register_pickle_by_value(transports)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SIZES = (2, 3, pytest.param(4, marks=pytest.mark.slow))
+SIZES = (2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)))
 kinds = pytest.mark.parametrize("kind", KINDS)
 sizes = pytest.mark.parametrize("size", SIZES)
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from distributed.conftest import nothing_left  # noqa: F401 - a fixture
 from integrations.lightning.lightning_modules import (
     ADVICE,
     NANO,

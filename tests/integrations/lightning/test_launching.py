@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from distributed.conftest import nothing_left  # noqa: F401 - a fixture
 from distributed.launch.started import run_cells
 from integrations.lightning.lightning_modules import (
     ADVICE,
@@ -113,7 +112,7 @@ class Failing(Regression):
 @pytest.mark.parametrize(
     ("rank", "what", "error", "words"),
     [
-        (0, "raises", KeyError, "row of rank 0"),
+        pytest.param(0, "raises", KeyError, "row of rank 0", marks=pytest.mark.slow),
         (1, "raises", NanoWorkerError, "rank 1 raised KeyError: 'row of rank 1'"),
         pytest.param(1, "killed", NanoWorkerError, "rank 1 was killed", marks=pytest.mark.slow),
         pytest.param(1, "returns None", NanoWorkerError, "rank 1 raised RuntimeError", marks=pytest.mark.slow),

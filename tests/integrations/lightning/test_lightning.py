@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed.conftest import nothing_left  # noqa: F401 - a fixture
 from integrations.lightning.lightning_modules import (
     ADVICE,
     NANO,

@@ -5,7 +5,6 @@ import importlib
 import pickle
 
 import pytest
-from distributed.conftest import nothing_left  # noqa: F401 - a fixture
 from integrations.lightning.lightning_modules import (
     ADVICE,
     NANO,

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from distributed.conftest import nothing_left  # noqa: F401 - a fixture
 from integrations.lightning.lightning_modules import (
     ADVICE,
     NANO,

@@ -98,6 +98,7 @@ def test_functions_are_exact_at_every_level_of_instructions(recorder, tmp_path, 
     assert printed == f"{count} calls, 0 wrong\n"
 
 
+@pytest.mark.slow
 def test_functions_read_and_write_their_arguments_alone(recorder, tmp_path):
     recorded_calls.some_calls(recorder)
     if product.KERNEL.unavailable is None:
@@ -114,6 +115,7 @@ def test_random_calls_are_exact_and_read_and_write_their_arguments_alone(recorde
     assert printed == f"{count} calls, 0 wrong\n"
 
 
+@pytest.mark.slow
 def test_driver_tells_what_is_wrong(recorder, tmp_path):
     x = torch.randn(70).bfloat16()
     out = recorded_calls.activations.computed("tanh_forward", x)

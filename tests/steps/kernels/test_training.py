@@ -1,7 +1,5 @@
 """Loops train with the kernels of a step as with torch's, and code that was not set up has torch's to the bit."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -23,7 +21,6 @@ from steps.kernels.cases import (
     LSTMS,
     NORMS,
     assert_near,
-    loop,
     trained,
     use_for_all_sizes,
 )
@@ -46,11 +43,6 @@ TAKING_FP32 = [
 def compiled_first(monkeypatch):
     """Let the functions in C be the first guess for fp32 tensors, as on CPUs with AVX-512."""
     monkeypatch.setattr(override, "_default_in_fp32", lambda: override.COMPILED)
-
-
-ONE_OF_EACH = pytest.mark.parametrize(
-    "name", ["GELU by tanh", *list(NORMS)[:3], "linear", "one layer", "of_cast", "flat, dropped"]
-)
 
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
@@ -129,44 +121,6 @@ def test_deterministic_mode_brings_back_kernels_that_measured_times_have_taken_o
             optimizer.step()
     assert in_force == [(1, False)] * LOOKS_FROM + [(0, False), (1, False)]
     assert called
-
-
-@ONE_OF_EACH
-def test_code_that_was_not_set_up_keeps_torchs_kernels(called, monkeypatch, name):
-    case = CASES[name]
-    use_for_all_sizes(monkeypatch, case.kind)
-    other, in_thread = case.built(), []
-
-    def loss_and_gradients():
-        other.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = case.loss(other, 0)
-        loss.backward()
-        return [loss.detach(), *(each.grad for each in other.parameters())]
-
-    plain = loss_and_gradients()
-    with accelerated(case.built(), precision="bf16", verbose=False) as run:
-        assert case.kind.name in run.report.applied
-        thread = threading.Thread(target=lambda: in_thread.extend(loss_and_gradients()))
-        thread.start()
-        thread.join()
-        inside = loss_and_gradients()
-    for found in (in_thread, inside, loss_and_gradients()):
-        assert all(map(torch.equal, found, plain))
-    assert not called
-
-
-@ONE_OF_EACH
-def test_exact_loop_is_torchs_to_the_bit(called, monkeypatch, name):
-    case = CASES[name]
-    use_for_all_sizes(monkeypatch, case.kind)
-    plain = case.built()
-    expected = loop(plain, torch.optim.SGD(plain.parameters(), case.lr), case)
-    found, report = trained(case, precision=32, tune_operators="auto", exact=True)
-    assert case.kind.name not in str(report)
-    assert not called
-    for what, tensors in expected.items():
-        assert all(map(torch.equal, found[what], tensors))
 
 
 @pytest.mark.usefixtures("compiled_first")
