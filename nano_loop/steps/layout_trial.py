@@ -16,7 +16,7 @@ from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import calls_only_forward
 from nano_loop.precision.verification.recorded_calls import RecordedCalls, loss_of
-from nano_loop.precision.verification.traces import RandomStates, tensors_kept
+from nano_loop.precision.verification.traces import RandomStates, backward_into, tensors_kept
 
 #: Seconds of steps in a layout that are enough, and how many steps there are at least and at most.
 _ENOUGH, _FEWEST, _MOST = 0.2, 3, 9
@@ -103,11 +103,11 @@ class LayoutTrial:
             for layout, duplicate in copies.items():
                 stack.enter_context(self._accelerated(duplicate, channels_last=layout))
                 # Kernels are compiled, and memory is taken.
-                loss_of(duplicate, calls).backward()  # type: ignore[no-untyped-call]
+                backward_into(duplicate, loss_of(duplicate, calls))
             while len(times[True]) < _FEWEST or (len(times[True]) < _MOST and sum(times[True]) < _ENOUGH):
                 for layout, duplicate in copies.items():
                     began = time.perf_counter()
-                    loss_of(duplicate, calls).backward()  # type: ignore[no-untyped-call]
+                    backward_into(duplicate, loss_of(duplicate, calls))
                     times[layout].append(time.perf_counter() - began)
         return {layout: min(seconds) for layout, seconds in times.items()}
 

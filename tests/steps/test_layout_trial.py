@@ -118,6 +118,28 @@ def test_gradients_that_copies_reach_in_the_loops_modules_stay(takes):
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
+def test_gradients_of_a_module_that_neither_model_nor_optimizer_hold_stay(takes):
+    takes(2)
+    made, scale = parts(steps=1), nn.Conv2d(3, 3, 1)
+    gradients = []
+
+    class Scaled(Images):
+        def forward(self, x):
+            return super().forward(scale(x))
+
+    made[0].__class__ = Scaled
+
+    def loop(model, optimizer, loader):
+        for x, y in loader:
+            nn.functional.cross_entropy(model(x), y).backward()
+            gradients.append(scale.weight.grad.clone())
+            optimizer.step()
+            gradients.append(scale.weight.grad.clone())
+
+    assert run(made, loop)[1].detail.startswith("NCHW: ")
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
 class NotCopied(Images):
     def __deepcopy__(self, memo):
         raise RuntimeError("not to be copied")

@@ -327,6 +327,7 @@ def test_a_module_that_the_model_reaches_otherwise_keeps_its_gradient(monkeypatc
         warnings.simplefilter("ignore", NanoWarning)  # in fp64 it cannot be called
         found = gradients(True)
     assert len(found) == len(plain) == 2
+    assert all(map(torch.equal, found, plain))
 
 
 @torch.no_grad()

@@ -37,6 +37,13 @@ class Trace:
     loss: dict[str, Tensor]
 
 
+def backward_into(model: nn.Module, loss: Tensor) -> None:
+    """Add the gradients of a loss to those of a copy's parameters, and to no others that the copy reaches."""
+    leaves = [parameter for parameter in parameters_of(model) if parameter.requires_grad]
+    if leaves:
+        torch.autograd.backward(loss, inputs=leaves)
+
+
 def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
     """Return what `call`, which computes a loss and its backward, computes with a model, in fp64."""
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}

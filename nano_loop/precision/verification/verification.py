@@ -19,6 +19,7 @@ from nano_loop.precision.verification.comparison import Compared, compare
 from nano_loop.precision.verification.traces import (
     RandomStates,
     Trace,
+    backward_into,
     by_hand,
     copied,
     in_fp64,
@@ -138,7 +139,7 @@ def verified(
 
     def step(made: nn.Module, inputs: Any = batch) -> Tensor:
         loss = _loss(made, loss_fn, inputs)
-        loss.backward()  # type: ignore[no-untyped-call]
+        backward_into(made, loss)
         return loss
 
     def trace(made: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
