@@ -118,10 +118,10 @@ _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
     ("the ranks have taken different numbers of steps", lambda one: one.steps),
     ("learning rates differ at step {step}", lambda one: [*one.rates]),
     ("numbers of parameters differ at step {step}", lambda one: len(one.arrived)),
-    ("shapes or dtypes of parameters differ at step {step}", lambda one: f"those with the checksum {one.shapes:08x}"),
     ("numbers of added parameters and buffers differ at step {step}", lambda one: one.added_parameters),
     ("ranks are not at the same place at step {step}", lambda one: _PLACES[one.purpose]),
     ("numbers of backwards differ at step {step}", lambda one: one.averagings),
+    ("shapes or dtypes of parameters differ at step {step}", lambda one: f"those with the checksum {one.shapes:08x}"),
 )
 
 
