@@ -46,6 +46,7 @@ class WorkerProcess(Worker):
         self._outputs: list[Output] = []
         self._failure: Failure | None = None
         self._failed_at = 0.0
+        self._has_output = True
         self._end: dict[str, Any] | None = None  # how it has ended, or why it could not begin
         # The other ends are the worker's alone.
         with contextlib.ExitStack() as own, contextlib.ExitStack() as others:
@@ -77,7 +78,9 @@ class WorkerProcess(Worker):
         if self._failure is not None:
             waits = self._stream.is_open and time.monotonic() < self._failed_at + _EXCEPTION
             return None if waits else self._failure
-        return self._death() if ended and not self.finished else None
+        if self.finished:
+            return None
+        return self._death() if ended else self._unsaid()
 
     def stack_dump(self) -> str:
         """See `Worker.stack_dump`."""
@@ -133,6 +136,13 @@ class WorkerProcess(Worker):
                 self._failed_at = 0.0  # complete
             elif kind in ("exited", "refused"):
                 self._end = header
+
+    def _unsaid(self) -> Failure | None:
+        """Return the failure of a process whose output has ended, where who has forked it does not say more."""
+        if not self._has_output or any(output.is_open for output in self._outputs):
+            return None
+        self._has_output = False  # it is asked once: a loop may close its standard streams
+        return None if self._server.answers() or self._server.gone else self._silence()
 
     def _silence(self) -> Failure:
         """Return the failure of a process that could not report."""
