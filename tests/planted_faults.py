@@ -178,8 +178,8 @@ FAULTS = (
     ),
     Fault(
         "distributed/comm/packing.py",
-        "                tensors[index].copy_(elements.view(tensors[index].shape))\n",
-        "                pass\n",
+        "slice(start, start + part))\n",
+        "slice(0, part))\n",
         "tests/distributed/shared_memory/test_packing.py",
     ),
     Fault(
@@ -244,8 +244,8 @@ FAULTS = (
     ),
     Fault(
         "distributed/data_parallel/buckets.py",
-        "            divide(real(bucket), self._ranks.size)\n",
-        "            divide(real(bucket), 2)\n",
+        "            divide(bucket, self._ranks.size)\n",
+        "            divide(bucket, 2)\n",
         "tests/distributed/shared_memory/test_transport.py",
     ),
     Fault(

@@ -31,7 +31,6 @@ ROOMS = (
     (
         "distributed.launch.joining",
         "distributed.launch.join_run",
-        "distributed.launch.choice",
         "distributed.launch_local",
         "distributed.launch_ray",
     ),
@@ -90,7 +89,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "kernels.build": "a number for each library that is loaded",
         "config.protocol": "a command is for the process, and its variable is there once",
         "distributed.files.private_files": "a worker keeps its files private until it ends",
-        "distributed.launch_external.store": "a server outlives the runs that meet on it",
+        "distributed.launch_external.rendezvous": "a server outlives the runs that meet on it",
         "distributed.launch.abandoned": "locks are for processes, and released in those that they fork",
         "distributed.launch_local.kept_server": "the process that forks the next run's workers",
         "patching.operators.operators": "a call in another thread may still be on its way to a function of a run",
@@ -125,7 +124,7 @@ BUDGETS = {
     "patching": 3_325,  # 3_100 is the goal
     "precision": 2_075,  # 2_000 is the goal
     "data": 1_400,
-    "distributed": 12_325,  # 9_800 is the goal
+    "distributed": 11_800,  # 9_800 is the goal
     "profiling": 300,
     "compile": 200,
     "config": 1_375,  # 1_300 is the goal
@@ -135,7 +134,7 @@ BUDGETS = {
 LONGEST = 400  # lines of a file in Python
 #: How much the modules may keep, all together.
 STATE = {
-    "process-wide tables": 30,  # 18 is the goal
+    "process-wide tables": 29,  # 18 is the goal
     "thread-locals": 9,  # 6 is the goal
     "other objects that change": 36,
 }

@@ -146,7 +146,7 @@ def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> An
     if isinstance(function, _METHODS):  # @nano above @staticmethod
         return type(function)(_decorated(function.__func__, options, settings))
     check_loop(function, _name(function))
-    settings.prepare(function, [__name__])
+    settings.prepare(function)
 
     printed = LastPrinted()
 

@@ -95,7 +95,7 @@ class TorchNano(OptionAttributes, RanksFabric):
         self._nano_run: Run | None = None
         self._nano_report: SetupReport | None = None
         self._nano_printed = LastPrinted()
-        self._nano_settings.prepare(type(self), [__name__])
+        self._nano_settings.prepare(type(self))
         self._set_up_fabric()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -25,8 +25,7 @@ from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.forked_children import forked_children_ending
 from nano_loop.distributed.launch.join_run import joined
-from nano_loop.distributed.launch.launcher import Launcher
-from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, error_message
 from nano_loop.kernels.build import compilation_announced
 from nano_loop.patching.calls.calls import CallInterceptors

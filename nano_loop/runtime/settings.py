@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,14 +45,13 @@ class Settings:
         """Return this process's place in its next run, as far as it is known before the run starts."""
         return expected_ranks(self.options)
 
-    def prepare(self, caller: object, modules: Sequence[str]) -> None:
+    def prepare(self, caller: object) -> None:
         """Start what the next run will need and what takes long, if `caller` is a function or a class of the script.
 
-        In a module that is imported, it is not known whether there will be a run. `modules` are those of nano_loop that
-        the run imports.
+        In a module that is imported, it is not known whether there will be a run.
         """
         if getattr(caller, "__module__", None) == "__main__":
-            prepare(self.options, self.machine, modules)
+            prepare(self.options, self.machine)
 
 
 def _refuse_missing_launch(options: Options) -> None:

@@ -40,11 +40,6 @@ def _refuse():
     raise TypeError("cannot be unpickled here")
 
 
-def _dawdle():
-    for _ in range(800):
-        time.sleep(0.01)
-
-
 class SlowError(Exception):
     def __reduce__(self):
         time.sleep(60)
@@ -196,11 +191,6 @@ FAULTS = [
         lambda: raising(OneWayError, "one way", None, _refuse)(),
         "OneWayError: one way",
         quick=True,
-    ),
-    _raised(
-        "an exception of a worker takes long to be unpickled in rank 0",
-        lambda: raising(OneWayError, "slow to come", None, _dawdle)(),
-        "OneWayError: slow to come",
     ),
     _raised("an exception of a worker takes a minute to be pickled", raising(SlowError, "slow"), "SlowError: slow"),
     _raised("a worker dies while it pickles its exception", raising(FatalError, "fatal"), "FatalError: fatal"),

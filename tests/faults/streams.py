@@ -167,7 +167,6 @@ FAULTS = [
             rank=1,
         )
         for what, step, do in (
-            ("", 3, _closes_from(3, lambda: time.sleep(30))),
             (", and returns from the loop", LAST_STEP, _closes_from(3)),
             (", standard streams too, and goes on", 3, _closes_from(0)),
             (", and raises", 3, _closes_from(3, raising(ValueError, "a bad batch"))),

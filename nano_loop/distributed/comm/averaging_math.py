@@ -9,46 +9,19 @@ import torch
 
 from nano_loop.patching.torch_private import foreach_divide, foreach_multiply
 
-_SUMMED_WIDER = (torch.bfloat16, torch.float16)
-
 
 def is_summed_wider(dtype: torch.dtype) -> bool:
     """Whether elements of this dtype are summed in float32 rather than in themselves."""
-    return dtype in _SUMMED_WIDER
+    return dtype in (torch.bfloat16, torch.float16)
 
 
-def real(batch: torch.Tensor) -> torch.Tensor:
-    """View complex elements as twice as many real ones, which are summed alike."""
-    return torch.view_as_real(batch).view(-1) if batch.is_complex() else batch
-
-
-def write_mean(out: torch.Tensor, parts: Sequence[torch.Tensor], scratch: torch.Tensor) -> None:
-    """Write the mean of `parts`, summed in their order, to `out`: flat real tensors of one dtype and length.
-
-    Parameters
-    ----------
-    out : torch.Tensor
-        Overwritten; it shares no memory with the parts.
-    parts : sequence of torch.Tensor
-        Two or more.
-    scratch : torch.Tensor
-        What `new_scratch` has made. Elements of 16 bits are summed there and rounded once.
-    """
-    if is_summed_wider(out.dtype):
-        room = scratch.shape[1]
-        for start in range(0, len(out), room):
-            part = slice(start, start + room)
-            out[part].copy_(_wide_mean([tensor[part] for tensor in parts], scratch))
-        return
-    torch.add(parts[0], parts[1], out=out)
-    for addend in parts[2:]:
-        out.add_(addend)
-    divide(out, len(parts))
-
-
-def new_scratch() -> torch.Tensor:
-    """Make the memory in which `write_mean` widens 16-bit numbers: small, so that it stays in a cache."""
-    return torch.empty(2, 1 << 18, dtype=torch.float32, device="cpu")
+def wide_mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of tensors, summed in their order, in float32."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total.add_(part)
+    divide(total, len(parts))
+    return total
 
 
 def divide(total: torch.Tensor, count: int) -> None:
@@ -69,12 +42,3 @@ def divide_each(totals: list[torch.Tensor], count: int) -> None:
 
 def _is_power_of_two(count: int) -> bool:
     return math.frexp(count)[0] == 0.5
-
-
-def _wide_mean(parts: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
-    total, widened = scratch[0, : len(parts[0])], scratch[1, : len(parts[0])]
-    total.copy_(parts[0])
-    for part in parts[1:]:
-        total.add_(widened.copy_(part))
-    divide(total, len(parts))
-    return total

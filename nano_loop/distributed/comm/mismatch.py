@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from nano_loop.distributed.comm.channel import ITERATION
-from nano_loop.distributed.comm.ranks import Loop
+from nano_loop.distributed.comm.ranks import ITERATION, Loop
 from nano_loop.errors import error_message
 from nano_loop.patching.user_code import users_line
 

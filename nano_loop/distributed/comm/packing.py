@@ -5,7 +5,6 @@ How a list is packed follows from its shapes and dtypes alone, so it is the same
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,15 +13,8 @@ import torch
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import foreach_copy
 
-#: What can be averaged.
-AVERAGED = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.complex64,
-    torch.complex128,
-)
+#: What can be averaged: complex numbers come as pairs of real ones.
+AVERAGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 #: The shape of each tensor of a list, and the dtype of each. Lists of thousands are looked up by it in each step.
 Signature = tuple[tuple[torch.Size, ...], tuple[torch.dtype, ...]]
@@ -92,36 +84,17 @@ class Places:
         self.views = [memory[piece.offset : piece.offset + piece.shape.numel()].view(piece.shape) for piece in pieces]
         self._pieces = [(piece.index, piece.bounds) for piece in pieces]
 
-    def fill(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
-        """Copy the tensors of a list to their places; `flat` is what `Packing.flat` has made of them."""
-        foreach_copy(self.views, self.elements(tensors, flat))
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the tensors of a list, which are contiguous, to their places."""
+        foreach_copy(self.views, self.elements(tensors))
 
-    def empty(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
+    def empty(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy what the batch holds back into the tensors of the list."""
-        foreach_copy(self.elements(tensors, flat), self.views)
+        foreach_copy(self.elements(tensors), self.views)
 
-    def elements(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    def elements(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the elements of the list's tensors that the pieces are."""
-        return [tensors[index] if bounds is None else flat[index][bounds] for index, bounds in self._pieces]
-
-
-@dataclass(frozen=True)
-class Packing:
-    """The batches of one list; `split` are the tensors that more than one batch holds; `mark` identifies the list."""
-
-    batches: tuple[Batch, ...]
-    split: tuple[int, ...]
-    mark: int
-
-    def flat(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the elements of the split tensors in a row: views of contiguous tensors, copies of others."""
-        return {index: tensors[index].contiguous().view(-1) for index in self.split}
-
-    def put_back(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
-        """Write what `flat` had to copy back into the tensors."""
-        for index, elements in flat.items():
-            if not tensors[index].is_contiguous():
-                tensors[index].copy_(elements.view(tensors[index].shape))
+        return [tensors[index] if bounds is None else tensors[index].view(-1)[bounds] for index, bounds in self._pieces]
 
 
 def signature(tensors: Sequence[torch.Tensor]) -> Signature:
@@ -129,7 +102,7 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     return tuple([tensor.shape for tensor in tensors]), tuple([tensor.dtype for tensor in tensors])
 
 
-def pack(signature: Signature, capacity: int) -> Packing:
+def pack(signature: Signature, capacity: int) -> list[Batch]:
     """Pack a list of tensors into batches, those of one dtype together.
 
     Parameters
@@ -145,19 +118,16 @@ def pack(signature: Signature, capacity: int) -> Packing:
         If there is a dtype that cannot be averaged.
     """
     filling: dict[torch.dtype, list[Batch]] = {}
-    split = []
     for index, (shape, dtype) in enumerate(zip(*signature, strict=True)):
         _refuse_unknown(dtype)
         batches = filling.setdefault(dtype, [Batch(dtype)])
         if shape.numel() * dtype.itemsize > capacity:
-            split.append(index)
             _add_parts(batches, index, shape.numel(), capacity // dtype.itemsize)
         elif shape.numel():
             if batches[-1].nbytes + shape.numel() * dtype.itemsize > capacity:
                 batches.append(Batch(dtype))
             batches[-1].add(index, shape)
-    whole = tuple(batch for batches in filling.values() for batch in batches if batch.length)
-    return Packing(whole, tuple(split), zlib.crc32(repr(signature).encode()))
+    return [batch for batches in filling.values() for batch in batches if batch.length]
 
 
 def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None:
@@ -175,4 +145,4 @@ def _refuse_unknown(dtype: torch.dtype) -> None:
     if dtype not in AVERAGED:
         known = ", ".join(str(averaged_dtype).removeprefix("torch.") for averaged_dtype in AVERAGED)
         hint = "Convert the parameter to one of these dtypes"
-        raise NanoError(error_message(f"a gradient of {dtype}", f"nano_loop averages {known}", hint))
+        raise NanoError(error_message(f"a gradient of {dtype}", f"nano_loop averages {known} and complex", hint))

@@ -15,13 +15,34 @@ from typing import Any, Final, Protocol, TypeVar
 import cloudpickle
 import torch
 
-from nano_loop.distributed.comm.channel import Channel
-from nano_loop.distributed.comm.raw_bytes import resolved
+from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
 from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_message
 
 Value = TypeVar("Value")
 
 _OF_GLOO = "Timed out waiting"  # in the error of a collective that has taken longer than the timeout of its group
+
+
+#: What the exchanges are for with which ranks begin to iterate a loader together.
+ITERATION = "the iteration of a loader"
+
+
+class Channel(Protocol):
+    """Carries bytes between the ranks of a run. Means of gradients have transports of their own."""
+
+    def exchange(self, data: bytes | memoryview, what: str) -> list[bytearray]:
+        """Return the bytes of all ranks, by rank; the lengths may differ. Collective.
+
+        Every rank calls it in the same order. Each wait ends with an error if another rank has failed or left, or after
+        the run's timeout.
+
+        Parameters
+        ----------
+        data : bytes or memoryview
+            Those of this rank.
+        what : str
+            What the exchange is for, the same on every rank, for the error of ranks that part.
+        """
 
 
 @dataclass(frozen=True)
@@ -228,15 +249,15 @@ class Ranks:
         if self.size == 1:
             return value
         own = self.rank == source
-        data = self.channel.broadcast(cloudpickle.dumps(value) if own else b"", source, what)
-        received: Value = value if own else pickle.loads(data)
+        data = self.channel.exchange(cloudpickle.dumps(value) if own else b"", what or f"broadcast of {source}")
+        received: Value = value if own else pickle.loads(data[source])
         return received
 
     def gather(self, value: Value, what: str = "") -> list[Value]:
         """Return the values of all ranks, by rank, on every rank; see `broadcast`. Collective."""
         if self.size == 1:
             return [value]
-        return [pickle.loads(data) for data in self.channel.gather(cloudpickle.dumps(value), what)]
+        return [pickle.loads(data) for data in self.channel.exchange(cloudpickle.dumps(value), what or "gather")]
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite `tensors` in place with rank 0's. Collective; the same shapes and dtypes on every rank.
@@ -249,22 +270,22 @@ class Ranks:
         if self.size == 1:
             return
         for tensor in tensors:
-            whole = resolved(tensor)
-            self.channel.broadcast_tensor(whole, 0)
+            memory = raw_bytes(whole := resolved(tensor))
+            said = f"broadcast of 0, {len(memory)} bytes"
+            received, *_ = self.channel.exchange(memory if self.rank == 0 else b"", said)
             if self.rank != 0:
+                memory[:] = received
                 tensor.detach().copy_(whole)
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a new tensor, the mean of all ranks' `tensor`. Collective."""
-        total = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
-        if self.size > 1:
-            self.channel.add_up(total)
-        return total / self.size
+        first, *others = self.gather(tensor.detach().clone())
+        return sum(others, first) / self.size
 
     def barrier(self) -> None:
         """Wait until every rank is here. Collective."""
         if self.size > 1:
-            self.channel.barrier()
+            self.channel.exchange(b"", "barrier")
 
     def finish(self, work: Any) -> None:
         """Wait for a collective of torch that was started with ``async_op=True``.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from nano_loop.errors import NanoError, error_message
-
-#: Is given a rank, where a piece begins in that rank's stream, and the piece, which is only valid during the call.
-Receive = Callable[[int, int, memoryview], None]
 
 
 def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,26 +65,5 @@ def with_copy(tensor: torch.Tensor, change: Callable[[torch.Tensor], object]) ->
     """Change a tensor of any strides in place, by a function that changes a contiguous tensor."""
     whole = resolved(tensor)
     change(whole)
-    copy_back(whole, tensor)
-
-
-def copy_back(whole: torch.Tensor, output: torch.Tensor) -> None:
-    """Copy a contiguous copy to its tensor, unless that is contiguous itself."""
-    if whole.data_ptr() != output.data_ptr():
-        output.detach().copy_(whole)
-
-
-def parts_of_streams(wholes: Sequence[torch.Tensor], starts: Sequence[int], first_rank: int = 0) -> Receive:
-    """Return a function that fills tensors from the streams of rank `first_rank` and later ones, at `starts`."""
-    pairs = [(start, raw_bytes(whole)) for start, whole in zip(starts, wholes, strict=True)]
-    memories = dict(enumerate(pairs, first_rank))
-
-    def receive(rank: int, offset: int, piece: memoryview) -> None:
-        if rank not in memories:
-            return
-        start, memory = memories[rank]
-        first, after = max(start, offset), min(start + len(memory), offset + len(piece))
-        if first < after:
-            memory[first - start : after - start] = piece[first - offset : after - offset]
-
-    return receive
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(whole)

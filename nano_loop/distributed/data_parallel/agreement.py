@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from nano_loop.distributed.comm.mismatch import AVERAGING
+from nano_loop.distributed.comm.packing import Signature, signature
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel import checksums
-from nano_loop.distributed.data_parallel.fingerprint import NOTHING, Fingerprint, Purpose, refuse_divergence
-from nano_loop.distributed.data_parallel.gradients import AveragedGradients, kind_of
+from nano_loop.distributed.data_parallel.buckets import NONE
+from nano_loop.distributed.data_parallel.gradients import NOTHING, AveragedGradients, kind_of
 from nano_loop.distributed.data_parallel.initial_sync import Named, make_equal, named_buffers
-from nano_loop.distributed.data_parallel.overlap import NONE
 from nano_loop.distributed.data_parallel.parameters import Parameters
-from nano_loop.errors import RankLateError, RankLeftError, error_message
+from nano_loop.errors import NanoWorkerError, RankLateError, RankLeftError, error_message
 from nano_loop.patching.members import buffers_of
 from nano_loop.patching.user_code import warn, warn_once
 
@@ -34,6 +36,97 @@ _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
+
+
+#: To average gradients, or to make equal what the loop has added to a model.
+Purpose = Literal["average", "sync"]
+
+_PLACES = {"average": "ended a backward", "sync": "called a model with added parameters"}
+_ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
+
+
+class Fingerprint(NamedTuple):
+    """One rank's state just before a collective operation.
+
+    Parameters
+    ----------
+    purpose : {"average", "sync"}
+        The operation.
+    averagings : int
+        How many there have been.
+    steps : int
+        How many steps the optimizers have taken together.
+    added_parameters : int
+        How many parameters and buffers were added that are not equal on all ranks yet.
+    shapes : int
+        A checksum of the shapes and dtypes of all parameters, where gradients are averaged.
+    rates : tuple of float
+        The learning rates of all groups of all optimizers; NaN for a group without one.
+    arrived : bytes
+        One of NOTHING, DENSE and SPARSE for each parameter.
+    gradients : (float, float)
+        The `nano_loop.distributed.data_parallel.checksums.gradient_checksum`; zeros where it is not compared.
+    overlap : int
+        The state of `nano_loop.distributed.data_parallel.buckets.Overlap`.
+    """
+
+    purpose: Purpose
+    averagings: int
+    steps: int
+    added_parameters: int
+    shapes: int
+    rates: tuple[float, ...]
+    arrived: bytes
+    gradients: tuple[float, float] = (0.0, 0.0)
+    overlap: int = 0
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        return pickle.dumps(tuple(self))
+
+    @classmethod
+    def unpack(cls, content: bytes | bytearray) -> Fingerprint:
+        """Make one from what `pack` returned."""
+        return cls(*pickle.loads(content))
+
+
+def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
+    """Raise a `NanoWorkerError` that names what differs, and on which ranks, if `fingerprints` are of diverged ranks.
+
+    What arrived, gradients and the overlap may differ. NaN equals NaN.
+    """
+    if len({_compared(fingerprint) for fingerprint in fingerprints}) == 1:
+        return
+    for what, value_of in _WORDS:
+        ranks: dict[str, list[int]] = {}
+        for rank, fingerprint in enumerate(fingerprints):
+            ranks.setdefault(str(value_of(fingerprint)), []).append(rank)
+        if len(ranks) > 1:
+            values = ", ".join(f"{_those(some)} {value}" for value, some in ranks.items())
+            other = list(ranks.values())[1][0]  # the first that is not like rank 0
+            got = f"{what.format(step=fingerprints[0].steps)}: {values}"
+            raise NanoWorkerError(error_message(got, "all ranks must take the same steps", _ADVICE), rank=other)
+
+
+def _compared(one: Fingerprint) -> tuple[object, ...]:
+    counts = one.averagings, one.steps, one.added_parameters, one.shapes, len(one.arrived)
+    return one.purpose, repr(one.rates), *counts
+
+
+#: What has to be the same, in words, in the order in which it is looked at.
+_WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
+    ("the ranks have taken different numbers of steps", lambda one: one.steps),
+    ("learning rates differ at step {step}", lambda one: [*one.rates]),
+    ("numbers of parameters differ at step {step}", lambda one: len(one.arrived)),
+    ("numbers of added parameters and buffers differ at step {step}", lambda one: one.added_parameters),
+    ("ranks are not at the same place at step {step}", lambda one: _PLACES[one.purpose]),
+    ("numbers of backwards differ at step {step}", lambda one: one.averagings),
+    ("shapes or dtypes of parameters differ at step {step}", lambda one: f"those with the checksum {one.shapes:08x}"),
+)
+
+
+def _those(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
 
 
 class Agreement:
@@ -59,6 +152,7 @@ class Agreement:
         self._parameters = parameters
         self._compares = compare
         self._buffers_differ = False  # which is warned of once
+        self._shapes: tuple[Signature, int] = (((), ()), 0)  # of all parameters, with their checksum
         self.averagings = 0
         self.steps = 0
 
@@ -82,12 +176,13 @@ class Agreement:
             averagings=self.averagings,
             steps=self.steps,
             added_parameters=len(self._parameters.added_parameters),
+            shapes=self._checksum_of_shapes() if purpose == "average" else 0,
             rates=tuple(_as_number(group.get("lr")) for group in groups),
             arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
             gradients=checksums.gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=overlap,
         )
-        packed = self._ranks.channel.gather(own_fingerprint.pack(), AVERAGING)
+        packed = self._ranks.channel.exchange(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
         refuse_divergence(fingerprints)
         if compares_work:
@@ -156,9 +251,15 @@ class Agreement:
             got = f"each of the {self._ranks.size} ranks computes the same batches"
             warn_once(error_message(got, _GAIN, _DIVIDE))
 
-    def _gathered(self, named: Sequence[Named]) -> list[bytes]:
+    def _checksum_of_shapes(self) -> int:
+        shapes = signature(self._parameters.in_order)
+        if shapes != self._shapes[0]:
+            self._shapes = shapes, zlib.crc32(repr(shapes).encode())
+        return self._shapes[1]
+
+    def _gathered(self, named: Sequence[Named]) -> list[list[checksums.Pair]]:
         """Return the checksums of all ranks."""
-        return self._ranks.channel.gather(checksums.checksums([tensor for _, tensor in named]), AVERAGING)
+        return self._ranks.gather(checksums.checksums(tensor for _, tensor in named), AVERAGING)
 
 
 def _compared_buffers(models: Sequence[nn.Module]) -> list[Named]:

@@ -26,10 +26,9 @@ from nano_loop.config.protocol import AVERAGING_EVENT
 from nano_loop.data.random_states import diverge_rng
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.data_parallel.agreement import Agreement
-from nano_loop.distributed.data_parallel.buckets import GroupTransport
+from nano_loop.distributed.data_parallel.agreement import Agreement, Fingerprint
+from nano_loop.distributed.data_parallel.buckets import GroupTransport, Overlap
 from nano_loop.distributed.data_parallel.checksums import checksums
-from nano_loop.distributed.data_parallel.fingerprint import Fingerprint
 from nano_loop.distributed.data_parallel.gradients import (
     AveragedGradients,
     DenseGradients,
@@ -37,7 +36,6 @@ from nano_loop.distributed.data_parallel.gradients import (
     average_sparse,
     by_kind,
 )
-from nano_loop.distributed.data_parallel.overlap import Overlap
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
 from nano_loop.errors import error_message
@@ -67,7 +65,7 @@ class Averaging:
     compare : bool
         See `Agreement`.
     overlapped : bool
-        Whether averaging by a `GroupTransport` begins while the backward still computes; see `overlap`.
+        Whether averaging by a `GroupTransport` begins while the backward still computes; see `Overlap`.
     """
 
     def __init__(
@@ -259,8 +257,8 @@ class Averaging:
         replaced = self._averaged.replaced(in_order)
         if not replaced:
             return
-        own_checksums = checksums([parameter.grad for parameter in replaced])
-        if len(set(self._ranks.channel.gather(own_checksums, AVERAGING))) > 1:
+        own_checksums = repr(checksums(parameter.grad for parameter in replaced))  # by which NaN is NaN
+        if len({*self._ranks.gather(own_checksums, AVERAGING)}) > 1:
             self._waiting |= set(map(id, replaced))
         else:
             self._averaged.note(replaced)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from nano_loop.distributed.data_parallel.initial_sync import Named
 from nano_loop.errors import NanoWorkerError, error_message
+
+#: A sum and a norm.
+Pair = tuple[float, float]
 
 EVERY = 100  # averagings between two checks: reading all parameters then costs less than 0.1% of the time
 FIRST = 10  # averagings before the third check, for runs that are shorter
@@ -18,7 +20,6 @@ _TOLERANCE = 1e-4  # of a norm; ranks with other numbers of threads round differ
 _ULPS = 4  # of a norm in bf16: rounding errors of all elements add up in a sum like their square root
 _OF_SUM = 1e-6  # of a sum, which ranks with other numbers of threads add up in another order
 
-_PAIR = struct.Struct("<dd")
 _ADVICE = (
     "Change parameters in the same way on every rank: load a checkpoint on all of them, take decisions that depend on "
     "a rank's own loss from the mean or from rank 0, call a model whose first call sets parameters once before the "
@@ -32,13 +33,13 @@ def is_due(averagings: int) -> bool:
     return averagings in (0, 1, FIRST) or averagings % EVERY == 0
 
 
-def checksums(parameters: Sequence[torch.Tensor | None]) -> bytes:
-    """Return the sum and the norm of each parameter, as pairs of float64."""
+def checksums(parameters: Iterable[torch.Tensor | None]) -> list[Pair]:
+    """Return the sum and the norm of each parameter."""
     with torch.no_grad():
-        return b"".join(_PAIR.pack(*sum_and_norm(parameter)) for parameter in parameters)
+        return [sum_and_norm(parameter) for parameter in parameters]
 
 
-def sum_and_norm(tensor: torch.Tensor | None) -> tuple[float, float]:
+def sum_and_norm(tensor: torch.Tensor | None) -> Pair:
     """Return the sum of all elements and their norm; those of a tensor that is missing or empty are 0."""
     if tensor is None or not tensor.numel():
         return 0.0, 0.0
@@ -56,7 +57,7 @@ def sum_and_norm(tensor: torch.Tensor | None) -> tuple[float, float]:
     return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
 
 
-def gradient_checksum(parameters: Sequence[torch.Tensor]) -> tuple[float, float]:
+def gradient_checksum(parameters: Sequence[torch.Tensor]) -> Pair:
     """Return a sum and a norm of the gradients of `parameters`, each of which counts with another factor."""
     total = norm = 0.0
     for factor, parameter in enumerate(parameters, start=1):
@@ -65,19 +66,17 @@ def gradient_checksum(parameters: Sequence[torch.Tensor]) -> tuple[float, float]
     return total, norm
 
 
-def first_unequal(packed: Sequence[bytes], named: Sequence[Named]) -> tuple[str, int, str] | None:
+def first_unequal(gathered: Sequence[Sequence[Pair]], named: Sequence[Named]) -> tuple[str, int, str] | None:
     """Return the first tensor that is not equal on all ranks: its name, a rank that has another, and how it differs.
 
     Parameters
     ----------
-    packed : sequence of bytes
+    gathered : sequence of list
         What `checksums` returned, by rank.
     named : sequence of (str, torch.Tensor)
         The tensors in the same order, with their names.
     """
-    if all(rank_checksums == packed[0] for rank_checksums in packed):
-        return None
-    for (name, tensor), *pairs in zip(named, *map(_PAIR.iter_unpack, packed), strict=False):
+    for (name, tensor), *pairs in zip(named, *gathered, strict=False):
         for rank, pair in enumerate(pairs):
             if not are_equal(pair, pairs[0], tensor.dtype):
                 place = 1 if pair[1] != pairs[0][1] else 0
@@ -86,16 +85,16 @@ def first_unequal(packed: Sequence[bytes], named: Sequence[Named]) -> tuple[str,
     return None
 
 
-def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None:
+def refuse_unequal(gathered: Sequence[Sequence[Pair]], parameters: Sequence[Named]) -> None:
     """Raise a `NanoWorkerError` that names the first parameter that is not equal on all ranks; see `first_unequal`."""
-    unequal = first_unequal(packed, parameters)
+    unequal = first_unequal(gathered, parameters)
     if unequal is not None:
         name, rank, how = unequal
         got = f"{name} is not the same on all ranks: {how}"
         raise NanoWorkerError(error_message(got, "all ranks must train the same model", _ADVICE), rank=rank)
 
 
-def are_equal(one: tuple[float, float], other: tuple[float, float], dtype: torch.dtype) -> bool:
+def are_equal(one: Pair, other: Pair, dtype: torch.dtype) -> bool:
     """Whether two sums and norms differ by no more than rounding does; NaN equals NaN."""
     rounds = dtype.is_floating_point or dtype.is_complex
     relative = max(_TOLERANCE, _ULPS * torch.finfo(dtype).eps) if rounds else 0.0

@@ -13,8 +13,10 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, SPARSE
 from nano_loop.patching.objects.optimizers import is_dense, laid_out_as
+
+#: What arrived for a parameter since the last averaging.
+NOTHING, DENSE, SPARSE = range(3)
 
 
 def kind_of(gradient: torch.Tensor | None) -> int:
@@ -60,8 +62,9 @@ class DenseGradients:
     Attributes
     ----------
     tensors : list of torch.Tensor
-        One for each parameter that has elements, in its dtype. Those of contiguous parameters have their shape. Others
-        are one-dimensional, in the order of the parameter's memory, so that they fit the other ranks'.
+        One for each parameter that has elements, contiguous, in its dtype; a complex one as pairs of real numbers.
+        Those of contiguous parameters have their shape. Others are one-dimensional, in the order of the parameter's
+        memory, so that they fit the other ranks'.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -150,8 +153,9 @@ def is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def in_memory_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a plain gradient as it travels: of a parameter that is not contiguous, the elements as they lie."""
-    return gradient if parameter.is_contiguous() else gradient.as_strided((gradient.numel(),), (1,))
+    """Return a plain gradient as it travels, contiguous: the elements as they lie, and complex ones as pairs."""
+    elements = gradient if parameter.is_contiguous() else gradient.as_strided((gradient.numel(),), (1,))
+    return torch.view_as_real(elements) if elements.is_complex() else elements
 
 
 def _copy(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def delete_abandoned(parent: Path, prefix: str) -> None:
     """
     for folder in parent.glob(f"{prefix}[0-9]*-*"):
         process = folder.name[len(prefix) :].partition("-")[0]
-        if not _has_ended(process):
+        if not (process.isdecimal() and has_ended(int(process))):
             continue
         with held(folder) as is_held:
             if is_held:
@@ -56,8 +56,8 @@ def delete_abandoned(parent: Path, prefix: str) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _has_ended(process: str) -> bool:
-    """Whether a process is gone, or is there only for its parent to ask how it has ended."""
+def has_ended(process: int) -> bool:
+    """Return whether a process is gone, or is there only for its parent to ask how it has ended."""
     if not os.path.exists(f"/proc/{process}"):
         return os.path.exists("/proc/self")
     with contextlib.suppress(OSError):

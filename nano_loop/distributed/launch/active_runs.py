@@ -12,7 +12,7 @@ import torch
 from nano_loop.data.workers import advice_of_plain_run
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch.launcher import Task
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.patch_table import process_wide
 
@@ -25,16 +25,15 @@ class _RunsOfThread(threading.local):
 
 
 class _Holder:
-    """A run that has the whole process, and the thread that it is in."""
+    """A run that has the whole process, and the thread that it is in; its ranks, where it is of several processes."""
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.thread = threading.current_thread()
+        self.ranks: Ranks | None = None
 
 
 _runs = _RunsOfThread()
-# Of the run of several processes: it has the whole process, so there is one at the most.
-_several: list[Ranks] = process_wide("ranks of the run of several processes", [])
 #: All in one thread, the innermost last.
 _holders: list[_Holder] = process_wide("runs that have the whole process", [])
 _choosing = threading.Lock()
@@ -47,7 +46,7 @@ def innermost() -> Ranks | None:
 
 def of_process() -> Ranks | None:
     """Return the ranks of the run of several processes that this one is in, in any thread; None if it is in none."""
-    return _several[-1] if _several else None
+    return next((holder.ranks for holder in _holders if holder.ranks is not None), None)
 
 
 class RunScope:
@@ -80,19 +79,13 @@ def active_run(ranks: Ranks) -> Iterator[None]:
     try:
         try:
             _runs.ranks.append(ranks)
-            _several.extend([ranks] * (ranks.size > 1))
+            if _holders and ranks.size > 1:
+                _holders[-1].ranks = ranks
             yield
         finally:
             del _runs.ranks[before:]
-            _forget(ranks)
     finally:
-        del _runs.ranks[before:]  # where Ctrl-C came just before the lines above
-        _forget(ranks)
-
-
-def _forget(ranks: Ranks) -> None:
-    if ranks in _several:
-        _several.remove(ranks)
+        del _runs.ranks[before:]  # where Ctrl-C came just before the line above
 
 
 @contextmanager

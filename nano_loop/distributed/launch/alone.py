@@ -10,8 +10,7 @@ from nano_loop.config.options import Options
 from nano_loop.cpu import Machine, bound, restricted
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.launch.launcher import Launcher
-from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch.launcher import Launcher, Task
 
 
 class Alone(Launcher):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from nano_loop.config.options import Options
 from nano_loop.data.random_states import process_states, set_process_states
 from nano_loop.distributed.comm.rank_slot import RankSlot
-from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch.launcher import Task
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.errors import NanoError, NanoWorkerError
 from nano_loop.integrations.cuda_calls.patching import is_cuda_patched, patch_cuda
@@ -26,15 +27,9 @@ PAYLOAD, WORKER_INIT = "payload", "worker_init"
 class State:
     """Settings of the caller's process that a worker takes over, so that it computes the same."""
 
-    random_states: list[Any]
-    dtype: torch.dtype
-    matmul_precision: str
-    deterministic: bool
-    deterministic_warn_only: bool
-    grad: bool
+    settings: list[Callable[[], object]]
     threads: int | None
     warning_filters: list[Any]
-    cuda_patched: bool
 
     @classmethod
     def of_this_process(cls, usual_threads: int) -> State:
@@ -45,27 +40,23 @@ class State:
         usual_threads : int
             The compute threads that torch would have here: fewer mean that the user has chosen.
         """
-        return cls(
-            random_states=process_states(),
-            dtype=torch.get_default_dtype(),
-            matmul_precision=torch.get_float32_matmul_precision(),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-            grad=torch.is_grad_enabled(),
-            threads=torch.get_num_threads() if torch.get_num_threads() < usual_threads else None,
-            warning_filters=[*warnings.filters],
-            cuda_patched=is_cuda_patched(),
-        )
+        states, threads = process_states(), torch.get_num_threads()
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        settings: list[Callable[[], object]] = [
+            *([patch_cuda] if is_cuda_patched() else []),
+            partial(set_process_states, states, [True] * len(states)),
+            partial(torch.set_default_dtype, torch.get_default_dtype()),
+            partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+            partial(torch.use_deterministic_algorithms, is_deterministic, warn_only=warns_only),
+            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        ]
+        return cls(settings, threads if threads < usual_threads else None, [*warnings.filters])
 
     def take_over(self, threads: int) -> None:
         """Put it in force in a worker, which has `threads` compute threads at the most."""
-        if self.cuda_patched:
-            patch_cuda()
-        set_process_states(self.random_states, [True] * len(self.random_states))
-        torch.set_default_dtype(self.dtype)
-        torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
-        torch.set_grad_enabled(self.grad)
+        for put_in_force in self.settings:
+            put_in_force()
         if self.threads is not None:
             torch.set_num_threads(min(self.threads, threads))
         warnings.resetwarnings()

@@ -101,15 +101,14 @@ def _cause_of(error: BaseException, workers: Workers, timeout: float, loop: Loop
     kind = kind_of(error)
     if kind is Kind.CAUSE:
         return error
-    is_late = kind is Kind.LATE
+    is_late, left = kind is Kind.LATE, error.rank if isinstance(error, RankLeftError) else None
     workers.leave(raised(0, error, "".join(traceback.format_exception(error))) if is_late else None)
-    failure = workers.await_failure(max(_ECHO_WAITS, workers.latest_news) + (timeout if is_late else 0))
+    patience = max(_ECHO_WAITS, workers.latest_news) + (0 if kind is Kind.ECHO else timeout)
+    failure = workers.await_failure(patience, of=left)  # a rank with a long message takes its time to say why it left
     if failure is not None and failure.kind <= Kind.LATE:
         return failure.as_error()
-    if isinstance(error, RankLeftError) and error.rank not in workers.finished:
-        return _silent(error.rank, workers, timeout, loop)
-    if isinstance(error, RankLeftError):
-        return NanoWorkerError(str(error), rank=error.rank)
+    if left is not None:
+        return NanoWorkerError(str(error), rank=left)
     for rank in workers.finished:
         return _returned(rank, 0, loop)
     return failure.as_error() if failure is not None else error
@@ -118,19 +117,6 @@ def _cause_of(error: BaseException, workers: Workers, timeout: float, loop: Loop
 def _returned(rank: int, waiting: int, loop: Loop) -> NanoWorkerError:
     got = f"rank {rank} has returned from {loop.name}, and rank {waiting} waits for it"
     return NanoWorkerError(error_message(got, *loop.same_steps), rank=rank)
-
-
-def _silent(rank: int, workers: Workers, timeout: float, loop: Loop) -> BaseException:
-    """Return the error for a rank that has left the loop, once it has said why: a long message takes its time."""
-    failure = workers.await_failure(timeout, of=rank)
-    if failure is not None:
-        return failure.as_error()
-    if rank in workers.finished:
-        return _returned(rank, 0, loop)
-    got = f"rank {rank} has left the loop, and has not said within {timeout:g} s why"
-    where = workers.stack_dump(rank)
-    message = error_message(got, loop.same_steps[0], "See where it is, below, or pass a longer timeout")
-    return NanoWorkerError(f"{message}\n\nrank {rank}:\n{where}".rstrip(), rank=rank, traceback=where or None)
 
 
 def _left_behind(error: BaseException, workers: Workers, loop: Loop) -> BaseException:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import pickle
 import signal
 import sys
-import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import cloudpickle
 
-from nano_loop.distributed.comm.system_limits import limit_in_words, start_thread
+from nano_loop.distributed.comm.system_limits import limit_in_words
 from nano_loop.errors import NanoWorkerError, RankLateError, RankLeftError, error_message
 
 _RUNS_TOGETHER = "a run needs all of its ranks"
@@ -27,7 +24,6 @@ _LONGEST_TRACEBACK = 100_000
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGSTKFLT")
 _NO_THREAD = "can't start new thread"  # as Python says it
 _MORE_PROCESSES = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
-_UNPICKLING = 3.0  # seconds that a user's exception may take to come back
 
 
 class Kind(IntEnum):
@@ -71,15 +67,6 @@ class Failure:
     traceback: str | None = None
     pickled: bytes = b""
     late: int | None = None
-
-    def in_words(self) -> dict[str, Any]:
-        """Return all but the pickled exception, as JSON can hold it."""
-        return {name: value for name, value in asdict(self).items() if name != "pickled"}
-
-    @classmethod
-    def of_words(cls, words: dict[str, Any]) -> Failure:
-        """Return the failure that `in_words` was made of."""
-        return cls(**{**words, "kind": Kind(words["kind"])})
 
     def as_error(self) -> NanoWorkerError:
         """Return the error to raise for it, with the rank's own exception as its cause."""
@@ -177,24 +164,12 @@ def _shortened(traceback: str) -> str:
 
 
 def _unpickled(content: bytes) -> BaseException | None:
-    """Return a worker's exception; None where it does not come back as one, or takes long."""
-    errors: list[object] = []
-
-    def unpickle() -> None:
-        try:
-            errors.append(pickle.loads(content))
-        except BaseException:  # what a user's class does when it is unpickled is anything; its words are known
-            errors.append(None)
-
-    thread = threading.Thread(target=unpickle, daemon=True, name="nano_loop exception")
+    """Return a worker's exception; None where it does not come back as one."""
     try:
-        start_thread(thread)
-    except OSError:  # there may be no more threads
+        error = pickle.loads(content)
+    except Exception:  # what a user's class does when it is unpickled is anything; its words are known
         return None
-    thread.join(_UNPICKLING)
-    if thread.is_alive() and thread.ident is not None:  # it need not go on: nobody waits for it any more
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-    return errors[0] if errors and isinstance(errors[0], BaseException) else None
+    return error if isinstance(error, BaseException) else None
 
 
 def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failure:

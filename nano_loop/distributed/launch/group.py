@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import psutil  # type: ignore[import-untyped,unused-ignore]
 from torch import distributed
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
+from nano_loop.cpu.native_output import without_lines
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.launch.quiet_gloo import without_greeting
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.distributed.shared_memory.deadlocks import Waits
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
@@ -23,6 +23,7 @@ from nano_loop.distributed.shared_memory.shared_group import NAME, SharedGroup, 
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import forget_group_count
+from nano_loop.patching.torch_versions import is_older_than
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
@@ -200,3 +201,14 @@ def _same_excepthook() -> Iterator[None]:
         yield
     finally:
         sys.excepthook = hook
+
+
+@contextmanager
+def without_greeting() -> Iterator[None]:
+    """Leave the line in which gloo says that it is connected out of standard output.
+
+    The gloo in torch 2.8 prints it from C++, always; later ones have ``GLOO_LOG_LEVEL`` for it (pytorch/gloo#467),
+    which leaves it out unless asked.
+    """
+    with without_lines(1, b"[Gloo] ") if is_older_than(2, 13) else nullcontext():
+        yield

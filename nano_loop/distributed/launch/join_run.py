@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from nano_loop.config.options import Options
@@ -10,10 +11,37 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.active_runs import innermost, of_process, of_ranks, running, whole_process
-from nano_loop.distributed.launch.choice import choose
-from nano_loop.distributed.launch.launcher import Launcher
-from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch.alone import Alone
+from nano_loop.distributed.launch.launcher import Launcher, Task
+from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoError, error_message
+
+
+def choose(options: Options, *, inside_run: bool) -> Launcher:
+    """Return the launcher of a run.
+
+    Parameters
+    ----------
+    options : Options
+        The options of the run.
+    inside_run : bool
+        Whether it begins inside another run of this thread, which the processes of an external launcher are for.
+    """
+    # Launchers of several processes are imported where they are chosen: a run of one process begins 25 ms earlier.
+    launch = None if inside_run else found_launch(os.environ)
+    if launch is not None:
+        from nano_loop.distributed.launch_external.launcher import External
+
+        return External(options, launch)
+    if (options.num_processes or 1) == 1:
+        return Alone(options)
+    if options.distributed_backend == "ray":
+        from nano_loop.distributed.launch_ray.launcher import RayLauncher
+
+        return RayLauncher(options)
+    from nano_loop.distributed.launch_local.launcher import Local
+
+    return Local(options)
 
 
 def expected_ranks(options: Options) -> Ranks:
@@ -27,11 +55,11 @@ def expected_ranks(options: Options) -> Ranks:
     return choose(options, inside_run=innermost() is not None).expected_ranks()
 
 
-def prepare(options: Options, machine: Machine, modules: Sequence[str]) -> None:
-    """Start what takes long of a run with these options, whose task takes these modules, outside of all runs."""
+def prepare(options: Options, machine: Machine) -> None:
+    """Start what takes long of a run with these options, outside of all runs."""
     if innermost() is None and of_process() is None:
         with suppress(NanoError):  # the run raises it
-            choose(options, inside_run=False).prepare(machine, modules)
+            choose(options, inside_run=False).prepare(machine)
 
 
 def current_ranks() -> Ranks:
@@ -58,7 +86,7 @@ def joined(
     task : Task or None
         What the other ranks do; this one does it in the body. None where there are no others to start.
     launcher : Launcher, optional
-        By default the one that `nano_loop.distributed.launch.choice.choose` finds.
+        By default the one that `choose` finds.
 
     Yields
     ------

@@ -1,23 +1,48 @@
-"""The contract of a launcher."""
+"""The contract of a launcher, and of the work that it has every rank do."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
-from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.comm.ranks import Loop, Ranks
+
+
+class Task(ABC):
+    """What every rank of a run does. Picklable: ranks in other processes execute a copy.
+
+    Parameters
+    ----------
+    names : mapping of str to Any
+        The user's objects in the task, by their names in the user's code. An error about an object that cannot be
+        pickled uses these names. The mapping itself is not pickled.
+    loop : Loop
+        The user's function, for messages.
+    """
+
+    def __init__(self, names: Mapping[str, Any], loop: Loop) -> None:
+        self.names = names
+        self.loop = loop
+
+    @abstractmethod
+    def run_in(self, slot: RankSlot) -> object:
+        """Execute the task in a process whose launcher has already joined the ranks; what it raises ends the run."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle."""
+        return {**vars(self), "names": {}}
 
 
 class Launcher(ABC):
     """Brings the ranks of one run together, and lets them end together.
 
     Whoever adds a launcher writes a subclass, in a new file or folder, and a line in
-    `nano_loop.distributed.launch.choice.choose`. A launcher has to do six things, the first of them twice:
+    `nano_loop.distributed.launch.join_run.choose`. A launcher has to do six things, the first of them twice:
 
     - *slots, before the run*: `expected_ranks` says how many ranks there will be and which this process is, from the
       options and the environment alone. It starts nothing and changes nothing;
@@ -82,15 +107,13 @@ class Launcher(ABC):
             If another rank fails; raised when the context is left.
         """
 
-    def prepare(self, machine: Machine, modules: Sequence[str]) -> None:  # noqa: B027 - most launchers have nothing to prepare
+    def prepare(self, machine: Machine) -> None:  # noqa: B027 - most launchers have nothing to prepare
         """Start what takes long, before a run needs it. By default, nothing does.
 
         Parameters
         ----------
         machine : Machine
             What all ranks of this host may use together.
-        modules : sequence of str
-            `Task.modules` of the task to come.
 
         Raises
         ------

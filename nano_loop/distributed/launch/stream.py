@@ -7,6 +7,7 @@ it is known who has sent it.
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import socket
 import threading
@@ -122,6 +123,6 @@ class Reporter:
         # torch's handler raises where a loader's process has died, also in the midst of the report.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         text = "".join(traceback.format_exception(type(error), error, users_traceback(error.__traceback__)))
-        self.report("failed", failure=raised(self.rank, error, text, where).in_words())
+        self.report("failed", pickle.dumps(raised(self.rank, error, text, where)))
         flush_output()
         self.report("exception", pickled(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,21 +18,19 @@ from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks, by_host
 from nano_loop.distributed.files.private_files import private_files
 from nano_loop.distributed.launch.group import gradient_group, local_group, process_group, shared_channel
-from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.launch.shared_folder import folder_of_process
-from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch_external.environment import Launch, local_size
 from nano_loop.distributed.launch_external.liveness import watching_each_other
 from nano_loop.distributed.launch_external.rendezvous import (
     BEGAN,
     Presence,
     common_folder,
+    external_store,
     gather_at,
     gather_in_group,
     this_host,
 )
-from nano_loop.distributed.launch_external.store import external_store
-from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.rank_zero import note_rank
 
@@ -131,7 +129,7 @@ def join_run(
     """
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=join_options.check)
     gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
-    own = Presence(this_host(), machine.allowed)
+    own = Presence(this_host(), machine.allowed, os.getpid())
     presences = [Presence.from_text(text, rank) for rank, text in enumerate(gather(own.as_text()))]
     members = by_host([presence.host for presence in presences])
     here = next(ranks for ranks in members if launch.rank in ranks)
@@ -156,8 +154,10 @@ def join_run(
         )
         backend = options.process_group_backend
         if ranks.folder is not None:
+            if not join_options.watched:
+                stack.enter_context(watching_each_other(ranks, [presence.process for presence in presences]))
             local = shared_channel(ranks, ranks.folder) if store is None else local_group(ranks, backend)
-            stack.enter_context(local if join_options.watched else _watched_by_each_other(local, ranks, ranks.folder))
+            stack.enter_context(local)
         else:
             if store is not None:
                 group = PrefixStore("group", store)
@@ -169,16 +169,6 @@ def join_run(
         part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, join_options.threads)
         stack.callback(note_rank, note_rank(launch.rank))
         yield RankSlot(ranks, part, machine)
-
-
-@contextmanager
-def _watched_by_each_other(connected: AbstractContextManager[object], ranks: Ranks, folder: Path) -> Iterator[None]:
-    """Connect ranks of one host that see each other's ends by themselves: no launcher of nano_loop watches them."""
-    with watching_each_other(ranks, folder) as liveness, connected:
-        liveness.open_all()
-        if isinstance(ranks.channel, SharedChannel):
-            liveness.has_left = ranks.channel.segment.has_left
-        yield
 
 
 def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Mask]) -> tuple[Share, ...]:

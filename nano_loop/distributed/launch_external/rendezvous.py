@@ -1,4 +1,4 @@
-"""The rendezvous of an external launch: what its processes tell each other before they are connected, as JSON."""
+"""The rendezvous of an external launch: where its processes meet, and what they tell each other there, as JSON."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.shared_folder import private_folder, refuse_foreign_folder, shared_memory_device
+from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.errors import NanoError, RankLateError, error_message
 
 _INTERVAL = 0.01  # seconds between two looks at a store, which may be on another host
@@ -23,16 +25,68 @@ _LONGEST = 1 << 20  # characters of a text
 #: A file that is newer than what was there before the run, and older than all that a rank does in the run.
 BEGAN = "began"
 
+_Place = tuple[str, int]  # a host, and a port
+
+_stores: dict[_Place, Store] = {}  # a server has to outlive the runs that meet on it
+_runs: dict[_Place, int] = {}
+
 #: Returns the texts of all ranks, by rank, when all have called it with theirs.
 Gather = Callable[[str], list[str]]
 
 
+def external_store(launch: Launch, environ: Mapping[str, str], timeout: float) -> Store:
+    """Return a store that all ranks of a launch share, new for each run.
+
+    Raises
+    ------
+    NanoError
+        If the launcher does not say where the ranks can meet.
+    """
+    place = _meeting_place(launch, environ)
+    # torchrun's agent has the server; without it, rank 0 has.
+    serves = launch.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if place not in _stores:
+        waiting = timedelta(seconds=timeout)
+        _stores[place] = TCPStore(*place, is_master=serves, timeout=waiting, wait_for_workers=False)
+    _runs[place] = _runs.get(place, 0) + 1
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"nano_loop/{attempt}/{_runs[place]}", _stores[place])
+
+
+def _meeting_place(launch: Launch, environ: Mapping[str, str]) -> _Place:
+    # OpenMPI's name, and that of MPICH and Intel MPI.
+    local = str(launch.size) in map(environ.get, ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
+    usual = _usual_place_of_srun(environ) if launch.launcher == "srun" else ("127.0.0.1", 12910) if local else ("", "")
+    address, port = environ.get("MASTER_ADDR") or usual[0], environ.get("MASTER_PORT") or str(usual[1])
+    if not address or not port.isdecimal():
+        got = f"MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT={environ.get('MASTER_PORT')}"
+        expected = f"the {launch.size} processes of {launch.launcher} need the address and a port of rank 0's host"
+        raise NanoError(
+            error_message(got, expected, "Set both for every rank: mpirun -x MASTER_ADDR=... -x MASTER_PORT=...")
+        )
+    return address, int(port)
+
+
+def _usual_place_of_srun(environ: Mapping[str, str]) -> _Place:
+    """Return the first host of the step, and a port that other steps and jobs are unlikely to have."""
+    from nano_loop.integrations.fabric.fabric import (
+        SLURMEnvironment,  # only srun's ranks need it, and its import takes seconds
+    )
+
+    # A step may have a part of the job's nodes. Fabric's own answer is for jobs with --ntasks-per-node alone.
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
+    job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    number = 7 * int(job if job.isdecimal() else 0) + int(step if step.isdecimal() else 0)
+    return SLURMEnvironment.resolve_root_node_address(nodes), 15000 + number % 10000
+
+
 class Host(NamedTuple):
-    """What identifies a host; a container with its own shared memory counts as one."""
+    """What identifies a host; a container with its own shared memory or process numbers counts as one."""
 
     name: str
     boot: str
     shared_memory: int
+    process_numbers: int
 
 
 class Presence(NamedTuple):
@@ -44,10 +98,13 @@ class Presence(NamedTuple):
         Where it is.
     cpus : tuple of int
         The logical CPUs that it may use.
+    process : int
+        Its number.
     """
 
     host: Host
     cpus: tuple[int, ...]
+    process: int
 
     def as_text(self) -> str:
         """Return it as JSON."""
@@ -63,8 +120,8 @@ class Presence(NamedTuple):
             If it is something else.
         """
         match _read(text, rank):
-            case [[str(), str(), int()] as host, [*cpus]] if {*map(type, cpus)} <= {int}:
-                return cls(Host(*host), tuple(cpus))
+            case [[str(), str(), int(), int()] as host, [*cpus], int(process)] if {*map(type, cpus)} <= {int}:
+                return cls(Host(*host), tuple(cpus), process)
         raise NanoError(_malformed(text, rank))
 
 
@@ -72,9 +129,10 @@ def this_host() -> Host:
     """Return the host of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        numbers = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
-        boot = ""
-    return Host(socket.gethostname(), boot, shared_memory_device())
+        boot, numbers = "", 0
+    return Host(socket.gethostname(), boot, shared_memory_device(), numbers)
 
 
 def gather_at(store: Store, ranks: Ranks) -> Gather:
@@ -100,7 +158,7 @@ def gather_at(store: Store, ranks: Ranks) -> Gather:
 def gather_in_group(ranks: Ranks) -> Gather:
     """Return a way to exchange texts in the process group that the user has made."""
     channel = ProcessGroupChannel(ranks)
-    return lambda text: [data.decode(errors="replace") for data in channel.gather(text.encode())]
+    return lambda text: [data.decode(errors="replace") for data in channel.exchange(text.encode(), "gather")]
 
 
 @contextmanager

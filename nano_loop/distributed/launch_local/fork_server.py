@@ -21,7 +21,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from nano_loop.cpu.glibc import allocator_of_this_process
 from nano_loop.cpu.parent_process import end_with
@@ -75,6 +75,14 @@ def preload(modules: Sequence[str], folder: str | None) -> None:
     gc.freeze()  # so that the pages of what has been imported stay common to all workers
 
 
+class ForkedProcess(NamedTuple):
+    """A worker, the folder of its run, and its rank."""
+
+    pid: int
+    folder: str
+    rank: int
+
+
 class ForkServer:
     """See the module.
 
@@ -92,7 +100,7 @@ class ForkServer:
         self._control = control
         self._idle = idle
         self._caller = caller
-        self._workers: dict[int, int] = {}  # their processes, by the numbers that the caller has given them
+        self._workers: dict[Stream, ForkedProcess] = {}  # by their streams to the caller
         self._folders: set[str] = set()  # of the runs that are under way
         self._woken, self._waking = os.pipe()
         os.set_blocking(self._woken, False)
@@ -106,10 +114,13 @@ class ForkServer:
         sources: list[Any] = [self._control, self._woken, *([] if self._caller is None else [self._caller])]
         while True:
             busy = self._workers or self._folders
-            readable, _, _ = select.select(sources, [], [], None if busy else self._idle)
+            streams = [stream for stream in self._workers if stream.is_open]
+            readable, _, _ = select.select([*sources, *streams], [], [], None if busy else self._idle)
             if self._woken in readable:
                 os.read(self._woken, 1 << 12)
                 self._reap()
+            for stream in self._workers.keys() & {*readable}:
+                self._heed(stream, self._workers[stream])
             if self._control in readable:  # also of a caller that is gone: it has said which folders are to be deleted
                 for request, _ in self._control.receive():
                     self._do(**request)
@@ -120,16 +131,16 @@ class ForkServer:
 
     def end(self) -> NoReturn:
         """Kill all workers and what they have started, delete what the runs have left, and end this process."""
-        for pid in self._workers.values():
-            _kill_group(pid)
-        for pid in self._workers.values():  # what still runs could write to the folders
-            os.waitpid(pid, 0)
+        for worker in self._workers.values():
+            _kill_group(worker.pid)
+        for worker in self._workers.values():  # what still runs could write to the folders
+            os.waitpid(worker.pid, 0)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
-    def _do(self, kind: str, worker: int = -1, folder: str = "", start: dict[str, Any] | None = None, **_: Any) -> None:
-        """Do what the caller has asked for; a worker that has ended is none of this process's any more."""
+    def _do(self, kind: str, folder: str = "", start: dict[str, Any] | None = None, **_: Any) -> None:
+        """Do what the caller has asked for."""
         if kind == "answer":
             self._say("answer")
         elif kind == "begin":
@@ -137,28 +148,33 @@ class ForkServer:
         elif kind == "finish":
             self._folders.discard(folder)
         elif kind == "fork" and start is not None:
-            self._fork(worker, start)
-        elif kind == "kill" and worker in self._workers:
-            _kill_group(self._workers[worker])
-        elif kind == "stack" and worker in self._workers:
-            self._say("stack", worker=worker, state=stack_dump.request(self._workers[worker]))
+            self._fork(start)
 
-    def _say(self, kind: str, **header: Any) -> None:
+    def _say(self, kind: str) -> None:
         with contextlib.suppress(OSError):  # the caller is gone
-            self._control.send(kind, **header)
+            self._control.send(kind)
 
     # --- workers ---
 
-    def _fork(self, worker: int, start: dict[str, Any]) -> None:
-        descriptors = [self._control.descriptors.pop(0) for _ in range(_DESCRIPTORS)]
+    def _fork(self, start: dict[str, Any]) -> None:
+        connection, *outputs = [self._control.descriptors.pop(0) for _ in range(_DESCRIPTORS)]
+        stream = Stream(socket.socket(fileno=connection))
         try:
-            self._workers[worker] = self._forked(start, descriptors)
+            self._workers[stream] = ForkedProcess(self._forked(start, stream, outputs), start["folder"], start["rank"])
         except OSError as error:
-            self._say("refused", worker=worker, reason=str(error))
-        for descriptor in descriptors:
+            _say_last(stream, "refused", reason=str(error))
+        for descriptor in outputs:
             os.close(descriptor)
 
-    def _forked(self, start: dict[str, Any], descriptors: list[int]) -> int:
+    def _heed(self, stream: Stream, worker: ForkedProcess) -> None:
+        """Do what the caller has asked for on a worker's stream; where it has closed that, end the worker."""
+        kinds = {request["kind"] for request, _ in stream.receive()}
+        if "stack" in kinds:
+            stack_dump.request(*worker)
+        if "kill" in kinds or not stream.is_open:
+            _kill_group(worker.pid)
+
+    def _forked(self, start: dict[str, Any], stream: Stream, outputs: list[int]) -> int:
         """Return a new worker, which ends with this process at the latest."""
         server = os.getpid()
         with warnings.catch_warnings():
@@ -170,7 +186,7 @@ class ForkServer:
         try:
             self._leave()
             end_with(server)
-            work_for(start, *descriptors)
+            work_for(start, stream, *outputs)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -184,16 +200,24 @@ class ForkServer:
         caller = [] if self._caller is None else [self._caller]
         for descriptor in (self._woken, self._waking, *self._control.descriptors, *caller):
             os.close(descriptor)
-        self._control.close()
+        for stream in (self._control, *self._workers):
+            stream.close()
 
     def _reap(self) -> None:
         """Take note of the workers that have ended, and end what they have started."""
-        for worker, pid in [*self._workers.items()]:
+        for stream, (pid, *_) in [*self._workers.items()]:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 _kill_group(pid)  # as long as nobody has waited for the worker, its number is not given away
                 _, status = os.waitpid(pid, 0)
-                del self._workers[worker]
-                self._say("exited", worker=worker, exitcode=os.waitstatus_to_exitcode(status))
+                del self._workers[stream]
+                _say_last(stream, "exited", exitcode=os.waitstatus_to_exitcode(status))
+
+
+def _say_last(stream: Stream, kind: str, **header: Any) -> None:
+    """Say what has become of a worker. Nobody else writes to its stream then."""
+    with contextlib.suppress(OSError):  # the caller is gone
+        stream.send(kind, **header)
+    stream.close()
 
 
 def _kill_group(leader: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,20 +23,22 @@ from nano_loop.distributed.launch_local import stack_dump
 CUT_OFF = 113
 
 
-def work_for(start: dict[str, Any], connection: int, output: int, errors: int) -> None:
+def work_for(start: dict[str, Any], stream: Stream, output: int, errors: int) -> None:
     """Do the work of a rank in this process, and end it.
 
     Parameters
     ----------
     start : dict
         What `nano_loop.distributed.launch_local.start.start_of` has returned.
-    connection, output, errors : int
-        The descriptors of its stream to rank 0, its standard output and its standard error.
+    stream : Stream
+        Its stream to rank 0.
+    output, errors : int
+        The descriptors of its standard output and its standard error.
     """
     _take_streams(output, errors)
     _take_over(start)
     stack_dump.dump_on_signal(start["folder"], start["rank"])
-    reporter = Reporter(start["rank"], Stream(socket.socket(fileno=connection)).send)
+    reporter = Reporter(start["rank"], stream.send)
     folder = Path(start["folder"])
     work(reporter, folder, _joined, payload=folder)
     # Threads of the user's may be running; there is nothing to clean up that rank 0 does not.

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
 
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.system_limits import limit_in_words
@@ -24,21 +23,20 @@ from nano_loop.patching.torch_versions import is_older_than
 _IS_PYTHON = "every rank but the first is a Python process that nano_loop starts"
 _HAS_NANO_LOOP = "Point sys.executable to a Python that has nano_loop"
 
+_TASKS = tuple(f"nano_loop.{room}" for room in ("api", "integrations.lightning"))  # which the rooms below do not import
 #: Seconds without a run after which the process ends.
 IDLE = 60.0
 
 _kept: list[Server] = []  # one at the most
 
 
-def server_for(slot: RankSlot, modules: Sequence[str]) -> Server:
+def server_for(slot: RankSlot) -> Server:
     """Return the process that forks the worker of a slot, and others like it: the kept one if it fits, or a new one.
 
     Parameters
     ----------
     slot : RankSlot
         The place of one of the workers.
-    modules : sequence of str
-        The modules that a new one imports for all workers.
     """
     folder = slot.ranks.folder
     assert folder is not None
@@ -56,7 +54,7 @@ def server_for(slot: RankSlot, modules: Sequence[str]) -> Server:
         message = error_message(f"{reason}: sys.executable is {sys.executable!r}", _IS_PYTHON, _HAS_NANO_LOOP)
         raise NanoWorkerError(message, rank=slot.ranks.rank)
     try:
-        return Server(origin, cpus_of(slot), str(folder), IDLE, _with_optimizers(modules))
+        return Server(origin, cpus_of(slot), str(folder), IDLE, _imported())
     except OSError as error:
         if limit_in_words(error, folder):
             raise
@@ -64,9 +62,9 @@ def server_for(slot: RankSlot, modules: Sequence[str]) -> Server:
         raise NanoWorkerError(message, rank=slot.ranks.rank) from error
 
 
-def _with_optimizers(modules: Sequence[str]) -> list[str]:
-    """Add what an optimizer imports, and what takes a second, if this process has it."""
-    return [*modules, *([COMPILER_PACKAGE] if COMPILER_PACKAGE in sys.modules else [])]
+def _imported() -> list[str]:
+    """Return what this process has of the modules of tasks, and of what an optimizer imports, which takes a second."""
+    return [name for name in [*sys.modules] if name.startswith(_TASKS) or name == COMPILER_PACKAGE]
 
 
 def _is_there(server: Server) -> bool:
@@ -75,7 +73,7 @@ def _is_there(server: Server) -> bool:
     return server.answers() if server.ready else not server.gone
 
 
-def start_early(slot: RankSlot, modules: Sequence[str]) -> None:
+def start_early(slot: RankSlot) -> None:
     """Start the process for a run that is to come, unless one is kept or it cannot be started.
 
     It then imports torch while the caller makes its model and reads its data. What keeps it from starting is for the
@@ -84,7 +82,7 @@ def start_early(slot: RankSlot, modules: Sequence[str]) -> None:
     if _kept or not sys.executable or _torch_makes_a_folder():
         return
     with contextlib.suppress(OSError):
-        _keep(Server(origin_of(slot), cpus_of(slot), None, IDLE, [*modules, COMPILER_PACKAGE]))
+        _keep(Server(origin_of(slot), cpus_of(slot), None, IDLE, [*_imported(), COMPILER_PACKAGE]))
 
 
 def _torch_makes_a_folder() -> bool:

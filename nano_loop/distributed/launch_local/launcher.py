@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,9 +18,8 @@ from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assign
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
-from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.launch.shared_folder import private_folder
-from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_local.kept_server import keep, server_for, start_early
 from nano_loop.distributed.launch_local.process import forked
@@ -30,10 +29,10 @@ from nano_loop.distributed.launch_local.server import Server
 class Local(Launcher):
     """``num_processes`` ranks on this host: this process, and workers that are started for the run."""
 
-    def prepare(self, machine: Machine, modules: Sequence[str]) -> None:
+    def prepare(self, machine: Machine) -> None:
         """See `Launcher.prepare`: the process that workers are forked from imports torch while the caller goes on."""
         shares = shares_of(self.options, machine, range(self.options.num_processes or 1))
-        start_early(slots_of(machine, shares, Path(), self.options.timeout)[1], modules)
+        start_early(slots_of(machine, shares, Path(), self.options.timeout)[1])
 
     @contextmanager
     def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:
@@ -48,7 +47,7 @@ class Local(Launcher):
                 stack.enter_context(workers_files(folder))
                 stack.enter_context(cache_folders_made())
                 slots = slots_of(machine, shares, folder, options.timeout)
-                server = stack.enter_context(_serving(slots[1], task.modules, folder, Path(place_of(folder))))
+                server = stack.enter_context(_serving(slots[1], folder, Path(place_of(folder))))
                 with interrupts.heard():
                     state = State.of_this_process(machine.num_threads)
                     # While the other process imports torch.
@@ -70,16 +69,16 @@ class Local(Launcher):
 
 
 @contextmanager
-def _serving(slot: RankSlot, modules: Sequence[str], *folders: Path) -> Iterator[Server]:
+def _serving(slot: RankSlot, *folders: Path) -> Iterator[Server]:
     """Give the process that forks a slot's worker and its like, and deletes folders if this process is killed."""
-    server = server_for(slot, modules)
+    server = server_for(slot)
     try:
         for folder in folders:
-            server.begin(str(folder))
+            server.ask("begin", folder=str(folder))
         yield server
     finally:
         for folder in folders:
-            server.finish(str(folder))
+            server.ask("finish", folder=str(folder))
         keep(server)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from nano_loop.distributed.comm.rank_slot import RankSlot
-from nano_loop.distributed.comm.system_limits import limit_in_words
 from nano_loop.distributed.launch.failure import Failure, Kind, died
 from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch.workers import Worker
@@ -20,13 +20,10 @@ from nano_loop.distributed.launch_local.forked_worker import CUT_OFF
 from nano_loop.distributed.launch_local.output import Output, pipe
 from nano_loop.distributed.launch_local.server import HELLO, Server, socket_pair
 from nano_loop.distributed.launch_local.start import start_of
-from nano_loop.errors import NanoWorkerError, error_message
 
-_TAKES = "each worker process takes a socket and two pipes"
 _ENDED_BY_OTHERS = "End no Python by its name (pkill); where memory runs out, the kernel ends processes: see dmesg"
 _ENDING = 10.0  # seconds that a killed process may take to end
 _EXCEPTION = 1.0  # seconds that a failure waits for the exception itself
-_PATIENCE = 1.0  # seconds from a worker's last word to the news of its end; an echo waits longer
 
 
 class WorkerProcess(Worker):
@@ -49,7 +46,8 @@ class WorkerProcess(Worker):
         self._outputs: list[Output] = []
         self._failure: Failure | None = None
         self._failed_at = 0.0
-        self._silent_since: float | None = None
+        self._has_output = True
+        self._end: dict[str, Any] | None = None  # how it has ended, or why it could not begin
         # The other ends are the worker's alone.
         with contextlib.ExitStack() as own, contextlib.ExitStack() as others:
             ours, other = socket_pair()
@@ -63,9 +61,7 @@ class WorkerProcess(Worker):
                 others.callback(os.close, writing)
                 self._outputs.append(Output(reading, shown, f"[rank {self.rank}] "))
                 descriptors.append(writing)
-            self._number = server.fork(start_of(slot), descriptors)
-            self._told = server.news[self._number]
-            own.callback(server.news.pop, self._number)
+            server.fork(start_of(slot), descriptors)
             self._resources = own.pop_all()
 
     @property
@@ -77,38 +73,26 @@ class WorkerProcess(Worker):
     def poll(self) -> Failure | None:
         """See `Worker.poll`."""
         self._server.read_replies()
-        ended = self._has_ended  # asked first: what has been reported then is all that there will be
+        ended = self._has_ended  # asked first: what it has written then is all that there will be
         self._read()
         if self._failure is not None:
             waits = self._stream.is_open and time.monotonic() < self._failed_at + _EXCEPTION
             return None if waits else self._failure
         if self.finished:
             return None
-        if ended:
-            return self._death()
-        if not self._stream.is_open:
-            self._silent_since = self._silent_since or time.monotonic()
-            return self._silence() if time.monotonic() > self._silent_since + _PATIENCE else None
-        return None
+        return self._death() if ended else self._unsaid()
 
     def stack_dump(self) -> str:
         """See `Worker.stack_dump`."""
-        self._told.pop("stack", None)
-        self._server.ask("stack", worker=self._number)
-        deadline = time.monotonic() + HELLO
-        while "stack" not in self._told and not self._has_ended and time.monotonic() < deadline:
-            wait(self._server.sources, 0.02)
-            self._server.read_replies()
-        if self._told.get("stack", {}).get("state") in stack_dump.STOPPED:
-            return "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
-        return stack_dump.read(self._folder, self.rank, deadline)
+        self._ask("stack")
+        return "" if self._has_ended else stack_dump.read(self._folder, self.rank, time.monotonic() + HELLO)
 
     def kill(self) -> None:
         """See `Worker.kill`."""
         if not self._server.ready:
             self._server.end()  # it imports, and would fork the worker first
         else:
-            self._server.ask("kill", worker=self._number)
+            self._ask("kill")
 
     def close(self) -> None:
         """See `Worker.close`."""
@@ -119,8 +103,8 @@ class WorkerProcess(Worker):
             if waited > _ENDING or (waited > HELLO and not self._server.answers()):
                 self._server.end()
                 break
-            wait(self._server.sources, 0.1)
-            self._server.read_replies()
+            wait([self._stream.fileno()], 0.1)
+            self._read()
         self._read()
         for output in self._outputs:
             output.finish()
@@ -130,7 +114,11 @@ class WorkerProcess(Worker):
     @property
     def _has_ended(self) -> bool:
         """Whether it has ended, or will never begin. Who has forked it says so, unless that was killed with it."""
-        return self._server.gone or bool({"exited", "refused"} & self._told.keys())
+        return self._end is not None or not self._stream.is_open
+
+    def _ask(self, kind: str) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self._stream.send(kind)
 
     def _read(self) -> None:
         """Take in what it has reported, and show what it has written to its standard streams."""
@@ -141,25 +129,37 @@ class WorkerProcess(Worker):
             self.ready = self.ready or kind == "ready"
             self.finished = self.finished or kind == "finished"
             if kind == "failed":
-                self._failure = Failure.of_words(header["failure"])
+                self._failure = pickle.loads(content)
                 self._failed_at = time.monotonic()
             elif kind == "exception" and self._failure is not None:
                 self._failure.pickled = content
                 self._failed_at = 0.0  # complete
+            elif kind in ("exited", "refused"):
+                self._end = header
+
+    def _unsaid(self) -> Failure | None:
+        """Return the failure of a process whose output has ended, where who has forked it does not say more."""
+        if not self._has_output or any(output.is_open for output in self._outputs):
+            return None
+        self._has_output = False  # it is asked once: a loop may close its standard streams
+        return None if self._server.answers() or self._server.gone else self._silence()
 
     def _silence(self) -> Failure:
-        """Return the failure of a process that can no longer report, though it has not ended as far as is known."""
+        """Return the failure of a process that could not report."""
         what = "has closed its connection to rank 0, or ended"
         advice = "Close only descriptors that the loop has opened itself (see os.closerange, subprocess.Popen)"
         return Failure(self.rank, Kind.CAUSE, what, advice, traceback=self._outputs[-1].last_words or None)
 
     def _death(self) -> Failure:
         """Return the failure of a process that has ended without a report."""
-        refusal = self._server.refusal or self._told.get("refused", {}).get("reason")
+        if self._end is None:
+            self._server.end()  # the other end closes unsaid with it alone
+        end = self._end or {}
+        refusal = self._server.refusal or end.get("reason")
         if refusal is not None:
             advice = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
             return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
-        exitcode = self._told.get("exited", {}).get("exitcode", self._server.exitcode)
+        exitcode = end.get("exitcode", self._server.exitcode)
         if exitcode == CUT_OFF:
             return self._silence()
         words = self._outputs[-1].last_words or self._server.last_words
@@ -171,18 +171,11 @@ class WorkerProcess(Worker):
 
 
 def forked(server: Server, slots: Sequence[RankSlot], verbose: bool = False) -> list[WorkerProcess]:
-    """Return a new worker for each; if one cannot be started, end the others and raise a `NanoWorkerError`."""
+    """Return a new worker for each; if one cannot be started, end the others."""
     workers: list[WorkerProcess] = []
     with contextlib.ExitStack() as stack:
         for slot in slots:
-            try:
-                workers.append(WorkerProcess(server, slot, verbose))
-            except OSError as error:
-                rank, folder = slot.ranks.rank, slot.ranks.folder
-                words = limit_in_words(error, folder) if folder is not None else None
-                reason = f"rank {rank} could not be started ({error})"
-                message = error_message(reason, *(words or (_TAKES, "Check that folder")))
-                raise NanoWorkerError(message, rank=rank) from error
+            workers.append(WorkerProcess(server, slot, verbose))
             stack.callback(workers[-1].close)
         stack.pop_all()
     return workers

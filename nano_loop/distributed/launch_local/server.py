@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import signal
@@ -77,8 +76,6 @@ class Server:
     ----------
     ready, gone : bool
         Whether it has imported what it is to import, and whether it has ended.
-    news : dict of int to dict
-        What it has told of workers, by their numbers, each message by its kind; who asks for a worker takes that out.
     """
 
     def __init__(
@@ -88,8 +85,6 @@ class Server:
         self.owner = os.getpid()
         self.ready = self.gone = self._answered = False
         self.pid: int | None = None  # known once it has begun
-        self.news: dict[int, dict[str, dict[str, Any]]] = {}
-        self._numbers = itertools.count()
         self._reading = threading.RLock()
         setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": idle}
         with contextlib.ExitStack() as stack:
@@ -140,30 +135,17 @@ class Server:
             self.read_replies()
         return self._answered
 
-    def begin(self, folder: str) -> None:
-        """Prepare it for a run, whose folder it deletes if this process is killed."""
-        self.ask("begin", folder=folder)
-
-    def finish(self, folder: str) -> None:
-        """Leave a run's folder to this process again."""
-        self.ask("finish", folder=folder)
-
-    def fork(self, start: dict[str, Any], descriptors: Sequence[int]) -> int:
+    def fork(self, start: dict[str, Any], descriptors: Sequence[int]) -> None:
         """Ask for a worker, which takes over `start` and gets its stream, its output and its errors.
 
-        Returns
-        -------
-        int
-            Its number: what is asked about it ("kill", "stack"), and what is told of it, has that.
+        On the stream it takes requests about the worker ("kill", "stack"), and says at last how that has "exited", or
+        why it was "refused".
         """
-        number = next(self._numbers)
-        self.news[number] = {}
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `read_replies` notices
-            self._control.send("fork", descriptors=descriptors, worker=number, start=start)
-        return number
+            self._control.send("fork", descriptors=descriptors, start=start)
 
     def ask(self, kind: str, **header: Any) -> None:
-        """Send a request, if it is there."""
+        """Send a request: "begin" a run, whose folder it deletes if this process is killed, "finish" it, "answer"."""
         with contextlib.suppress(OSError):
             self._control.send(kind, **header)
 
@@ -200,8 +182,6 @@ class Server:
                 self._process.wait()  # the process that was started has forked this one, and ended
             self.ready = self.ready or kind == "ready"
             self._answered = self._answered or kind == "answer"
-            if "worker" in header:
-                self.news.get(header["worker"], {})[kind] = header
 
     def _read_pid(self) -> None:
         """Learn the number of the process, if it is about to say it: the one that was started has ended."""

@@ -12,8 +12,8 @@ from pathlib import Path
 #: Not one that a loop handles; handled in C, so also where Python's lock is held.
 _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 1
 _LONGEST = 20_000  # characters
-#: States of a process that is stopped, by SIGSTOP or a debugger, as in /proc.
-STOPPED = ("T", "t")
+_STOPPED = ("T", "t")  # states of a process, as in /proc
+_IS_STOPPED = "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
 
 
 def dump_on_signal(folder: str, rank: int) -> None:
@@ -26,19 +26,12 @@ def dump_on_signal(folder: str, rank: int) -> None:
         faulthandler.register(_SIGNAL, file, all_threads=True)
 
 
-def request(process: int) -> str:
-    """Send the signal, and return the process's state as /proc has it."""
-    state = state_of(process)
-    with contextlib.suppress(OSError):  # the process is gone
+def request(process: int, folder: str, rank: int) -> None:
+    """Send the signal; of a process that is stopped, write down that."""
+    with contextlib.suppress(OSError):  # there is no /proc, or the process is gone
         os.kill(process, _SIGNAL)
-    return state
-
-
-def state_of(process: int) -> str:
-    """Return a process's state as /proc has it; nothing where there is no /proc, or the process is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in _STOPPED:
+            _path(folder, rank).write_text(_IS_STOPPED)
 
 
 def read(folder: str, rank: int, deadline: float) -> str:

@@ -6,7 +6,6 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from nano_loop.config.exports import is_exported
@@ -35,7 +34,7 @@ def origin_of(slot: RankSlot) -> dict[str, Any]:
     """Return what the process is started with that workers are forked from; another origin takes another process.
 
     Its command line and environment (but for what changes from call to call), the path of its imports, how many CPUs
-    each worker is bound to (OpenMP counts them when it is loaded), and the limits and the mask that it inherits.
+    each worker is bound to (OpenMP counts them when it is loaded), and the limits that it inherits.
     """
     environ = {name: value for name, value in environment_of(slot, os.environ).items() if name not in _VOLATILE}
     return {
@@ -91,13 +90,4 @@ def _path() -> list[str]:
 
 def _limits() -> tuple[object, ...]:
     names = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
-    return (*(resource.getrlimit(getattr(resource, name)) for name in names), _umask())
-
-
-def _umask() -> str:
-    """Return the mask of new files' modes, which can be asked for without setting it on Linux alone."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return ""
-    return status.partition("Umask:")[2].partition("\n")[0].strip()
+    return tuple(resource.getrlimit(getattr(resource, name)) for name in names)

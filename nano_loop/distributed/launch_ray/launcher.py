@@ -18,9 +18,8 @@ from nano_loop.distributed.launch.assignment import Assignment, State, write_pay
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
-from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.launch.shared_folder import private_folder
-from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import JoinOptions, join_run
@@ -49,7 +48,7 @@ class RayLauncher(Launcher):
         refuse_existing_group()
         with Interrupts() as interrupts, ExitStack() as stack:
             with changes_undone_by(stack):
-                from nano_loop.distributed.launch_ray import cluster, placement  # which import Ray
+                from nano_loop.distributed.launch_ray import cluster  # which imports Ray
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(deleted_with_this_process(folder))
@@ -58,7 +57,7 @@ class RayLauncher(Launcher):
                     copied = write_payload(assignment, folder, task.names, options.worker_init)
             with interrupts.heard():
                 stack.enter_context(cluster.connected())
-            reserved = stack.enter_context(placement.reserved(options, interrupts.hear))
+            reserved = stack.enter_context(cluster.reserved(options, interrupts.hear))
             here, threads = reserved.nodes[0], threads_for(machine, reserved.share(0))
             store = meeting_at(here.address, 0, options.timeout, is_master=True)
             at = here.address, store.port, options.timeout

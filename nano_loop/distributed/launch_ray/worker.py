@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import platform
 import subprocess
 import sys
@@ -153,7 +154,7 @@ class _Outcome:
         if kind == "ready":
             self._store.set(self._ready, "")
         elif kind == "failed":
-            self.failure = Failure.of_words(header["failure"])
+            self.failure = pickle.loads(content)
         elif kind == "exception" and self.failure is not None:
             self.failure.pickled = content
 

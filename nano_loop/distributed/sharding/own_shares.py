@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from nano_loop.distributed.comm.channel import ITERATION
-from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.ranks import ITERATION, Ranks
 from nano_loop.distributed.sharding.dataset_digest import Digest
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.user_code import warn_once

@@ -15,8 +15,7 @@ from nano_loop.data.random_states import (
     set_generator_state,
     set_process_states,
 )
-from nano_loop.distributed.comm.channel import ITERATION
-from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.ranks import ITERATION, Ranks
 
 Value = TypeVar("Value")
 

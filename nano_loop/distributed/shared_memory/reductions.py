@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,44 +27,8 @@ _COMBINE: dict[str, Combine] = {
 }
 
 
-class Reduction:
-    """One of torch's reductions, for tensors of one dtype.
-
-    Parameters
-    ----------
-    operation : torch.distributed.ReduceOp
-        Which.
-    dtype : torch.dtype
-        Of the tensors.
-
-    Raises
-    ------
-    NanoError
-        If there is no such reduction for this dtype.
-    """
-
-    def __init__(self, operation: Any, dtype: torch.dtype) -> None:
-        self.name = _name_of(operation)
-        self.combine = _COMBINE[self.name]
-        if not _computes(self.name, dtype):
-            got = f"ReduceOp.{self.name} of {dtype}"
-            hint = "Convert the tensor to another dtype, such as float32 or int64, and reduce that"
-            raise NanoError(error_message(got, "torch cannot compute it on the CPU", hint))
-
-    def finish(self, total: torch.Tensor, count: int) -> None:
-        """Do what is left to do when the tensors of all `count` ranks have been combined."""
-        if self.name == "AVG":
-            _divide(total, count)
-
-
-def _divide(total: torch.Tensor, count: int) -> None:
-    if total.is_floating_point() or total.is_complex():
-        divide(total, count)
-    else:
-        total.div_(count, rounding_mode="trunc")
-
-
-def _name_of(operation: Any) -> str:
+def name_of(operation: Any) -> str:
+    """Return the name of one of torch's reductions; raise a NanoError for one that ranks of one host cannot compute."""
     for name in _COMBINE:
         if operation == getattr(ReduceOp, name):
             return name
@@ -73,13 +36,29 @@ def _name_of(operation: Any) -> str:
     raise NanoError(error_message(f"{operation}", expected, "Use one of these"))
 
 
-@lru_cache(maxsize=256)
-def _computes(name: str, dtype: torch.dtype) -> bool:
+def reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the reduction of the tensors of all ranks, in the memory of the first.
+
+    Raises
+    ------
+    NanoError
+        If there is no such reduction for their dtype.
+    """
+    total, *others = parts
     try:
-        total = torch.ones(2, dtype=torch.uint8, device="cpu").to(dtype)
-        _COMBINE[name](total, total.clone())
+        for other in others:
+            _COMBINE[name](total, other)
         if name == "AVG":
-            _divide(total, 2)
-    except (RuntimeError, TypeError):  # torch has both for dtypes that a function does not know
-        return False
-    return True
+            _divide(total, len(parts))
+    except (RuntimeError, TypeError) as error:  # torch has both for dtypes that a function does not know
+        got = f"ReduceOp.{name} of {total.dtype}"
+        hint = "Convert the tensor to another dtype, such as float32 or int64, and reduce that"
+        raise NanoError(error_message(got, "torch cannot compute it on the CPU", hint)) from error
+    return total
+
+
+def _divide(total: torch.Tensor, count: int) -> None:
+    if total.is_floating_point() or total.is_complex():
+        divide(total, count)
+    else:
+        total.div_(count, rounding_mode="trunc")

@@ -9,7 +9,6 @@ collectives, raise an error that names what to call instead.
 from __future__ import annotations
 
 import pickle
-from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +20,8 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.comm.raw_bytes import copy_back, flattened, parts_of_streams, raw_bytes, with_copy
-from nano_loop.distributed.shared_memory.reductions import Reduction
+from nano_loop.distributed.comm.raw_bytes import flattened, raw_bytes, with_copy
+from nano_loop.distributed.shared_memory.reductions import name_of, reduced
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoError, error_message
 
@@ -99,11 +98,19 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         """Return torch.distributed's name of this backend."""
         return NAME
 
+    def _exchange(self, what: str, sent: torch.Tensor | None) -> list[torch.Tensor]:
+        """Return the bytes of all ranks' tensors."""
+        data = raw_bytes(flattened(sent)) if sent is not None else b""
+        gathered = self._channel.exchange(data, what)
+        return [torch.frombuffer(part, dtype=torch.uint8) if part else _NOTHING for part in gathered]
+
     # --- each rank's tensor to all ---
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Done:
         """See `torch.distributed.broadcast`."""
-        with_copy(tensors[0], lambda tensor: self._channel.broadcast_tensor(tensor, opts.rootRank))
+        tensor, root = tensors[0], opts.rootRank
+        said = f"broadcast of {root}, {tensor.nbytes} bytes"
+        _fill(tensor, self._exchange(said, tensor if self.rank() == root else None)[root])
         return Done([*tensors])
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:
@@ -113,9 +120,8 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done:
         """See `torch.distributed.all_gather_into_tensor`."""
-        whole = output.detach().contiguous()
-        self._gather(whole.view(-1).chunk(self.size()), tensor.reshape(-1))
-        return _copied(whole, output)
+        with_copy(output, lambda whole: self._gather(whole.view(-1).chunk(self.size()), tensor))
+        return Done([output])
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:
         """See `torch.distributed.gather`."""
@@ -123,19 +129,14 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         return Done([*outputs])
 
     def _gather(self, outputs: Tensors, tensor: torch.Tensor) -> None:
-        sent, sizes = flattened(tensor), [output.nbytes for output in outputs]
-        if any(size != sent.nbytes for size in sizes):
-            got = f"gathering {sent.nbytes} bytes of each rank to tensors of {', '.join(map(str, sizes))}"
+        sizes = [output.nbytes for output in outputs]
+        if any(size != tensor.nbytes for size in sizes):
+            got = f"gathering {tensor.nbytes} bytes of each rank to tensors of {', '.join(map(str, sizes))}"
             hint = "Pass a tensor of the shape and dtype of the others' for each rank"
             raise NanoError(error_message(got, "they are of one size", hint))
-        self._move(f"gather of {sent.nbytes} bytes", sent, outputs, [0] * len(outputs))
-
-    def _move(self, what: str, sent: torch.Tensor, outputs: Tensors, starts: Sequence[int], first: int = 0) -> None:
-        """Send a stream. Fill tensors from the streams of rank `first` and the ranks after it, at `starts`."""
-        wholes = [output.detach().contiguous() for output in outputs]
-        self._channel.exchange(what, raw_bytes(sent), parts_of_streams(wholes, starts, first))
-        for whole, output in zip(wholes, outputs, strict=True):
-            copy_back(whole, output)
+        gathered = self._exchange(f"gather of {tensor.nbytes} bytes", tensor)
+        for output, part in zip(outputs, gathered, strict=False):
+            _fill(output, part)
 
     # --- one tensor of all ranks' ---
 
@@ -166,42 +167,48 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         if tensor.layout is not torch.strided:
             _reduce_sparse(self._channel, tensor, operation, here=here)
             return
-        reduction = Reduction(operation, tensor.dtype)
-        if here:
-            with_copy(tensor, lambda whole: self._channel.reduce(whole, reduction, everywhere=True))
-        else:
-            self._channel.reduce(flattened(tensor), reduction, everywhere=False)
+        name = name_of(operation)
+
+        def change(whole: torch.Tensor) -> None:
+            for part in _split(whole.view(-1), _PIECE):
+                total = self._total(f"{name} of {whole.numel()} {whole.dtype}", part, name)
+                if here:
+                    part.copy_(total.view(part.shape))
+
+        with_copy(tensor, change)
 
     def _reduce_scatter(self, output: torch.Tensor, stream: torch.Tensor, sizes: list[int], opts: Any) -> None:
-        reduction = Reduction(opts.reduceOp, output.dtype)
-        whole = output.detach().contiguous()
-        start = sum(sizes[: self.rank()]) * output.dtype.itemsize
-        receive = self._channel.combining(whole.view(-1), reduction, start)
-        self._channel.exchange(f"scattered {reduction.name} of {sizes} {output.dtype}", raw_bytes(stream), receive)
-        _copied(whole, output)
+        name = name_of(opts.reduceOp)
+        total = self._total(f"scattered {name} of {sizes} {output.dtype}", stream, name)
+        _fill(output, total[sum(sizes[: self.rank()]) :][: output.numel()])
+
+    def _total(self, what: str, sent: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the reduction of all ranks' tensors, in their order, the same to the bit on every rank."""
+        return reduced(name, [part.view(sent.dtype) for part in self._exchange(what, sent)])
 
     # --- parts ---
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Done:
         """See `torch.distributed.scatter`."""
-        parts, size = inputs[0] if inputs else [], outputs[0].nbytes
-        stream = torch.cat([flattened(part).view(torch.uint8) for part in parts]) if parts else _NOTHING
-        what = f"scatter of {opts.rootRank}, {size} bytes"
-        self._move(what, stream, outputs, [self.rank() * size], opts.rootRank)
+        parts, size, root = inputs[0] if inputs else [], outputs[0].nbytes, opts.rootRank
+        stream = torch.cat([flattened(part).view(torch.uint8) for part in parts]) if parts else None
+        received = self._exchange(f"scatter of {root}, {size} bytes", stream)[root]
+        _fill(outputs[0], received[self.rank() * size :][:size])
         return Done([*outputs])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
         """See `torch.distributed.all_to_all`."""
         sent = [flattened(tensor).view(torch.uint8) for tensor in inputs]
-        gathered = self._channel.gather(array("q", map(len, sent)).tobytes())
-        of_rank = [array("q", packed) for packed in gathered]
-        for rank, (lengths, output) in enumerate(zip(of_rank, outputs, strict=True)):
+        sizes = self._exchange("sizes of all to all", torch.tensor([*map(len, sent)]))
+        gathered = self._exchange("all to all", torch.cat(sent))
+        for rank, (packed, stream, output) in enumerate(zip(sizes, gathered, outputs, strict=True)):
+            lengths = packed.view(torch.int64).tolist()
             size = lengths[self.rank()]
             if size != output.nbytes:
                 got = f"rank {rank} sends {size} bytes to a tensor of {tuple(output.shape)} {output.dtype}"
                 expected = "what is sent and the tensor that receives it are of one size"
                 raise NanoError(error_message(got, expected, "Check the shapes of the tensors that all ranks pass"))
-        self._move("all to all", torch.cat(sent), outputs, [sum(lengths[: self.rank()]) for lengths in of_rank])
+            _fill(output, stream[sum(lengths[: self.rank()]) :][:size].clone())  # which lies where a tensor may
         return Done([*outputs])
 
     def all_to_all_single(
@@ -213,15 +220,17 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         opts: Any = None,
     ) -> Done:
         """See `torch.distributed.all_to_all_single`."""
-        whole, count = output.detach().contiguous(), self.size()
-        outputs = _split(whole, output_sizes) if output_sizes else whole.chunk(count)
-        inputs = _split(tensor, input_sizes) if input_sizes else tensor.chunk(count)
-        self.alltoall(outputs, inputs)
-        return _copied(whole, output)
+        inputs = _split(tensor, [*input_sizes]) if input_sizes else tensor.chunk(self.size())
+
+        def fill(whole: torch.Tensor) -> None:
+            self.alltoall(_split(whole, [*output_sizes]) if output_sizes else whole.chunk(self.size()), inputs)
+
+        with_copy(output, fill)
+        return Done([output])
 
     def barrier(self, opts: Any = None) -> Done:
         """See `torch.distributed.barrier`."""
-        self._channel.barrier()
+        self._channel.exchange(b"", "barrier")
         return Done([])
 
     def _refuse_message(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -244,24 +253,25 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
 
-def _split(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    parts: Sequence[torch.Tensor] = tensor.split([*sizes])  # type: ignore[no-untyped-call]
+def _split(tensor: torch.Tensor, sizes: int | list[int]) -> Sequence[torch.Tensor]:
+    parts: Sequence[torch.Tensor] = tensor.split(sizes)  # type: ignore[no-untyped-call]
     return parts
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+_PIECE = 1 << 22  # elements that are reduced at once
 
 
-def _copied(whole: torch.Tensor, output: torch.Tensor) -> Done:
-    copy_back(whole, output)
-    return Done([output])
+def _fill(output: torch.Tensor, content: torch.Tensor) -> None:
+    """Overwrite a tensor of any strides by bytes, or by its elements."""
+    output.detach().copy_(content.view(output.dtype).view(output.shape))
 
 
 def _reduce_sparse(channel: SharedChannel, tensor: torch.Tensor, operation: Any, *, here: bool) -> None:
     if operation != ReduceOp.SUM:
         got = f"{operation} of a sparse tensor"
         raise NanoError(error_message(got, "sparse tensors can be summed", "Use ReduceOp.SUM, or tensor.to_dense()"))
-    parts = [pickle.loads(data) for data in channel.gather(pickle.dumps(tensor))]
+    parts = [pickle.loads(data) for data in channel.exchange(pickle.dumps(tensor), "sum of sparse tensors")]
     if here:
         total = parts[0]
         for part in parts[1:]:

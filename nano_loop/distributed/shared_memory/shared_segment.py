@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from nano_loop.distributed.comm.channel import ITERATION
 from nano_loop.distributed.comm.mismatch import AVERAGING, left_behind, mismatch_message, with_own_line
-from nano_loop.distributed.comm.ranks import Ranks, wait_until
+from nano_loop.distributed.comm.ranks import ITERATION, Ranks, wait_until
 from nano_loop.errors import NanoError, RankLateError, RankLeftError, error_message
 
 #: Bytes of a cache line on any CPU, and of two neighbours that are fetched together: what ranks write lies apart.

@@ -210,12 +210,12 @@ def test_pausing_saves_the_averaging(team):
         model = net()
         setup.setup(model, sgd(model))
         channel = setup.ranks.channel
-        with mock.patch.object(channel, "gather", wraps=channel.gather) as gather:
+        with mock.patch.object(channel, "exchange", wraps=channel.exchange) as exchange:
             with setup.paused(model):
                 model(torch.ones(1, 6)).sum().backward()
-            before = gather.call_count
+            before = exchange.call_count
             model(torch.ones(1, 6)).sum().backward()
-            return before == 0 < gather.call_count
+            return before == 0 < exchange.call_count
 
     assert team(2)(trained, loop) == [True] * 2
 
@@ -770,6 +770,20 @@ def test_layer_that_one_rank_adds_or_removes_alone_raises_on_every_rank(team, ad
         elif setup.rank == 1:
             model[1] = nn.Identity()
         with pytest.raises(NanoError, match=f"parameters differ at step 0: {counts}"):
+            model[0](torch.ones(1, 2)).sum().backward()
+        return True
+
+    assert team(2)(trained, loop) == [True] * 2
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.float64)], ids=["shape", "dtype"])
+def test_parameter_of_another_shape_or_dtype_on_one_rank_raises_on_every_rank(team, value):
+    def loop(setup):
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        setup.setup(model)
+        if setup.rank == 1:
+            model[1].weight.data = value
+        with pytest.raises(NanoError, match="shapes or dtypes of parameters differ at step 0"):
             model[0](torch.ones(1, 2)).sum().backward()
         return True
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from nano_loop.distributed.data_parallel.fingerprint import Fingerprint, refuse_divergence
+from nano_loop.distributed.data_parallel.agreement import Fingerprint, refuse_divergence
 from nano_loop.errors import NanoError
 
-ONE = Fingerprint("average", averagings=5, steps=12, added_parameters=0, rates=(0.1, float("nan")), arrived=b"\0\1\2")
+RATES = (0.1, float("nan"))
+ONE = Fingerprint("average", averagings=5, steps=12, added_parameters=0, shapes=9, rates=RATES, arrived=b"\0\1\2")
 
 DIFFERENT = {
     "steps": (ONE._replace(steps=11), r"different numbers of steps: ranks 0, 2 have 12, rank 1 has 11:"),
@@ -19,7 +20,8 @@ DIFFERENT = {
         ONE._replace(added_parameters=2),
         "added parameters and buffers differ at step 12: .*rank 1 has 2",
     ),
-    "purpose": (ONE._replace(purpose="sync"), "rank 1 has called a model with added parameters"),
+    "shapes": (ONE._replace(shapes=10), "shapes or dtypes .* at step 12: .*, rank 1 has those with .*a:"),
+    "purpose": (ONE._replace(purpose="sync", shapes=0), "rank 1 has called a model with added parameters"),
     "averagings": (ONE._replace(averagings=4), "backwards differ at step 12: ranks 0, 2 have 5, rank 1 has 4"),
 }
 
@@ -28,7 +30,7 @@ def test_it_arrives_as_it_was_sent():
     again = Fingerprint.unpack(ONE.pack())
     assert again._replace(rates=()) == ONE._replace(rates=())
     assert str(again.rates) == str(ONE.rates)
-    nothing = Fingerprint("sync", 0, 0, 0, (), b"")
+    nothing = Fingerprint("sync", 0, 0, 0, 0, (), b"")
     assert Fingerprint.unpack(nothing.pack()) == nothing
 
 
@@ -40,4 +42,4 @@ def test_what_differs_is_named_with_the_ranks(name):
 
 
 def test_what_arrived_may_differ_and_nan_is_nan():
-    refuse_divergence([ONE, ONE._replace(arrived=b"\1\0\1", rates=(0.1, float("nan")))])
+    refuse_divergence([ONE, ONE._replace(arrived=b"\1\0\1", rates=RATES)])

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,8 +16,11 @@ from distributed.launch.started import LOOP, environment, free_port, run_togethe
 from distributed.launch_external.test_launcher import TRAIN
 from nano_loop import NanoError
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.launch_external.liveness import Liveness
+from nano_loop.distributed.launch_external import liveness
+from nano_loop.distributed.launch_external.liveness import watching_each_other
 from nano_loop.distributed.launch_external.rendezvous import Host, Presence
+from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
+from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -84,50 +87,26 @@ def test_rank_that_is_killed_is_named_within_seconds_and_leaves_nothing(in_the_l
     assert [path for path in left if path.name.split("-")[1] in processes] == []
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from nano_loop.distributed.launch_external.liveness import Liveness
-from nano_loop.distributed.comm.ranks import Ranks
-liveness = Liveness(Ranks(1, 2), Path(sys.argv[1]))
-import os
-if os.fork() == 0:
-    time.sleep(60)  # what a rank has forked does not keep it alive
-    os._exit(0)
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.slow
-def test_process_is_dead_once_it_is_killed_and_not_before(tmp_path):
-    tmp_path.chmod(0o700)
-    mine = Liveness(Ranks(0, 2), tmp_path)
-    assert not mine.is_dead(1)  # it has not come yet
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), start_new_session=True)
-    try:
-        assert process.stdout.readline() == b"held\n"
-        mine.open_all()
-        (tmp_path / "alive-1").unlink()  # as when rank 0 leaves the run first
-        assert not mine.is_dead(1)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert mine.is_dead(1)
-        time.sleep(0.3)
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_process_is_dead_once_it_is_killed_and_not_before(waited_for, monkeypatch):
+    monkeypatch.setattr(liveness, "_INTERVAL", 0.0)
+    process, ranks = subprocess.Popen(["sleep", "60"]), Ranks(0, 2)
+    with watching_each_other(ranks, [os.getpid(), process.pid]):
+        ranks.check()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its parent may never ask how it has ended
+        if waited_for:
+            process.wait()
         with pytest.raises(NanoError, match="rank 1 ended its process"):
-            mine.check()
-        mine.has_left = lambda rank: True
-        time.sleep(0.3)
-        mine.check()
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.stdout.close()
-        mine.close()
+            ranks.check()
+        monkeypatch.setattr(SharedSegment, "has_left", lambda segment, rank: True)
+        ranks.channel = mock.Mock(SharedChannel, segment=object.__new__(SharedSegment))
+        ranks.check()
+    process.wait()
 
 
 def test_presence_arrives_as_it_was_sent():
-    presence = Presence(Host("name", "boot", 3), (0, 2))
+    presence = Presence(Host("name", "boot", 3, 4), (0, 2), 7)
     assert Presence.from_text(presence.as_text(), 0) == presence
 
 
@@ -138,9 +117,9 @@ def test_presence_arrives_as_it_was_sent():
         "{}",
         "[" * 100_000,
         "[1, 2, 3, 4]",
-        '[["a", "b", "c"], []]',
-        '[["a", "b", 1], ["x"]]',
-        '[["a", "b", 1], [0], ""]',
+        '[["a", "b", "c", 1], [], 1]',
+        '[["a", "b", 1, 1], ["x"], 1]',
+        '[["a", "b", 1, 1], [0], ""]',
         "x" * (1 << 21),
     ],
     ids=lambda text: text[:20],

@@ -17,7 +17,7 @@ def packed(tensors):
 def test_each_element_is_in_one_batch(seed):
     tensors = random_list(seed, 0)
     packing, seen = packed(tensors), [torch.zeros(each.numel(), dtype=torch.int) for each in tensors]
-    for batch in packing.batches:
+    for batch in packing:
         assert 0 < batch.nbytes <= CAPACITY
         offset = 0
         for piece in batch.pieces:
@@ -26,32 +26,23 @@ def test_each_element_is_in_one_batch(seed):
             seen[piece.index][piece.bounds or slice(None)] += 1
         assert offset == batch.length
     assert all(each.eq(1).all() for each in seen)
-    assert set(packing.split) == {piece.index for batch in packing.batches for piece in batch.pieces if piece.bounds}
 
 
 def test_small_tensors_stay_whole_and_large_ones_fill_batches_up():
     packing = packed([torch.empty(100), torch.empty(100), torch.empty(300)])
-    assert [batch.length for batch in packing.batches] == [100, 128, 128, 128, 16]
-    assert packing.split == (2,)
+    assert [batch.length for batch in packing] == [100, 128, 128, 128, 16]
+    assert {piece.index for batch in packing for piece in batch.pieces if piece.bounds} == {2}
 
 
 def test_dtypes_travel_apart():
     tensors = [torch.empty(3, dtype=dtype) for dtype in (*DTYPES, *DTYPES)]
-    assert [batch.dtype for batch in packed(tensors).batches] == [*DTYPES]
-
-
-def test_marks_tell_lists_apart():
-    lists = [[], [torch.empty(0)], [torch.empty(2, 3)], [torch.empty(3, 2)], [torch.empty(2, 3).half()]]
-    marks = [packed(each).mark for each in lists]
-    assert len(set(marks)) == len(marks)
-    assert min(marks) >= 0
-    assert packed([torch.empty(3, 2).t()]).mark == marks[2]
+    assert [batch.dtype for batch in packed(tensors)] == [*DTYPES]
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_what_lies_between_two_elements_is_cut_there_and_nothing_is_lost(seed):
     tensors = random_list(seed, 0)
-    for batch in packed(tensors).batches:
+    for batch in packed(tensors):
         elements = torch.arange(batch.length)
         whole = [(each.index, each.bounds, each.offset) for each in batch.pieces]
         assert [(each.index, each.bounds, each.offset) for each in batch.between(0, batch.length)] == whole
@@ -63,14 +54,3 @@ def test_what_lies_between_two_elements_is_cut_there_and_nothing_is_lost(seed):
                 of_whole = next(each for each in batch.pieces if each.index == piece.index)
                 first = (of_whole.bounds.start if of_whole.bounds else 0) + piece.offset - of_whole.offset
                 assert piece is of_whole or piece.bounds == slice(first, first + piece.shape.numel())
-
-
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_what_was_cut_is_written_back_into_the_tensors(contiguous):
-    tensors = [torch.zeros(20, 30) if contiguous else torch.zeros(30, 20).t()]
-    packing = packed(tensors)
-    assert packing.split == (0,)
-    flat = packing.flat(tensors)
-    flat[0].copy_(torch.arange(600.0))
-    packing.put_back(tensors, flat)
-    assert torch.equal(tensors[0], torch.arange(600.0).view(20, 30))

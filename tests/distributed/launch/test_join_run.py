@@ -4,7 +4,7 @@ import pytest
 
 from nano_loop.config.options import Options
 from nano_loop.distributed.launch.alone import Alone
-from nano_loop.distributed.launch.choice import choose
+from nano_loop.distributed.launch.join_run import choose
 from nano_loop.distributed.launch_external.launcher import External
 from nano_loop.distributed.launch_local.launcher import Local
 from nano_loop.distributed.launch_ray import launcher as of_ray

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop.distributed.data_parallel.averaging import Averaging
-from nano_loop.distributed.data_parallel.buckets import GroupTransport
-from nano_loop.distributed.data_parallel.overlap import Overlap
+from nano_loop.distributed.data_parallel.buckets import GroupTransport, Overlap
 from nano_loop.distributed.launch.group import gradient_group
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
