@@ -116,7 +116,7 @@ BUDGETS = {
     "cli": 2_600,  # 2_100 is the goal
     "integrations": 1_600,
     "runtime": 2_125,  # 1_700 is the goal
-    "steps": 3_675,  # 3_300 is the goal
+    "steps": 3_700,  # 3_300 is the goal
     "policy": 130,
     "kernels": 9_925,  # 9_600 is the goal
     "autotune": 730,
