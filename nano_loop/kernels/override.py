@@ -228,6 +228,8 @@ class Override(NamedTuple):
         if algorithm.is_exact:
             guess = self.default(call)
         else:
+            if rules.policy is not None:
+                rules.policy.tried.add(self.product)
             call = call._replace(numbers_in=ROUNDED)
             guess = algorithm.name if is_large(self.product, call.multiplications) else TORCH
         algorithms = {TORCH: self.by_torch, algorithm.name: algorithm.compute}

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from nano_loop.config.exports import is_exported
-from nano_loop.cpu.waits import BUSY, Waits
+from nano_loop.cpu.waits import Waits, is_busy
 from nano_loop.patching.patch_table import process_wide, shared_change, users
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -69,7 +69,7 @@ class Threads(Step):
     def apply(self, parts: TrainingObjects) -> str:
         wanted_by_user, count = self._number_asked_for, torch.get_num_threads()
         wanted = wanted_by_user or self.machine.num_threads
-        words = f"{wanted}, " + ("as asked for" if wanted_by_user else "one a physical core")
+        words = f"{wanted}, " + ("as asked for" if wanted_by_user else "one per physical core")
         key = "threads", threading.get_ident(), wanted
         if count == wanted and not users(key):
             return words
@@ -95,10 +95,10 @@ class Threads(Step):
         if self._waits is None or time.monotonic() - self._began < _LONG:
             return None
         share = self._waits.share()
-        if share is None or share < BUSY:
+        if not is_busy(share):
             return None
-        detail = f"threads waited {share:.0%} of their time for CPUs that others used{_advice(torch.get_num_threads())}"
-        return StepResult("cpu_waits", "measured", detail)
+        detail = f"other programs used the CPUs: threads spent {share:.0%} of their runnable time waiting"
+        return StepResult("cpu_waits", "measured", f"{detail}{_advice(torch.get_num_threads())}")
 
 
 @contextmanager
@@ -116,7 +116,9 @@ def set_threads(number: int) -> Iterator[None]:
 
 
 def _advice(threads: int) -> str:
-    return f"; num_threads={threads - 1} or OMP_WAIT_POLICY=passive may be faster" if threads > 1 else ""
+    is_passive = os.environ.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
+    other = "" if is_passive else " or OMP_WAIT_POLICY=passive"
+    return f"; num_threads={threads - 1}{other} may be faster" if threads > 1 else ""
 
 
 def _is_users(variable: str) -> bool:

@@ -188,7 +188,7 @@ def test_batches_of_a_tensor_are_the_default_loaders_too(step, dataset):
     data = dataset()
     expected, state = epochs(DataLoader(data, 4, shuffle=True))
     loader = DataLoader(data, 4, shuffle=True)
-    assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == "1 of 1 loaders"
+    assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == WHOLE
     batches, after = epochs(loader)
     assert all(map(torch.equal, batches, expected))
     assert all(one.stride() == other.stride() for one, other in zip(batches, expected, strict=True))
@@ -221,6 +221,7 @@ def takes_truths():
 
 
 ROWS = np.random.default_rng(0).normal(size=(23, 4))
+WHOLE = "whole batches sliced from memory, 1 of 1 loaders"
 CONTAINERS = {
     "array": lambda data: ROWS,
     "array in fp32": lambda data: ROWS.astype(np.float32),
@@ -250,7 +251,7 @@ def test_batches_of_containers_and_arrays_are_the_default_loaders(step, dataset,
     data = make(dataset)
     expected = epochs(DataLoader(data, 4, shuffle=True))
     loader = DataLoader(data, 4, shuffle=True)
-    assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == "1 of 1 loaders"
+    assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == WHOLE
     if type(data) is not np.ndarray:
         monkeypatch.setattr(type(data), "__getitem__", None)
     assert_same(epochs(loader), expected)
@@ -266,7 +267,7 @@ def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(fast):
 def test_report_says_how_other_loaders_fetch(step, dataset):
     loaders = [DataLoader(dataset), DataLoader(OwnDataset()), DataLoader(dataset, num_workers=2)]
     said = step(FastFetch).apply(TrainingObjects(loaders=loaders))
-    assert said.startswith("2 of 3 loaders; ")
+    assert said.startswith("whole batches sliced from memory, 2 of 3 loaders; ")
     assert "OwnDataset" in said
     assert "2 workers" in said
 
@@ -546,7 +547,7 @@ def test_datasets_that_only_index_have_whole_batches(step, dataset, kind, made_o
     for make in makers:
         expected = epochs(make(data))
         loader = make(data)
-        assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == "1 of 1 loaders"
+        assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == WHOLE
         with monkeypatch.context() as patch:
             patch.setattr("nano_loop.data.whole_batches.collate", None)
             assert_same(epochs(loader), expected)
