@@ -36,6 +36,7 @@ from nano_loop.kernels.compiler import (
     damage_of,
     library_name,
     packaged,
+    share_openmp,
 )
 from nano_loop.kernels.memory import Pointer, check, empty
 from nano_loop.patching.patch_table import process_wide
@@ -167,6 +168,7 @@ def level() -> Level:
 @functools.cache
 def why_none() -> str | None:
     """Return why no kernel can use torch's threads in this process, or None. The title of a report says it."""
+    share_openmp(torch._C.__file__)
     try:
         library = compiled(OPENMP, is_threaded=False)
     except UnavailableError as error:
