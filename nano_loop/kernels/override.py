@@ -186,7 +186,8 @@ class Override(NamedTuple):
 
         def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             call = supports(functools.partial(torchs, keys), *args, **kwargs)
-            result = None if call is None else self.computed(call)
+            # A backward may be called without a gradient, of what the program has cut off.
+            result = None if call is None or call.tensors[0] is None else self.computed(call)
             return torchs(keys, *args, **kwargs) if result is None else result
 
         return dispatched

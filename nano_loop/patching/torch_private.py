@@ -90,19 +90,29 @@ def address_of(tensor: torch.Tensor) -> int:
     return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
 
 
+def python_library() -> str:
+    """Return the path of the library by which Python uses torch. No public name has it."""
+    return torch._C.__file__
+
+
 def has_lone_storage(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor has the memory of this one. torch has no public count."""
-    return _users_of_storage(tensor) == _users_of_lone_storage()
+    """Whether no other tensor has the memory of this one."""
+    return users_of_storage(tensor) == 1
 
 
-def _users_of_storage(tensor: torch.Tensor) -> int:
+def users_of_storage(tensor: torch.Tensor) -> int:
+    """Return how many tensors, and other objects, have the memory of a tensor. torch has no public count."""
+    return _count_of_users(tensor) - _count_of_a_lone_user() + 1
+
+
+def _count_of_users(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()  # which is another user
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 @functools.cache
-def _users_of_lone_storage() -> int:
-    return _users_of_storage(torch.empty(1, device="cpu"))
+def _count_of_a_lone_user() -> int:
+    return _count_of_users(torch.empty(1, device="cpu"))
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

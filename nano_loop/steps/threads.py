@@ -24,9 +24,9 @@ from nano_loop.steps.step import SkipReason, Step
 
 _BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_RAYS = "RAY_RAYLET_PID"  # which actors and tasks have: only Ray knows what else the node computes
 #: Seconds that a run takes at least of which the waits are judged.
 _LONG = 10.0
-
 
 _settings: list[tuple[int, int]] = process_wide("numbers of threads that runs have set, by thread", [])
 
@@ -61,7 +61,7 @@ class Threads(Step):
             if os.environ.get(variable, "false").lower() != "false" and count > wanted and not self.ranks.shares:
                 # OpenMP has bound this thread to one CPU, and binds the others elsewhere.
                 return SkipReason("bound_by_openmp", f"{variable} binds torch's {count} threads, which stay")
-        if count < wanted and not self._is_of_another_run(count) and _is_users("OMP_NUM_THREADS"):
+        if count < wanted and not self._is_of_another_run(count) and (_RAYS in os.environ or _is_users(_USERS_OWN[0])):
             return SkipReason("users_number", f"torch was set to {count}, fewer than the {wanted} physical cores")
         return None
 
@@ -124,10 +124,10 @@ def _advice(threads: int) -> str:
 def _is_users(variable: str) -> bool:
     """Whether the user chose the thread count, and not torchrun, Ray or `nano-loop env`.
 
-    With several processes, torchrun sets it to 1. Ray sets it to the CPUs of an actor or a task, or to 1. `nano-loop
-    env` sets it to the cores of the whole host.
+    With several processes, torchrun sets it to 1. Ray sets it to the CPUs of an actor or a task, which may be threads
+    of cores, or to 1. `nano-loop env` sets it to the cores of the whole host.
     """
-    if variable == "OMP_NUM_THREADS" and "RAY_RAYLET_PID" in os.environ:
+    if variable == "OMP_NUM_THREADS" and _RAYS in os.environ:
         return False
     torchruns = "TORCHELASTIC_RUN_ID" in os.environ and (variable, os.environ.get(variable)) == ("OMP_NUM_THREADS", "1")
     return not torchruns and not is_exported(variable, os.environ)

@@ -335,6 +335,37 @@ def test_parameters_that_share_memory_share_it_in_the_run_and_after_it(precision
     assert not torch.allclose(model.encoder.weight, before)
 
 
+def flat_weights(model):
+    """Let all parameters lie in one tensor, as programs do that send or perturb them at once."""
+    flat, begin = nn.utils.parameters_to_vector(model.parameters()).detach(), 0
+    for each in model.parameters():
+        each.data = flat[begin : begin + each.numel()].view(each.shape)
+        begin += each.numel()
+    return flat
+
+
+@pytest.mark.parametrize("precision", [64, "bf16-true"])
+@pytest.mark.parametrize(
+    "alias_of",
+    [
+        lambda model: model[0].weight.data.flatten(),
+        lambda model: model[1].running_mean.view(-1),
+        lambda model: torch.from_numpy(model[3].weight.detach().numpy()).flatten(),
+        lambda model: model.state_dict()["3.bias"],
+        flat_weights,
+    ],
+    ids=["data", "buffer", "numpy", "state_dict", "flat weights"],
+)
+def test_what_shares_the_memory_of_a_weight_has_its_numbers_after_the_run(precision, alias_of):
+    model = network()
+    alias = alias_of(model)
+    before, optimizer = alias.clone(), torch.optim.SGD(model.parameters(), 0.1)
+    nano(precision=precision, **QUIET)(train)(model, optimizer, 2)
+    (tensor,) = (each for each in [*model.parameters(), *model.buffers()] if each.data_ptr() == alias.data_ptr())
+    assert torch.equal(tensor.flatten(), alias[: tensor.numel()])
+    assert not torch.equal(alias, before)
+
+
 @pytest.mark.parametrize("precision", [32, "bf16", 64, "bf16-true"])
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 def test_model_trains_after_a_run_that_evaluates_it(precision, grad):

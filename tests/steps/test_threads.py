@@ -82,6 +82,22 @@ def test_count_that_the_command_line_has_exported_is_lowered_to_a_ranks_share(st
     assert made.skip_reason(TrainingObjects()).code == "users_setting"
 
 
+@pytest.mark.parametrize(
+    ("count", "cores", "code"), [(1, 8, "users_number"), (3, 8, "users_number"), (8, 8, None), (8, 4, None)]
+)
+def test_number_that_ray_has_set_for_an_actor_is_a_limit(step, machine, monkeypatch, count, cores, code):
+    """Ray counts CPUs, which may be threads of cores."""
+    monkeypatch.setenv("RAY_RAYLET_PID", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", str(count))
+    torch.set_num_threads(count)
+    made = step(Threads, on=machine(cores=cores))
+    reason = made.skip_reason(TrainingObjects())
+    assert (reason and reason.code) == code
+    if reason is None:
+        made.apply(TrainingObjects())
+    assert torch.get_num_threads() == min(count, cores)
+
+
 def test_number_that_the_option_asks_for_is_set_above_all_others(step, machine, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     made = step(Threads, on=machine(cores=2), num_threads=3)

@@ -134,10 +134,11 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return mean.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return gradient, None
 
 

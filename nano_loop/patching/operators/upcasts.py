@@ -219,14 +219,15 @@ class _Upcast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, upcast: Upcast, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.upcast = upcast
         return source.to(torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
         own = ctx.upcast.take()
-        if own is None:
-            return gradient.to(torch.bfloat16), None, None
+        if own is None or gradient is None:
+            return None if gradient is None else gradient.to(torch.bfloat16), None, None
         if gradient.untyped_storage().data_ptr() == _ZERO.untyped_storage().data_ptr():
             return own.view(gradient.shape), None, None
         return own.view(gradient.shape).add_(gradient), None, None  # of others that read the copy

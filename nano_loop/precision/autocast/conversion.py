@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.torch_private import users_of_storage
 
 
 class Conversion:
@@ -29,14 +30,16 @@ class Conversion:
         self.dtype = dtype
         self._models: Any = WeakIdKeyDictionary()
         self._optimizers: Any = WeakIdKeyDictionary()
-        self._before: Any = WeakIdKeyDictionary()  # of dtypes, by the tensor
+        self._before: Any = WeakIdKeyDictionary()  # by the tensor: of its dtype, and its memory where others have that
 
     def convert(self, model: nn.Module) -> None:
         """Convert the floating-point parameters of a model, their gradients, and its buffers, in place."""
         self._models[model] = True
         new = [tensor for tensor in _floating(model) if tensor not in self._before]
+        own = Counter(map(_address, new))
         for tensor in new:
-            self._before[tensor] = tensor.dtype
+            has_aliases = _address(tensor) and users_of_storage(tensor) > own[_address(tensor)]
+            self._before[tensor] = tensor.dtype, tensor.data if has_aliases and not tensor.is_inference() else None
         cast(new, self.dtype)
 
     def convert_state(self, optimizer: Optimizer) -> None:
@@ -45,16 +48,21 @@ class Conversion:
             self._optimizers[optimizer] = True
             _cast_state(optimizer, torch.float32, self.dtype)
 
+    @torch.inference_mode(False)
     def restore(self) -> None:
         """Convert all that has this dtype back: what the loop has added to the models, to fp32."""
         present = itertools.chain.from_iterable(map(_floating, [*self._models]))
         by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
         for tensor in [*self._before, *present]:
             if tensor.dtype is self.dtype:
-                dtype = self._before.get(tensor, torch.float32)
+                dtype, _ = self._before.get(tensor, (torch.float32, None))
                 by_dtype.setdefault(dtype, {})[id(tensor)] = tensor
         for dtype, tensors in by_dtype.items():
             cast([*tensors.values()], dtype)
+        for tensor, (dtype, memory) in self._before.items():
+            if memory is not None and (tensor.dtype, tensor.shape) == (dtype, memory.shape):
+                memory.copy_(tensor.data)  # what the program, or another process, sees by another name
+                tensor.data = memory
         for optimizer in [*self._optimizers]:
             _cast_state(optimizer, self.dtype, torch.float32)
         for collection in (self._models, self._optimizers, self._before):
