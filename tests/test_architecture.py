@@ -124,7 +124,7 @@ BUDGETS = {
     "patching": 3_375,  # 3_100 is the goal
     "precision": 2_100,  # 2_000 is the goal
     "data": 1_400,
-    "distributed": 11_800,  # 9_800 is the goal
+    "distributed": 12_100,  # 9_800 is the goal; shards of ranks took 275
     "profiling": 300,
     "compile": 200,
     "config": 1_475,  # 1_300 is the goal

@@ -13,6 +13,7 @@ from torch.nn.functional import embedding, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from distributed.data_parallel.averaged import Setup, assert_pair, trained
+from distributed.data_parallel.test_checksums import DTYPES
 from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.errors import NanoError, NanoWarning
 
@@ -660,6 +661,20 @@ def test_layer_added_in_the_loop_begins_equal_and_is_averaged(team):
         return fit(setup, model, optimizer)
 
     assert_pair(team(2), loop)
+
+
+def test_buffers_of_every_dtype_that_are_added_in_the_loop_begin_equal(team):
+    def loop(setup):
+        model, optimizer = ready(setup)
+        model.append(nn.Identity())
+        for number, dtype in enumerate(DTYPES):
+            buffer = torch.empty(4, dtype=dtype)
+            buffer.view(torch.uint8).fill_(setup.rank)
+            model[-1].register_buffer(f"buffer{number}", buffer)
+        fit(setup, model, optimizer)
+        return [bool(buffer.view(torch.uint8).any()) for buffer in model[-1].buffers()]
+
+    assert team(2)(trained, loop) == [[False] * len(DTYPES)] * 2
 
 
 def test_parameter_added_in_the_loop_begins_equal_and_is_averaged(team):
