@@ -47,7 +47,7 @@ class ParameterDtype(Step):
         for model in parts.models:
             self._conversion.convert(model)
             interceptor = self.interceptors.add(model, self.name, _casting_outputs(dtype))
-            interceptor.around_modules(lambda module: _casting_inputs(dtype), DTYPES)
+            interceptor.around_modules(lambda module, casting=_casting_inputs(self._conversion): casting, DTYPES)
         if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `Rounding`
             for optimizer in parts.optimizers:
                 self._conversion.convert_state(optimizer)
@@ -62,13 +62,15 @@ def _is_frozen(model: nn.Module) -> bool:
     return next(parameters_of(model), None) is None
 
 
-def _casting_inputs(dtype: torch.dtype) -> Call:
+def _casting_inputs(conversion: Conversion) -> Call:
     """Return a function around each call of a module, also one that a method of the model makes in its loop."""
+    dtype = conversion.dtype
 
     def inward(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.dtype is not dtype and tensor.is_floating_point() else tensor
 
     def call(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        conversion.convert_added(self)
         substitution = Substitution(inward)
         args, kwargs = substitution(args), substitution(kwargs)
         try:

@@ -115,7 +115,8 @@ class RowGradient:
         self._states: list[_State] = []  # whose rows are marked
         self._pending: dict[tuple[int, int], list[Lookups]] = {}
         key = id(weight)
-        self._weight = weakref.ref(weight, lambda _: row_gradients.pop(key, None))
+        # Not the weight itself: `torch.utils.swap_tensors` refuses what has a weak reference.
+        self._memory = weakref.ref(weight.untyped_storage(), lambda _: row_gradients.pop(key, None))
         self._lock = threading.Lock()
         self._root: Callable[[], Tensor | None] = lambda: None
 

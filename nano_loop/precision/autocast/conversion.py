@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
 
@@ -29,15 +31,25 @@ class Conversion:
         self.dtype = dtype
         self._models: Any = WeakIdKeyDictionary()
         self._optimizers: Any = WeakIdKeyDictionary()
-        self._before: Any = WeakIdKeyDictionary()  # of dtypes, by the tensor
+        # By the id of a tensor, until its model is freed: `torch.utils.swap_tensors` refuses what has a weak reference.
+        self._before: dict[int, tuple[Tensor, torch.dtype]] = {}
+        self._ending = ExitStack()
 
     def convert(self, model: nn.Module) -> None:
         """Convert the floating-point parameters of a model, their gradients, and its buffers, in place."""
         self._models[model] = True
-        new = [tensor for tensor in _floating(model) if tensor not in self._before]
+        new = [tensor for tensor in _floating(model) if id(tensor) not in self._before]
+        forgetting = undone_with(model, self._ending)
         for tensor in new:
-            self._before[tensor] = tensor.dtype
+            self._before[id(tensor)] = tensor, tensor.dtype
+            forgetting.callback(self._before.pop, id(tensor), None)
         cast(new, self.dtype)
+
+    def convert_added(self, module: nn.Module) -> None:
+        """Convert what the loop has put into a module since, in place."""
+        own = itertools.chain(parameters_of(module, recurse=False), buffers_of(module, recurse=False))
+        added = [tensor for tensor in own if tensor.dtype is not self.dtype and tensor.is_floating_point()]
+        cast([tensor for tensor in added if tensor.is_leaf], self.dtype)
 
     def convert_state(self, optimizer: Optimizer) -> None:
         """Convert the fp32 state of an optimizer, but for single numbers, such as counters of steps."""
@@ -49,15 +61,16 @@ class Conversion:
         """Convert all that has this dtype back: what the loop has added to the models, to fp32."""
         present = itertools.chain.from_iterable(map(_floating, [*self._models]))
         by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
-        for tensor in [*self._before, *present]:
+        for tensor in [*(tensor for tensor, _ in self._before.values()), *present]:
             if tensor.dtype is self.dtype:
-                dtype = self._before.get(tensor, torch.float32)
+                _, dtype = self._before.get(id(tensor), (tensor, torch.float32))
                 by_dtype.setdefault(dtype, {})[id(tensor)] = tensor
         for dtype, tensors in by_dtype.items():
             cast([*tensors.values()], dtype)
         for optimizer in [*self._optimizers]:
             _cast_state(optimizer, self.dtype, torch.float32)
-        for collection in (self._models, self._optimizers, self._before):
+        self._ending.close()
+        for collection in (self._models, self._optimizers):
             collection.clear()
 
 
