@@ -594,6 +594,24 @@ def test_changes_to_a_dataset_that_only_indexes_are_seen(fast, monkeypatch):
     assert next(batches).tolist() == [-6, -7]
 
 
+@pytest.mark.parametrize("method", ["__getitem__", "__getitems__"])
+@pytest.mark.parametrize("kind", [TensorDataset, Subset, ConcatDataset, StackDataset])
+def test_method_that_the_program_puts_into_a_class_of_torch_reads_samples(fast, dataset, monkeypatch, kind, method):
+    data = {TensorDataset: dataset, Subset: Subset(dataset, range(23)), StackDataset: StackDataset(dataset)}
+    loader = fast(DataLoader(data.get(kind, ConcatDataset([dataset])), 2))
+    batches = iter(loader)
+    next(batches)
+
+    def read(self, which):
+        return [torch.tensor(-place) for place in which] if method == "__getitems__" else torch.tensor(-which)
+
+    monkeypatch.setattr(kind, method, read, raising=False)
+    if hasattr(kind, "__getitems__") and method == "__getitem__":
+        monkeypatch.delattr(kind, "__getitems__")
+    for rest in (next(batches), next(iter(loader))):
+        assert rest.tolist() in ([-2, -3], [0, -1])
+
+
 class Branches(Rows):
     def __getitem__(self, index):
         if index > 3:
