@@ -66,7 +66,8 @@ def steps_as_torch(kind: type[Optimizer]) -> bool:
     """Whether nobody but nano_loop has put anything in the place of torch's function for the steps of a kind."""
     owner = next(base for base in _FUNCTIONS if issubclass(kind, base))
     function = vars(sys.modules[owner.__module__])[_FUNCTIONS[owner][0]]
-    return module_of(function) == __name__ and module_of(function.__wrapped__).partition(".")[0] == "torch"
+    original = function.__wrapped__ if module_of(function) == __name__ else function
+    return module_of(original).partition(".")[0] == "torch"
 
 
 def takes_kernel(group: _Group) -> bool:
