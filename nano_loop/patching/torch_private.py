@@ -99,7 +99,8 @@ def address_of(tensor: torch.Tensor) -> int:
 
 def has_lone_storage(tensor: torch.Tensor) -> bool:
     """Whether no other tensor has the memory of this one, nor DLPack this one. torch has no public counts."""
-    return tensor._use_count() == 1 and _users_of_storage(tensor) == _users_of_lone_storage()  # type: ignore[attr-defined]
+    is_alone: bool = tensor._use_count() == 1  # type: ignore[attr-defined]
+    return is_alone and _users_of_storage(tensor) == _users_of_lone_storage()
 
 
 def _users_of_storage(tensor: torch.Tensor) -> int:

@@ -46,8 +46,8 @@ class ParameterDtype(Step):
             self.undoing.callback(self._conversion.restore)
         for model in parts.models:
             self._conversion.convert(model)
-            interceptor = self.interceptors.add(model, self.name, _casting_outputs(dtype))
-            interceptor.around_modules(lambda module, casting=_casting_inputs(self._conversion): casting, DTYPES)
+            interceptor = self.interceptors.add(model, self.name, _casting_outputs(self._conversion))
+            interceptor.around_modules(lambda module: _casting_inputs(dtype), DTYPES)
         if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `Rounding`
             for optimizer in parts.optimizers:
                 self._conversion.convert_state(optimizer)
@@ -62,15 +62,13 @@ def _is_frozen(model: nn.Module) -> bool:
     return next(parameters_of(model), None) is None
 
 
-def _casting_inputs(conversion: Conversion) -> Call:
+def _casting_inputs(dtype: torch.dtype) -> Call:
     """Return a function around each call of a module, also one that a method of the model makes in its loop."""
-    dtype = conversion.dtype
 
     def inward(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.dtype is not dtype and tensor.is_floating_point() else tensor
 
     def call(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        conversion.convert_added(self)
         substitution = Substitution(inward)
         args, kwargs = substitution(args), substitution(kwargs)
         try:
@@ -81,14 +79,18 @@ def _casting_inputs(conversion: Conversion) -> Call:
     return call
 
 
-def _casting_outputs(dtype: torch.dtype) -> CallWrapper:
+def _casting_outputs(conversion: Conversion) -> CallWrapper:
+    dtype = conversion.dtype
+
     def outward(tensor: Tensor) -> Tensor:
         return tensor.to(torch.float32) if tensor.dtype is dtype and not _is_leaf_state(tensor) else tensor
 
     def layer(call: Call) -> Call:
-        def with_casts(function: Call, /, *args: Any, **kwargs: Any) -> Any:
+        def with_casts(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                conversion.convert_added(module)
             try:
-                outputs = call(function, *args, **kwargs)
+                outputs = call(function, module, *args, **kwargs)
             except RuntimeError as error:
                 explain(error, f"its parameters and inputs are {dtype}, and a tensor made in the model is not", _MADE)
                 raise

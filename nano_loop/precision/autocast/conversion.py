@@ -47,9 +47,8 @@ class Conversion:
 
     def convert_added(self, module: nn.Module) -> None:
         """Convert what the loop has put into a module since, in place."""
-        own = itertools.chain(parameters_of(module, recurse=False), buffers_of(module, recurse=False))
-        added = [tensor for tensor in own if tensor.dtype is not self.dtype and tensor.is_floating_point()]
-        cast([tensor for tensor in added if tensor.is_leaf], self.dtype)
+        added = [tensor for tensor in _floating(module) if tensor.dtype is not self.dtype and tensor.is_leaf]
+        cast(added, self.dtype)
 
     def convert_state(self, optimizer: Optimizer) -> None:
         """Convert the fp32 state of an optimizer, but for single numbers, such as counters of steps."""
