@@ -148,8 +148,7 @@ def _is(dataset: Any, kind: type) -> bool:
 
 
 def _is_of_skorch(dataset: Any) -> bool:
-    kind = type(dataset)
-    return (kind.__module__, kind.__qualname__) == ("skorch.dataset", "Dataset") and has_own(kind, "__getitem__")
+    return (type(dataset).__module__, type(dataset).__qualname__) == ("skorch.dataset", "Dataset")
 
 
 def _rows_of_skorch(values: Any, positions: Positions) -> Any:
