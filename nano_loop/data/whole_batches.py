@@ -49,7 +49,8 @@ class WholeBatches(Dataset[Any]):
                 return batch_of(self.dataset, _array(positions))
         except (IndexError, OverflowError, RuntimeError, TypeError, ValueError):
             pass
-        return collate([self.dataset[position] for position in positions])
+        read = getattr(self.dataset, "__getitems__", None)
+        return collate(read(positions) if read else [self.dataset[position] for position in positions])
 
 
 def leaves_of(dataset: Any) -> Iterator[Any]:

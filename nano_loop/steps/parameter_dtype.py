@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -86,11 +87,14 @@ def _casting_outputs(conversion: Conversion) -> CallWrapper:
         return tensor.to(torch.float32) if tensor.dtype is dtype and not _is_leaf_state(tensor) else tensor
 
     def layer(call: Call) -> Call:
-        def with_casts(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                conversion.convert_added(module)
+        def with_casts(function: Call, /, *args: Any, **kwargs: Any) -> Any:
+            @functools.wraps(function)
+            def converted_first(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+                conversion.convert_added(module)  # inside of what rounds the weights of a step that has raised
+                return function(module, *args, **kwargs)
+
             try:
-                outputs = call(function, module, *args, **kwargs)
+                outputs = call(function if torch.compiler.is_compiling() else converted_first, *args, **kwargs)
             except RuntimeError as error:
                 explain(error, f"its parameters and inputs are {dtype}, and a tensor made in the model is not", _MADE)
                 raise
