@@ -26,16 +26,14 @@ class Broadcast(RanksStep):
 
     @override
     def begin(self) -> None:
-        # The tensors of modules and optimizers, of which there are no weak references: `swap_tensors` refuses those.
-        self._done: Any = WeakIdKeyDictionary()
+        self._done: Any = WeakIdKeyDictionary()  # tensors by module or optimizer: swaps refuse weak references
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
         modules = [module for model in parts.models for module in model.modules()]
         known = [tensor for tensors in self._done.values() for tensor in tensors]
-        # They are changed by calls since, as caches whose sizes are the rank's.
         known += [buffer for module in modules if module in self._done for buffer in buffers_of(module, recurse=False)]
-        done = set(map(id, known))
+        done = set(map(id, known))  # buffers are changed by calls since, as caches whose sizes are the rank's
         named = [*named_parameters(parts.models, parts.optimizers), *named_buffers(parts.models)]
         new = [(name, tensor) for name, tensor in named if id(tensor) not in done]
         optimizers = [optimizer for optimizer in parts.optimizers if optimizer not in self._done]
