@@ -36,9 +36,16 @@ _hooks = operator.attrgetter(
 )
 
 
+#: The hooks of all modules.
+_hooks_of_all = tuple(
+    getattr(nn.modules.module, f"_global_{name}_hooks")
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
 def calls_only_forward(module: nn.Module) -> bool:
     """Whether a call of a module is one of its class's `forward`, without hooks. torch has no public check."""
-    return not any(_hooks(module)) and "forward" not in vars(module)
+    return not any(_hooks(module)) and not any(_hooks_of_all) and "forward" not in vars(module)
 
 
 #: Whether `torch.jit.trace` records this thread's operators. The public function costs two more frames, in each call.
@@ -96,8 +103,9 @@ def python_library() -> str:
 
 
 def has_lone_storage(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor has the memory of this one."""
-    return users_of_storage(tensor) == 1
+    """Whether no other tensor has the memory of this one, nor DLPack this one. torch has no public counts."""
+    is_alone: bool = tensor._use_count() == 1  # type: ignore[attr-defined]
+    return is_alone and users_of_storage(tensor) == 1
 
 
 def users_of_storage(tensor: torch.Tensor) -> int:

@@ -54,6 +54,7 @@ class LayoutTrial:
     ) -> None:
         self.model = weakref.ref(model)
         self.guess = options.reduced_precision
+        self._options = options
         self._reason = _reason_not_to_time(model, options)
         self._accelerated = accelerated
         self._result = ""
@@ -78,8 +79,10 @@ class LayoutTrial:
         """
         if self.recorded is None or not self.recorded.is_ready:
             return None
-        if not may_depend_on_times():
-            self.forget()
+        model = self.model()
+        reason = "" if model is None else _reason_not_to_time(model, self._options)  # it may have hooks by now
+        if reason:
+            self.forget(reason)
             return None
         waits = Waits()
         with tensors_kept(tensors):
@@ -91,9 +94,9 @@ class LayoutTrial:
         self._result = f"{_name(in_nhwc)}: {both}{unsure(waits.share())}"
         return in_nhwc
 
-    def forget(self) -> None:
-        """Time nothing, now and later, and say so."""
-        self._reason, self._result = _DETERMINISTIC, ""
+    def forget(self, reason: str = _DETERMINISTIC) -> None:
+        """Time nothing, now and later, and say why."""
+        self._reason, self._result = reason, ""
         if self.recorded is not None:
             self.recorded.end()
 

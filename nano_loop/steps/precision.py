@@ -91,7 +91,7 @@ class Precision(Step):
             interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
-            if _has_lstm(model) and not can_train_lstms(dtype):
+            if not can_train_lstms(dtype):  # the model may get one
                 rules = {**interceptor.rules.operators, **self._rules_of_lstms()}
                 interceptor.rules = interceptor.rules._replace(operators=rules)
         remarks = [_remark(model, dtype) for model in parts.models]

@@ -1,9 +1,11 @@
 """Batches are the default loader's, bit for bit and in its order, and its random draws are made."""
 
 import re
+import sys
 from collections import namedtuple
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import FunctionType
 from unittest.mock import Mock
 
 import numpy as np
@@ -79,14 +81,15 @@ def assert_same(one, other):
 
 
 @contextmanager
-def only_whole_batches():
-    """Fail where a sample is taken out of a TensorDataset by itself."""
+def only_whole_batches(kind=TensorDataset):
+    """Fail where a sample is taken out of a dataset of this class by itself, by what looks like the class's code."""
 
     def one_by_one(self, index):
         raise AssertionError("a sample is fetched one by one")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorDataset, "__getitem__", one_by_one)
+        names = vars(sys.modules.get(kind.__module__, sys.modules[__name__]))
+        patch.setattr(kind, "__getitem__", FunctionType(one_by_one.__code__, names))
         yield
 
 
@@ -247,14 +250,13 @@ CONTAINERS = {
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # torch's, of rows one by one
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
-def test_batches_of_containers_and_arrays_are_the_default_loaders(step, dataset, make, monkeypatch):
+def test_batches_of_containers_and_arrays_are_the_default_loaders(step, dataset, make):
     data = make(dataset)
     expected = epochs(DataLoader(data, 4, shuffle=True))
     loader = DataLoader(data, 4, shuffle=True)
     assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == WHOLE
-    if type(data) is not np.ndarray:
-        monkeypatch.setattr(type(data), "__getitem__", None)
-    assert_same(epochs(loader), expected)
+    with nullcontext() if type(data) is np.ndarray else only_whole_batches(type(data)):
+        assert_same(epochs(loader), expected)
 
 
 def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(fast):
@@ -593,6 +595,24 @@ def test_changes_to_a_dataset_that_only_indexes_are_seen(fast, monkeypatch):
     assert next(batches)[0].tolist() == [7, 7]
     monkeypatch.setattr(Pair, "__getitem__", lambda self, index: -index)
     assert next(batches).tolist() == [-6, -7]
+
+
+@pytest.mark.parametrize("method", ["__getitem__", "__getitems__"])
+@pytest.mark.parametrize("kind", [TensorDataset, Subset, ConcatDataset, StackDataset])
+def test_method_that_the_program_puts_into_a_class_of_torch_reads_samples(fast, dataset, monkeypatch, kind, method):
+    data = {TensorDataset: dataset, Subset: Subset(dataset, range(23)), StackDataset: StackDataset(dataset)}
+    loader = fast(DataLoader(data.get(kind, ConcatDataset([dataset])), 2))
+    batches = iter(loader)
+    next(batches)
+
+    def read(self, which):
+        return [torch.tensor(-place) for place in which] if method == "__getitems__" else torch.tensor(-which)
+
+    monkeypatch.setattr(kind, method, read, raising=False)
+    if hasattr(kind, "__getitems__") and method == "__getitem__":
+        monkeypatch.delattr(kind, "__getitems__")
+    for rest in (next(batches), next(iter(loader))):
+        assert rest.tolist() in ([-2, -3], [0, -1])
 
 
 class Branches(Rows):

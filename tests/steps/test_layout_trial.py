@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import nano_loop
 from nano_loop import nano
@@ -178,6 +179,21 @@ def test_guess_stays_where_nothing_can_be_timed(kind, options, words):
     assert measured.detail.startswith("NHWC, not timed: ")
     assert words in measured.detail
     assert len(getattr(made[0], "calls", made[0].seen)) == 3
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_hooks_that_come_after_the_setup_are_called_as_often_as_in_the_plain_loop(of_all):
+    made, calls = parts(Images, steps=2), []
+
+    def loop(model, optimizer, loader):
+        register = register_module_forward_hook if of_all else model.conv.register_forward_hook
+        handle = register(lambda module, *_: calls.append(module is model.conv))
+        fit(model, optimizer, loader)
+        handle.remove()
+
+    measured = run(made, loop, precision="bf16")[1]
+    assert measured.detail.startswith("NHWC, not timed: the model has hooks")
+    assert calls.count(True) == 2
 
 
 def test_guess_stays_without_a_backward():

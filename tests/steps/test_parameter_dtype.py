@@ -61,6 +61,39 @@ def test_parameters_have_the_dtype_in_the_run_and_outputs_are_fp32(precision, dt
     train(model, optimizer, 2)  # plain, with what the run has left
 
 
+def a_new_layer(model, optimizer):
+    torch.manual_seed(1)
+    model.insert(3, nn.Linear(32, 32))
+    optimizer.add_param_group({"params": [*model[3].parameters()]})
+
+
+def a_new_weight(model, optimizer):
+    model[0].weight = nn.Parameter(0.5 * model[0].weight.detach().float())
+    optimizer.param_groups[0]["params"][0] = model[0].weight
+
+
+def swapped_weights(model, optimizer):
+    for weight in (model[0].weight, model[1].bias):
+        torch.utils.swap_tensors(weight, nn.Parameter(0.5 * weight.detach().float()))
+
+
+@pytest.mark.parametrize("change", [a_new_layer, a_new_weight, swapped_weights])
+@pytest.mark.parametrize(("precision", "tolerance"), [(64, 1e-4), ("bf16-true", 0.1)])
+def test_what_the_loop_puts_into_a_model_has_the_dtype_too(precision, tolerance, change):
+    def loop(model, optimizer):
+        train(model, optimizer, 3)
+        change(model, optimizer)
+        train(model, optimizer, 3)
+
+    models = []
+    for function in (loop, nano(precision=precision, **QUIET)(loop)):
+        model = network()
+        function(model, torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-2))
+        models.append([each.detach() for each in model.parameters()])
+    for plain, ours in zip(*models, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=tolerance * float(plain.abs().max()))
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("momentum", "rmsprop"))) for kind in OPTIMIZERS]
 )

@@ -128,6 +128,7 @@ class Averaging:
         def called(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or in_backward() or self._forked:
                 return call(*args, **kwargs)
+            self._parameters.refresh(looks_at_hooks=True)
             # A rank may evaluate alone, so an evaluation must not be collective.
             if torch.is_grad_enabled():
                 self._has_trained = True

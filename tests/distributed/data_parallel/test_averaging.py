@@ -722,6 +722,26 @@ def test_ranks_that_add_different_layers_are_told(team):
     assert team(2)(trained, loop) == [True, True]
 
 
+@pytest.mark.parametrize("swap", ["tensors", "loaded"])
+def test_swapped_parameters_are_averaged(team, swap):
+    def loop(setup):
+        model, optimizer = ready(setup)
+        fit(setup, model, optimizer)
+        if swap == "tensors":
+            torch.utils.swap_tensors(model[0].weight, nn.Parameter(0.5 * model[0].weight.detach()))
+        else:
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+            model.double().float()  # gradients, too
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        fit(setup, model, optimizer)
+        gradients = [each.grad.clone() for each in model.parameters()]
+        setup.setup(model, optimizer)  # again
+        return fit(setup, model, optimizer), gradients
+
+    assert_pair(team(2), loop)
+
+
 def test_removed_parameters_are_let_go(team):
     def loop(setup):
         model = net()
