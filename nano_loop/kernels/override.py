@@ -155,8 +155,6 @@ class Override(NamedTuple):
         Takes a call and its factors rounded to fp16's numbers, if `by_torch` does not compute it from these.
     rules : callable
         Takes a call. Returns the rules of the model that it belongs to, or None.
-    arguments : callable or None
-        Takes those of a call, and returns those with which torch's kernel is called in their place.
     otherwise : callable or None
         Computes what the operator does, where torch does not return its kernel (before 2.9). None: then it is torch's.
     """
@@ -172,7 +170,6 @@ class Override(NamedTuple):
     packs: bool = False
     in_fp16: Callable[[Call, list[torch.Tensor]], Any] | None = None
     rules: Callable[[Call], Rules | None] = lambda call: rules_now()
-    arguments: Callable[..., tuple[Any, ...]] | None = None
     otherwise: Callable[..., Any] | None = None
 
     def in_force(self) -> AbstractContextManager[None]:
@@ -181,14 +178,13 @@ class Override(NamedTuple):
 
     def make(self, original: Kernel | None) -> Callable[..., Any]:
         """Return the function that replaces torch's kernel; see `overridden`."""
-        supports, arguments, otherwise = self.supports, self.arguments, self.otherwise
+        supports, otherwise = self.supports, self.otherwise
         if original is None:
             assert otherwise is not None
             original = lambda keys, *args, **kwargs: otherwise(*args, **kwargs)  # noqa: E731
         torchs: Kernel = original
 
         def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            args = args if arguments is None else arguments(*args)
             call = supports(functools.partial(torchs, keys), *args, **kwargs)
             # A backward may be called without a gradient, of what the program has cut off.
             result = None if call is None or call.tensors[0] is None else self.computed(call)

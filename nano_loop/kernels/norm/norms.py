@@ -203,12 +203,6 @@ def layer_norm_backward(
     return _gradients("layer_norm", rows, gradient, x, weight, means, inverses, mask)
 
 
-def _with_gradient_of_input(gradient: Tensor, x: Tensor, *args: Any) -> tuple[Any, ...]:
-    """Ask for the input's gradient, too: in NHWC, torch's group norm writes it where none is wanted, to address 0."""
-    *others, mask = args
-    return gradient, x, *others, [mask[0] or not x.is_contiguous(), *mask[1:]]
-
-
 OVERRIDES = tuple(
     Override(
         f"native_{compute.__name__}",
@@ -217,7 +211,6 @@ OVERRIDES = tuple(
             Algorithm(COMPILED, functools.partial(_computed, compute), override.FP32, kernel=KERNEL.name),
         ),
         functools.partial(_supports, compute.__name__),
-        arguments=_with_gradient_of_input if compute is group_norm_backward else None,
     )
     for compute in (
         *(batch_norm, batch_norm_backward, group_norm, group_norm_backward),
