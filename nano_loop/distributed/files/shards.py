@@ -32,12 +32,15 @@ class Counterpart(NamedTuple):
         The path.
     named : str
         The file or folder in it that has the number in its name.
+    own : str
+        The same of the other rank.
     family : str
         What the paths of that rank begin with, and how they go on but for later numbers, which rank 0 need not have.
     """
 
     path: str
     named: str
+    own: str
     family: str
 
 
@@ -49,17 +52,19 @@ def counterparts(path: str, rank: int) -> Iterator[Counterpart]:
         if first not in (0, 1):
             continue
         family = path[:end] + _NUMBER.sub("#", path[end:])
+        own = path[:end] + path[end:].partition("/")[0]
         for number in {str(first).zfill(len(digits)), *([] if digits.startswith("0") else [str(first)])}:
             other = path[:start] + number + path[end:]
             slash = other.find("/", start)
-            yield Counterpart(other, other if slash < 0 else other[:slash], family)
+            yield Counterpart(other, other if slash < 0 else other[:slash], own, family)
 
 
 class Shards:
     """The files of one rank that may be such parts, and those that have been moved.
 
     A rank that chooses the first free number of a series is no part of anything: it has seen what rank 0 has. Nor
-    is one that has written itself what rank 0 has, as at each epoch.
+    is one that has written itself what rank 0 has, as at each epoch. Nor is the number of a folder that of a rank if
+    the rank works in it, or rank 0 writes to it too: another run, as of a sweep, has the folder with the other number.
 
     Parameters
     ----------
@@ -89,7 +94,9 @@ class Shards:
 
     def note(self, key: str) -> None:
         """Note that the rank writes a private file."""
-        named = {other.named for other in counterparts(key, self._overlay.rank)}
+        folder = f"{self._overlay.working_folder()}/"
+        others = counterparts(key, self._overlay.rank)
+        named = {other.named for other in others if not folder.startswith(f"{other.own}/")}
         _, known = self._waiting.pop(key, (0, set() if key in self._published else named & self._known))
         if named - known:
             self.latest += 1
@@ -107,7 +114,11 @@ class Shards:
         """Move what rank 0 has counterparts of, of the files that were written after so many."""
         with self._lock:  # a thread that saves in the background has collectives, too
             waiting = {
-                key: [other for other in counterparts(key, self._overlay.rank) if other.named not in known]
+                key: [
+                    other
+                    for other in counterparts(key, self._overlay.rank)
+                    if other.named not in known and not self._is_rank_0_in(other.own, key)
+                ]
                 for key, (number, known) in [*self._waiting.items()]
                 if number > after and self._is_movable(key)
             }
@@ -136,6 +147,17 @@ class Shards:
         if private is None or not stat.S_ISREG(private.st_mode):
             return False
         return status is None or self.own(key, status) or status.st_ctime_ns < self._overlay.since
+
+    def _is_rank_0_in(self, folder: str, key: str) -> bool:
+        """Whether rank 0 has written a file, in this run, in a folder or in one in it on the way to a path."""
+        while len(key) > len(folder):
+            key = os.path.dirname(key)
+            for name in original_os.listdir(key) if lower(key) is not None else ():
+                status = original_os.lstat(path := f"{key}/{name}")
+                is_new = not stat.S_ISDIR(status.st_mode) and status.st_ctime_ns >= self._overlay.since
+                if is_new and not self.own(path, status):
+                    return True
+        return False
 
     def _move(self, key: str) -> None:
         place = self._overlay.root + key

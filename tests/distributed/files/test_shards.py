@@ -138,6 +138,23 @@ def test_rank_that_has_chosen_the_first_free_number_keeps_what_it_writes(folder)
     assert [*real(folder)] == ["run 0/last"]
 
 
+@pytest.mark.parametrize("in_folder", [True, False], ids=["working folder", "file of rank 0"])
+def test_number_of_a_run_of_several_at_once_is_not_that_of_a_rank(folder, in_folder, monkeypatch):
+    """Another run, of which rank 0 and 1 know nothing, has the folder with the other number."""
+    for run in (0, 1):
+        original_os.mkdir(f"trial {run}")
+        original_os.mkdir(f"trial {run}/saved")
+    rank_0("trial 0/saved/last")
+    if in_folder:
+        monkeypatch.chdir("trial 1")
+        Path("saved/last").write_text("of rank 1")
+    else:
+        Path("trial 1/saved/last").write_text("of rank 1")
+        rank_0("trial 1/log")
+    of_this_rank().move()
+    assert "trial 1/saved/last" not in real(folder)
+
+
 def test_folder_that_rank_0_has_renamed_already_is_seen_with_all_that_is_in_it(folder):
     os.mkdir("new")
     Path("new/own").write_text("of rank 1")
