@@ -40,6 +40,8 @@ class Kernels(NamedTuple):
         Why models without such operators are skipped. None: they have no line in the report.
     contexts : tuple of callable
         Return the contexts in which the kernels are replaced, besides those of `overrides`.
+    remark : callable
+        Returns what the report says besides at the end of the run, or None.
     """
 
     kernel: CompiledKernel
@@ -49,6 +51,7 @@ class Kernels(NamedTuple):
     says_without_kernel: str | None = None
     absent: SkipReason | None = None
     contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+    remark: Callable[[], str | None] = lambda: None
 
     @property
     def calls_torchs_kernels(self) -> bool:
@@ -184,12 +187,12 @@ class KernelStep(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return that torch's kernels are in force again, or None."""
-        if not self._is_idle:
-            return None
-        return StepResult(
-            self.name, "measured", "torch's kernels, which are as fast for these tensors", code="too_small"
-        )
+        """Return that torch's kernels are in force again, or what there is to remark, or None."""
+        if self._is_idle:
+            detail = "torch's kernels, which are as fast for these tensors"
+            return StepResult(self.name, "measured", detail, code="too_small")
+        remark = self.kernels.remark()
+        return None if remark is None else StepResult(self.name, "applied", f"{self.kernels.says}; {remark}")
 
     def _look(self) -> None:
         """Put torch's kernels back if no call has used a function since this was called last."""
