@@ -91,7 +91,7 @@ def _reason(node: ast.AST) -> tuple[str | None, str]:
     if not isinstance(node, ast.Call):
         return None, ""
     function = ast.unparse(node.func)
-    if function == "SkipReason" and len(node.args) == 2:
+    if function == "SkipReason" and len(node.args) > 1:
         return _text(node.args[0]) or None, _text(node.args[1])
     keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     if function == "StepResult" and "code" in keywords and len(node.args) > 2:

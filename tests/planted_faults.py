@@ -202,8 +202,8 @@ FAULTS = (
     ),
     Fault(
         "distributed/files/overlay.py",
-        "(whiteout is not None or status.st_ctime_ns >= self.since)",
-        "(whiteout is not None)",
+        "        return whiteout is not None or self._is_new(status)",
+        "        return whiteout is not None",
         "tests/distributed/files/test_redirection.py tests/distributed/files/test_writers.py",
     ),
     Fault(

@@ -112,21 +112,21 @@ FILES_THAT_MAY_IMPORT = {
 BUDGETS = {
     "": 430,
     "api": 1_300,
-    "cli": 2_600,  # 2_100 is the goal
+    "cli": 2_625,  # 2_100 is the goal
     "integrations": 1_600,
-    "runtime": 2_125,  # 1_700 is the goal
-    "steps": 3_700,  # 3_300 is the goal
-    "policy": 130,
-    "kernels": 11_325,  # 9_600 was the goal before the head without its logits
+    "runtime": 2_150,  # 1_700 is the goal
+    "steps": 3_775,  # 3_300 is the goal
+    "policy": 150,
+    "kernels": 11_350,  # 10_800 is the goal
     "autotune": 730,
-    "optimizers": 600,
-    "patching": 3_175,  # 3_100 is the goal
-    "precision": 2_075,  # 2_000 is the goal
+    "optimizers": 650,  # 600 is the goal
+    "patching": 3_200,  # 3_100 is the goal
+    "precision": 2_100,  # 2_000 is the goal
     "data": 1_400,
-    "distributed": 11_800,  # 9_800 is the goal
+    "distributed": 12_100,  # 9_800 is the goal
     "profiling": 300,
     "compile": 200,
-    "config": 1_375,  # 1_300 is the goal
+    "config": 1_475,  # 1_300 is the goal
     "cpu": 1_350,  # 1_250 is the goal
     "storage": 400,  # 350 is the goal
 }

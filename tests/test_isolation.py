@@ -322,6 +322,18 @@ def test_function_compiled_before_the_run_is_reported_and_one_compiled_inside_is
     torch.compiler.reset()
 
 
+def test_part_of_a_called_model_is_no_model_whose_calls_were_missed():
+    @nano(precision="bf16", verbose=False)
+    def train(whole, part, optimizer):
+        for _ in range(2):
+            whole(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+
+    part = nn.Linear(4, 2)
+    train(nn.Sequential(part, nn.Tanh()), part, torch.optim.SGD(part.parameters(), lr=0.1))
+    assert train.report["precision"].status == "applied"
+
+
 def test_model_on_meta_is_skipped():
     _, report = run(lambda model, optimizer: None, nn.Linear(2, 2, device="meta"), precision="bf16")
     assert (report["precision"].status, report["precision"].code) == ("skipped", "meta_device")

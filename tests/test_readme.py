@@ -74,8 +74,11 @@ def test_decorated_example_trains_the_same_model_and_prints_the_report_that_is_s
 
 def steps_of(report):
     """Return what each step says when it is applied or skipped, and not what is measured later."""
-    lines = [line.split(maxsplit=2) for line in report.splitlines()[1:] if line.strip()]
-    return {name: detail for status, name, detail in lines if status != "measured"}
+    lines = [line.split(maxsplit=2) for line in report.splitlines()[1:] if line.startswith(("  applied", "  skipped"))]
+    shared = re.findall(r"^  ([a-z][a-z\d ]+): (fast_.*|tune_.*)$", report, re.MULTILINE)
+    return {name: detail for _, name, detail in lines} | {
+        name: why for why, names in shared for name in names.split(", ")
+    }
 
 
 def test_class_of_the_second_diff_trains():

@@ -7,11 +7,12 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
 from nano_loop.cli.at_start import search_path
+from nano_loop.config.declarations import Declarations
 from nano_loop.config.protocol import INSTALL
 from nano_loop.config.signatures import with_options
 from nano_loop.distributed.launch.active_runs import innermost
@@ -84,6 +85,8 @@ def accelerated(
     >>> "fused_optimizer" in run.report.applied
     True
     """
+    if TYPE_CHECKING:
+        Declarations(**options)  # jedi completes the arguments of what it sees them passed on to
     settings = _settings_of_one_process(options, "accelerated")
     return running(settings, Alone(settings.options, _processes_here()), model, optimizer, *dataloaders)
 
@@ -154,6 +157,8 @@ def install(**options: Any) -> None:
     >>> "fused_optimizer" in nano_loop.report().applied
     True
     """
+    if TYPE_CHECKING:
+        Declarations(**options)
     settings = _settings_of_one_process(options, "install")
     if settings.options.kind.parameters is not None:
         got, expected = settings.options.as_written["precision"], "models keep their parameters in fp32"

@@ -73,7 +73,11 @@ class Decorator(Protocol):
 def nano(function: Callable[_P, _R], /) -> Accelerated[_P, _R]: ...
 @overload
 @takes(NanoDeclarations)
-def nano(*args: Any, **others: Any) -> Decorator: ...
+def nano(*args: Any, **others: Any) -> Decorator:
+    NanoDeclarations(**others)  # jedi completes the arguments of what it sees them passed on to
+    raise NotImplementedError
+
+
 @with_options
 def nano(*args: Any, **others: Any) -> Any:
     """Accelerate a training function: ``@nano`` or ``@nano(precision="bf16", ...)`` above ``def train(...)``.

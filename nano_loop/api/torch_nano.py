@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -91,6 +91,8 @@ class TorchNano(OptionAttributes, RanksFabric):
 
     @method_takes(Declarations)
     def __init__(self, *args: Any, **others: Any) -> None:
+        if TYPE_CHECKING:
+            Declarations(**others)  # jedi completes the arguments of what it sees them passed on to
         self._nano_settings = Settings.read(named("TorchNano", args, others))
         self._nano_run: Run | None = None
         self._nano_report: SetupReport | None = None

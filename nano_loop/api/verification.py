@@ -52,7 +52,7 @@ def verify(model: Any, loss_fn: LossFunction, batch: Any, **options: Any) -> Ver
     if not isinstance(model, nn.Module):
         got = f"verify of a {type(model).__name__}"
         raise NanoConfigError(error_message(got, "it compares a torch.nn.Module", "Pass the model first"))
-    settings = Settings.read({**options, "num_processes": 1})
+    settings = Settings.read(options)  # a copy of the model is accelerated in one process, whatever they say
     return verified(model, loss_fn, batch, settings.options.kind, partial(accelerated_copy, settings))
 
 

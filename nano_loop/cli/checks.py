@@ -228,13 +228,14 @@ def kernels_in_c(inspected: Inspected) -> Iterator[Finding]:
         advice = "Install nano_loop again: pip install --force-reinstall --no-deps nano_loop"
         yield Finding("damaged-kernels", f"the package is damaged: {kernels.reason}", _LOST, advice)
     if cache is not None and not cache.is_writable:
+        advice = "Make it writable for this user alone (chmod 700), or set XDG_CACHE_HOME to a folder that is"
+        if not (cache.path and cache.is_there):
+            advice = "Set XDG_CACHE_HOME to a folder that this user alone can write to"
         yield Finding(
             "cache-folder",
             f"{cache.path} cannot be written by this user alone" if cache.path else "this user has no home folder",
             f"each run measures operators anew{', and compiles the kernels in C, which takes seconds' * compiles}",
-            "Make it writable for this user alone (chmod 700), or set XDG_CACHE_HOME to a folder that is"
-            if cache.path
-            else "Set XDG_CACHE_HOME to a folder that this user alone can write to",
+            advice,
             hurts=compiles,
         )
     if cache is not None and not cache.is_executable and compiles:

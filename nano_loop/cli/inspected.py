@@ -76,6 +76,7 @@ class CacheFolder(NamedTuple):
     path: str  # empty for a user without a home folder
     is_writable: bool  # by this user alone; another folder is not used
     is_executable: bool  # whether libraries in it can be loaded: not where the file system is mounted noexec
+    is_there: bool = True  # whether it exists, or the folder that it is made in
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,8 @@ def inspect_cache() -> CacheFolder:
         except (OSError, NanoError):  # others can write to it
             is_writable = False
     flag = getattr(os, "ST_NOEXEC", 0)  # of Linux alone
-    return CacheFolder(str(folder), is_writable, not (flag and os.statvfs(place).f_flag & flag))
+    is_executable = not (flag and os.statvfs(place).f_flag & flag)
+    return CacheFolder(str(folder), is_writable, is_executable, place in (folder, folder.parent))
 
 
 # In a separate process, since the import takes seconds, may abort, and loads libraries that stay. torch may print. Of

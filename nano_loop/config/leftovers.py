@@ -69,7 +69,7 @@ def no_attribute(module: str, name: str) -> AttributeError:
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("use_amp", "amp", "autocast", "mixed_precision", "fp16", "bf16", "half", "dtype"), "precision"),
     **dict.fromkeys(("nproc", "nprocs", "world_size", "nproc_per_node", "n_jobs"), "num_processes"),
-    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "num_workers in each DataLoader"),
+    **dict.fromkeys(("num_workers", "workers", "dataloader_num_workers"), "num_workers in each DataLoader"),
     **dict.fromkeys(("memory_format", "nhwc"), "channels_last"),
     **dict.fromkeys(("jit", "torch_compile", "compile_model"), "compile"),
     **dict.fromkeys(("deterministic", "reproducible"), "exact"),

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_loop.config.declarations import CHECKS, DEFAULTS, EXACT, MEASURING, OPTIONS, Declarations
+from nano_loop.config.declarations import CHECKS, DEFAULTS, EXACT, MEASURING, NEEDS, OPTIONS, Declarations
 from nano_loop.config.environment import kernels_choice, option_of, read_options, variable_of
 from nano_loop.config.leftovers import LEFTOVERS, NAMES_ELSEWHERE, REMOVED, REMOVED_OTHERS
 from nano_loop.config.option_checks import RefusedValueError, contradictions
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message, shown
+
+#: How much of a name, from 0 to 1, is that of the option that may be meant: less is another word, such as "workers".
+_CLOSE = 0.75
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,31 @@ class Options(Declarations):
         """
         options = Options(**self.as_dict() | dict(values))
         return options._with(from_environment=self.from_environment)
+
+    def refuse_idle(self, cpus: int, is_launched: bool) -> None:
+        """Raise a `NanoConfigError` if the program has written an option that cannot act.
+
+        What the environment has set is the wish of somebody else for this run, and so is a number of processes that
+        torchrun has started.
+
+        Parameters
+        ----------
+        cpus : int
+            How many CPUs the host has.
+        is_launched : bool
+            Whether the processes were started from outside.
+        """
+        values = self.as_dict() | {"num_processes": self.num_processes or 1, "cpus": cpus}
+        of_others = {option_of(text.partition("=")[0]) for text in self.from_environment}
+        of_others |= {"num_processes"} if is_launched else set()
+        problems = []
+        for name, need in NEEDS.items():
+            is_default = values[name] == CHECKS[name](DEFAULTS[name])
+            if not (is_default or need.is_met(values) or {name, need.of} & of_others):
+                got = " with ".join(self.as_written[option] for option in dict.fromkeys((name, need.of)))
+                problems.append(error_message(got, need.expected, need.hint))
+        if problems:
+            raise NanoConfigError("\n".join(problems))
 
     def for_nested_run(self, **changes: Any) -> Options:
         """Return the options of a run inside this one, which has a copy of a model to itself, with some changed."""
@@ -168,7 +196,7 @@ def _unknown(name: str, got: str, known: Sequence[str]) -> str:
         return error_message(got, LEFTOVERS[name].expected, LEFTOVERS[name].hint)
     if name in NAMES_ELSEWHERE:
         return error_message(got, "there is no such option", f"Write {NAMES_ELSEWHERE[name]}")
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return error_message(got, "there is no such option", f"Write {close[0]}")
-    return error_message(got, f"there is no such option, only {', '.join(known)}", "Leave it out")
+    begun = [option for option in known if option.startswith(name)]
+    close = begun if len(begun) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
+    hint = f"Write {close[0]}" if close else "Leave it out: help(nano_loop.nano) lists the options"
+    return error_message(got, "there is no such option", hint)

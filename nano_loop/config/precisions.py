@@ -7,7 +7,7 @@ that losses and metrics need no change. dtypes are in the table by name, so that
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +66,11 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
+#: What users may write: the names of the two tables, for type checkers.
+PrecisionName = (
+    Literal[32, 64, 16, "32", "64", "16", "bf16", "auto"]
+    | Literal["32-true", "64-true", "bf16-mixed", "bf16-products", "bf16-true", "16-mixed"]
+)
 #: By the name that Fabric and Lightning have for each.
 PRECISIONS = {
     kind.name: kind

@@ -108,4 +108,5 @@ def _entries() -> str:
 
 def _in_words(annotation: Any) -> str:
     """Return a type in numpydoc's notation: ``bool or "auto"`` for ``bool | Literal["auto"]``."""
+    annotation = annotation.replace("PrecisionName", "int | str")  # which are many, and listed below
     return re.sub(r"Literal\[(.*?)\]", r"\1", annotation).replace(" | ", " or ").replace("'", '"')

@@ -44,6 +44,16 @@ class Waits:
         return waiting / (running + waiting) if running + waiting > 0 else None
 
 
+def is_busy(share: float | None) -> bool:
+    """Whether other programs had so much of the CPUs that times are unsure."""
+    return share is not None and share >= BUSY
+
+
+def unsure(share: float | None) -> str:
+    """Return the remark about what was measured meanwhile, and is not kept: empty if it is sure."""
+    return f"; unsure: threads waited {share:.0%} of that time for other programs" if is_busy(share) else ""
+
+
 def _counted(tasks: Path) -> dict[str, _Counted]:
     counted = {}
     for path in tasks.glob("*/schedstat"):

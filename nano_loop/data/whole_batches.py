@@ -18,6 +18,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from nano_loop.data.collate import ARRAYS, collate
 from nano_loop.data.indexed_attributes import Row, indexed_sample, rows_in
+from nano_loop.patching.attributes import has_own
 from nano_loop.patching.torch_private_loaders import collates_as_torch
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
@@ -48,16 +49,17 @@ class WholeBatches(Dataset[Any]):
                 return batch_of(self.dataset, _array(positions))
         except (IndexError, OverflowError, RuntimeError, TypeError, ValueError):
             pass
-        return collate([self.dataset[position] for position in positions])
+        read = getattr(self.dataset, "__getitems__", None)
+        return collate(read(positions) if read else [self.dataset[position] for position in positions])
 
 
 def leaves_of(dataset: Any) -> Iterator[Any]:
     """Yield what the samples of a dataset are taken from, such as the tensors of a `TensorDataset`."""
-    if type(dataset) is Subset:
+    if _is(dataset, Subset):
         yield from leaves_of(dataset.dataset)
-    elif type(dataset) is TensorDataset:
+    elif _is(dataset, TensorDataset):
         yield from dataset.tensors
-    elif type(dataset) in (ConcatDataset, StackDataset):
+    elif _is(dataset, ConcatDataset) or _is(dataset, StackDataset):
         parts = dataset.datasets
         for part in parts.values() if isinstance(parts, Mapping) else parts:
             yield from leaves_of(part)
@@ -84,13 +86,13 @@ def is_supported(leaf: Any) -> bool:
 
 def batch_of(dataset: Any, positions: Positions) -> Any:
     """Return the batch of samples at these positions, of a dataset whose leaves are supported."""
-    if type(dataset) is Subset:
+    if _is(dataset, Subset):
         return batch_of(dataset.dataset, _array([dataset.indices[position] for position in positions.tolist()]))
-    if type(dataset) is TensorDataset:
+    if _is(dataset, TensorDataset):
         return [_rows(tensor, positions) for tensor in dataset.tensors]
-    if type(dataset) is ConcatDataset:
+    if _is(dataset, ConcatDataset):
         return _batch_of_several(dataset, positions)
-    if type(dataset) is StackDataset:
+    if _is(dataset, StackDataset):
         if isinstance(dataset.datasets, Mapping):
             return {key: batch_of(part, positions) for key, part in dataset.datasets.items()}
         return [batch_of(part, positions) for part in dataset.datasets]
@@ -139,6 +141,11 @@ def _joined(batches: Sequence[Any], order: Tensor) -> Any:
     if isinstance(first, dict):
         return {key: _joined([batch[key] for batch in batches], order) for key in first}
     return [_joined(parts, order) for parts in zip(*batches, strict=True)]
+
+
+def _is(dataset: Any, kind: type) -> bool:
+    """Whether a dataset is exactly of this class, whose own code reads samples."""
+    return type(dataset) is kind and has_own(kind, "__getitem__", "__getitems__")
 
 
 def _is_of_skorch(dataset: Any) -> bool:

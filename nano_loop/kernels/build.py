@@ -36,9 +36,11 @@ from nano_loop.kernels.compiler import (
     damage_of,
     library_name,
     packaged,
+    share_openmp,
 )
 from nano_loop.kernels.memory import Pointer, check, empty
 from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.torch_private import python_library
 from nano_loop.storage.cache_folder import cache_folder
 from nano_loop.storage.trusted_files import open_file, opened_folder, path_of, trusted_parent, write_file
 
@@ -167,6 +169,7 @@ def level() -> Level:
 @functools.cache
 def why_none() -> str | None:
     """Return why no kernel can use torch's threads in this process, or None. The title of a report says it."""
+    share_openmp(python_library())
     try:
         library = compiled(OPENMP, is_threaded=False)
     except UnavailableError as error:

@@ -5,6 +5,7 @@ It imports neither torch nor other modules of nano_loop: ``setup.py`` loads it b
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +36,7 @@ _COMPILERS = ("gcc", "cc", "clang")
 # roots one by one.
 _FLAGS = ("-O3", "-fPIC", "-fno-trapping-math", "-fno-math-errno")
 # The directives are compiled with it, and linked without: a second OpenMP runtime would start more threads beside
-# torch's. The functions that the directives call are found in the runtime that torch has loaded for all libraries.
+# torch's. The functions that the directives call are found in the runtime that torch has loaded: see `share_openmp`.
 _PARALLEL = ("-fopenmp",)
 _DIRECTIVE = b"omp parallel"
 _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
@@ -194,6 +196,24 @@ def compile_library(name: str, level: Level, library: Path, seconds: float = _SE
             raise
         _run(translate, library.parent, seconds)  # an old compiler does not know this CPU
     _run([*command, "-shared", "-o", str(library), str(compiled), "-lm"], library.parent, seconds)
+
+
+class _Place(ctypes.Structure):
+    """`Dl_info` of ``dladdr``."""
+
+    _fields_ = (("file", ctypes.c_char_p), *((name, ctypes.c_void_p) for name in ("base", "symbol", "address")))
+
+
+def share_openmp(library: str) -> None:
+    """Let libraries that are loaded from now on find the OpenMP runtime of one that is loaded.
+
+    torch's wheels for x86-64 share theirs, and those for ARM do not. It is found by what the library itself calls: a
+    process may have several, under names with a hash. No second one is loaded.
+    """
+    with suppress(AttributeError, OSError):  # there is none: what needs it says so when it is loaded
+        place, function = _Place(), ctypes.CDLL(library, os.RTLD_NOLOAD).omp_get_max_threads
+        if ctypes.CDLL(None).dladdr(function, ctypes.byref(place)):
+            ctypes.CDLL(os.fsdecode(place.file), os.RTLD_NOLOAD | ctypes.RTLD_GLOBAL)
 
 
 def compile_levels(folder: Path) -> list[Path]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_loop.kernels.memory import attempt
-from nano_loop.patching.torch_private import below_autocast, in_functorch, is_batched
+from nano_loop.patching.torch_private import below_autocast, in_functorch, is_batched, version
 from nano_loop.patching.torch_private_autograd import in_forward_mode
 
 
@@ -18,6 +18,23 @@ def is_followed(*gradients: Tensor | None) -> bool:
     if torch.is_grad_enabled() or in_functorch() or in_forward_mode():
         return True
     return any(gradient is not None and is_batched(gradient) for gradient in gradients)
+
+
+def save(ctx: Any, inputs: Sequence[Tensor | None], others: Sequence[Tensor | None], unread: Collection[int]) -> None:
+    """Save the first inputs of an autograd function, and others, for `saved`.
+
+    The inputs at the places `unread` are for `gradients_of` alone, where torch computes. As with torch's functions, a
+    program may write to them before the backward: to a bias, and to a weight whose input has no gradient.
+    """
+    ctx.unread = {place: (tensor, version(tensor)) for place in unread if (tensor := inputs[place]) is not None}
+    ctx.save_for_backward(*(None if place in ctx.unread else tensor for place, tensor in enumerate(inputs)), *others)
+
+
+def saved(ctx: Any, count: int) -> tuple[list[Any], Sequence[Any]]:
+    """Return so many first inputs, and the others. An activation checkpoint recomputes them, once."""
+    tensors = ctx.saved_tensors
+    inputs = [ctx.unread.get(place, [tensor])[0] for place, tensor in enumerate(tensors[:count])]
+    return inputs, tensors[count:]
 
 
 def gradients_of(
@@ -48,6 +65,8 @@ def gradients_of(
         return (None,) * len(needs)
     computed = None if is_followed(*gradients) else attempt(compute)
     if computed is None:
+        if any(version(tensor) != before for tensor, before in getattr(ctx, "unread", {}).values()):
+            raise RuntimeError("a weight or bias was modified by an inplace operation before its second derivative")
         computed = _by_torch(needs, inputs, gradients, by_torch)
     return *computed, *[None] * (len(needs) - len(inputs))
 

@@ -186,7 +186,8 @@ class Override(NamedTuple):
 
         def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             call = supports(functools.partial(torchs, keys), *args, **kwargs)
-            result = None if call is None else self.computed(call)
+            # A backward may be called without a gradient, of what the program has cut off.
+            result = None if call is None or call.tensors[0] is None else self.computed(call)
             return torchs(keys, *args, **kwargs) if result is None else result
 
         return dispatched
@@ -228,6 +229,8 @@ class Override(NamedTuple):
         if algorithm.is_exact:
             guess = self.default(call)
         else:
+            if rules.policy is not None:
+                rules.policy.tried.add(self.product)
             call = call._replace(numbers_in=ROUNDED)
             guess = algorithm.name if is_large(self.product, call.multiplications) else TORCH
         algorithms = {TORCH: self.by_torch, algorithm.name: algorithm.compute}

@@ -2,7 +2,8 @@
 
 torch labels each call for its profiler, breaks graphs that nobody compiles, and sorts the tensors by device and dtype.
 For a small model that is a tenth of a training step. Here the same hooks run, and the same kernel on the same tensors.
-What is unusual is left to torch: a first step, a closure, a mixture of dtypes, a profiler that runs, `torch.compile`.
+What is unusual is left to torch: a first step, a closure, a mixture of dtypes, a profiler that runs, `torch.compile`,
+and whatever the program has put in the place of torch's functions.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from nano_loop.kernels import denormals
 from nano_loop.kernels.embedding.row_gradient import row_gradients
 from nano_loop.optimizers import row_steps
 from nano_loop.optimizers.row_steps import RowStep
-from nano_loop.optimizers.torch_fused_steps import lie_alike, lie_in_order, takes_kernel
-from nano_loop.patching.attributes import replaced
+from nano_loop.optimizers.torch_fused_steps import are_counters, lie_alike, lie_in_order, steps_as_torch, takes_kernel
+from nano_loop.patching.attributes import module_of, replaced
 from nano_loop.patching.patch_table import listed, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import (
     foreach_increment,
@@ -49,27 +50,31 @@ def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        It keeps its class and its attributes; two methods of the class are replaced. Where a group is not for a fused
-        kernel, torch takes the step. The context does not hold it, and is to be left when it is freed.
+        It keeps its class and its attributes; two methods are replaced in the classes that define them. Where a group
+        is not for a fused kernel, torch takes the step. The context does not hold it, and is to be left when it is
+        freed.
     """
     kind, number = type(optimizer), id(optimizer)
     del optimizer
     with ExitStack() as changes:
-        if kind in _RULES and unhooked_step(kind.step) is not None:
-            changes.enter_context(replaced(kind, "step", _step))
-            changes.enter_context(replaced(kind, "zero_grad", _zero_grad))
+        if kind in _RULES:
+            for name, make in (("step", _step), ("zero_grad", _zero_grad)):
+                owner = next(base for base in kind.__mro__ if name in vars(base))
+                changes.enter_context(replaced(owner, name, make))
             changes.enter_context(shared_change(("direct steps", number), lambda: listed(_direct, number)))
         yield
 
 
 def _is_left_to_torch(optimizer: Optimizer) -> bool:
-    return torch.compiler.is_compiling() or id(optimizer) not in _direct or is_profiling()
+    is_direct = id(optimizer) in _direct and type(optimizer) in _RULES  # a program may change its class
+    return torch.compiler.is_compiling() or not is_direct or is_profiling()
 
 
 def _step(original: _Method) -> _Method:
-    """Return the replacement of ``step``, which torch has wrapped in what runs the hooks."""
+    """Return the replacement of ``step``, which torch has wrapped in what runs the hooks, unless others have, too."""
     body = unhooked_step(original)
-    assert body is not None
+    if body is None:
+        return original
 
     @functools.wraps(original)  # with torch's mark, or it would wrap the replacement when an optimizer is built
     def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +106,9 @@ def _checked(changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _zero_grad(original: _Method) -> _Method:
-    """Return the replacement of ``zero_grad``."""
+    """Return the replacement of ``zero_grad``, if that is torch's."""
+    if module_of(original).partition(".")[0] != "torch":
+        return original
 
     @functools.wraps(original)
     def zero_grad(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +125,8 @@ def _zero_grad(original: _Method) -> _Method:
 def _called_directly(optimizer: Optimizer) -> bool:
     """Step every group, or return False and change nothing."""
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return False
+    if not steps_as_torch(type(optimizer)):
         return False
     kernels: list[Callable[[], None]] = []
     flushes = True
@@ -153,6 +162,8 @@ def _gathered(optimizer: Optimizer, group: _Group) -> Callable[[], None] | None:
         counters = [[state["step"] for state in states]] if rule.has_counter else []
     except KeyError:
         return None  # it is a first step
+    if not all(map(are_counters, counters)):
+        return None
     lists: list[list[Any]] = [parameters, [gradient for _, gradient in with_gradient], *columns]
     is_usual = not parameters or lie_in_order(lists)
     if not is_usual and (len({parameter.dtype for parameter in parameters}) > 1 or not lie_alike(lists)):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from nano_loop.patching.attributes import replaced
+from nano_loop.patching.attributes import module_of, replaced
 from nano_loop.patching.objects.optimizers import is_dense, lies_as
 from nano_loop.patching.patch_table import listed, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import groups_prepared
@@ -62,6 +62,14 @@ def is_fused(optimizer: Optimizer) -> bool:
     return id(optimizer) in _fused
 
 
+def steps_as_torch(kind: type[Optimizer]) -> bool:
+    """Whether nobody but nano_loop has put anything in the place of torch's function for the steps of a kind."""
+    owner = next(base for base in _FUNCTIONS if issubclass(kind, base))
+    function = vars(sys.modules[owner.__module__])[_FUNCTIONS[owner][0]]
+    original = function.__wrapped__ if module_of(function) == __name__ else function
+    return module_of(original).partition(".")[0] == "torch"
+
+
 def takes_kernel(group: _Group) -> bool:
     """Whether a fused kernel computes what a group's settings say: the program asks for it, or for no other."""
     if group["differentiable"] or group.get("capturable") or not isinstance(group["lr"], (int, float)):
@@ -70,6 +78,12 @@ def takes_kernel(group: _Group) -> bool:
         if isinstance(beta, Tensor):
             return False
     return bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
+
+
+def are_counters(counters: Sequence[Any]) -> bool:
+    """Whether a kernel counts with these numbers of steps as torch's loop, which adds 1 for each parameter."""
+    are_numbers = all(isinstance(counter, Tensor) and counter.is_floating_point() for counter in counters)
+    return are_numbers and len({*map(id, counters)}) == len(counters)
 
 
 def lie_alike(lists: Sequence[Sequence[Any]]) -> bool:
@@ -84,13 +98,16 @@ def lie_alike(lists: Sequence[Sequence[Any]]) -> bool:
 
 
 def lie_in_order(lists: Sequence[Sequence[Any]]) -> bool:
-    """Whether all of them are contiguous and of one dtype. The common case: this is the overhead of a step."""
+    """Whether all of them are contiguous, without a negative bit, and of one dtype.
+
+    The common case: this is the overhead of a step.
+    """
     parameters = lists[0]
     dtype, shapes = parameters[0].dtype, [*map(_SIZE, parameters)]
     try:
         for tensors in lists:
             for tensor in tensors:
-                if tensor is None or tensor.dtype is not dtype or not tensor.is_contiguous():
+                if tensor is None or tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.is_neg():
                     return False
             if tensors is not parameters and [*map(_SIZE, tensors)] != shapes:
                 return False
@@ -101,9 +118,12 @@ def lie_in_order(lists: Sequence[Sequence[Any]]) -> bool:
 
 def _is_alike(tensors: Sequence[Any]) -> bool:
     parameter, *others = tensors
-    if not (parameter.dtype.is_floating_point and parameter.is_cpu and is_dense(parameter)):
+    if not (parameter.dtype.is_floating_point and parameter.is_cpu and is_dense(parameter)) or parameter.is_neg():
         return False
-    return all(other is not None and other.dtype is parameter.dtype and lies_as(other, parameter) for other in others)
+    return all(
+        other is not None and other.dtype is parameter.dtype and lies_as(other, parameter) and not other.is_neg()
+        for other in others
+    )
 
 
 def _noting(original: _Function) -> _Function:
@@ -132,7 +152,12 @@ def _fusing(has_counters: bool, original: _Function) -> _Function:
         if group["fused"]:  # by the program: torch raises no versions then, and is wrong where they lie otherwise
             if all(map(_is_plain, chain(*of_parameters))) and not lie_alike(of_parameters):
                 settings.update(fused=False, foreach=False)
-        elif takes_kernel(group) and _has_momenta(group, of_parameters) and lie_alike(of_parameters):
+        elif (
+            takes_kernel(group)
+            and _has_momenta(group, of_parameters)
+            and lie_alike(of_parameters)
+            and (not has_counters or are_counters(lists[-1]))
+        ):
             settings.update(fused=True, foreach=False)
             increment_version([*chain(parameters, *of_parameters[2:])])
         return original(parameters, *lists, **settings)
@@ -147,7 +172,9 @@ def _exist(states: Sequence[Tensor | None]) -> bool:
 
 def _is_plain(tensor: Tensor | None) -> bool:
     """Whether a fused kernel raises no error for a tensor."""
-    return tensor is not None and tensor.layout is torch.strided and tensor.is_floating_point()
+    if tensor is None or tensor.layout is not torch.strided:
+        return False
+    return tensor.is_floating_point() and not tensor.is_neg()
 
 
 def _has_momenta(group: _Group, lists: list[list[Any]]) -> bool:

@@ -108,6 +108,17 @@ def defined_in(owner: type) -> Mapping[str, Any]:
     return {name: value.original if isinstance(value, _ReplacedMethod) else value for name, value in values}
 
 
+def module_of(function: Any) -> str:
+    """Return the name of the module where a function was defined. `functools.wraps` copies that of another one."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def has_own(kind: type, *names: str) -> bool:
+    """Whether methods of a class and its bases, as far as there are such, are their own: the program has put none."""
+    defined = ((base, vars(base)[name]) for base in kind.__mro__ for name in names if name in vars(base))
+    return all(module_of(method) == base.__module__ for base, method in defined)
+
+
 def library(owner: type) -> str:
     """Return the name of the package that a class is from."""
     return owner.__module__.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Traverses nested tuples, lists, mappings, dataclasses and namespaces of tensors and other objects."""
+"""Traverses nested tuples, lists, sets, mappings, dataclasses and namespaces of tensors and other objects."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import dataclasses
 import functools
 import operator
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, MutableMapping
-from types import SimpleNamespace
+from types import CellType, FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from nano_loop.patching.torch_private import version
 
 _NAMESPACES = (SimpleNamespace, Namespace)
 _LEAVES = (str, bytes, int, float, type(None))
+_REBUILT = (tuple, frozenset, MappingProxyType, functools.partial)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -27,8 +29,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     function : callable
         Takes a tensor and returns a tensor, or the same object for no change.
     value : object
-        A tensor, or arbitrarily nested tuples (including named tuples), lists, mappings, dataclasses and namespaces of
-        tensors. Other objects are returned unchanged.
+        A tensor, or arbitrarily nested tuples (including named tuples), lists, sets, mappings, dataclasses and
+        namespaces of tensors. Other objects are returned unchanged.
 
     Returns
     -------
@@ -38,10 +40,27 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, tuple):
-        return _map_tuple(functools.partial(map_tensors, function), value)
+    if isinstance(value, _REBUILT):
+        return _rebuilt(functools.partial(map_tensors, function), value)
     mapped = [(key, old, map_tensors(function, old)) for key, old in _items(value)]
     return _with_items(value, [(key, new) for key, old, new in mapped if new is not old])
+
+
+def _rebuilt(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return a container that cannot be changed in place with what has become of its items: itself if none changed."""
+    if isinstance(value, tuple):
+        return _map_tuple(change, value)
+    if isinstance(value, frozenset):
+        old = [*frozenset.__iter__(value)]
+        items = [*map(change, old)]
+        return value if all(map(operator.is_, items, old)) else type(value)(items)
+    if isinstance(value, functools.partial):
+        parts = value.func, value.args, value.keywords
+        function, args, named = (change(part) for part in (value.func, value.args, dict(value.keywords)))
+        is_same = function is parts[0] and args is parts[1] and all(named[key] is parts[2][key] for key in named)
+        return value if is_same else type(value)(function, *args, **named)
+    mapping = {key: change(item) for key, item in value.items()}
+    return value if all(mapping[key] is value[key] for key in mapping) else MappingProxyType(mapping)
 
 
 def _map_tuple(change: Callable[[Any], Any], value: tuple[Any, ...]) -> Any:
@@ -63,11 +82,17 @@ def _with_items(value: Any, changed: list[tuple[Any, Any]]) -> Any:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """Return the keys and items of a list, mapping, dataclass or namespace; nothing for other objects."""
+    """Return the keys and items of a list, set, mapping, dataclass or namespace; nothing for other objects."""
     if isinstance(value, _LEAVES):
         return []
     if isinstance(value, list):
         return list(enumerate(list.__iter__(value)))
+    if isinstance(value, CellType):
+        return [("cell_contents", value.cell_contents)] if hasattr(value, "cell_contents") else []
+    if isinstance(value, deque):
+        return list(enumerate(deque.__iter__(value)))
+    if isinstance(value, set):
+        return [(item, item) for item in set.__iter__(value)]
     if isinstance(value, MutableMapping):
         return list(dict.items(value) if isinstance(value, dict) else value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -79,8 +104,9 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 class Substitution:
     """Substitutes tensors in a value, and restores the originals with what was written meanwhile.
 
-    Lists, mappings, dataclasses and namespaces are changed in place, since others may hold them and write into them.
-    Tuples and frozen dataclasses are copied. Other objects are not looked into.
+    Lists, sets, mappings, dataclasses, namespaces and the variables that a function has from around it are changed in
+    place, since others may hold them and write into them. Tuples and other frozen containers are copied. Other objects
+    are not looked into.
 
     Parameters
     ----------
@@ -106,8 +132,12 @@ class Substitution:
     def _substituted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._substitute(value)
-        if isinstance(value, tuple):
-            return _map_tuple(self, value)
+        if isinstance(value, _REBUILT):
+            return _rebuilt(self, value)
+        if isinstance(value, FunctionType):
+            for cell in value.__closure__ or ():
+                self(cell)
+            return value
         substitutes = [(key, old, self(old)) for key, old in _items(value)]
         changed = [(key, old, new) for key, old, new in substitutes if new is not old]
         if changed and _is_frozen(value):
@@ -121,7 +151,7 @@ class Substitution:
         """Replace the remaining substitutes by the originals, and copy what was written to a substitute."""
         for container, key, original, substitute in reversed(self._items):
             if _holds_item(container, key, substitute):
-                _put_item(container, key, original)
+                _put_item(container, substitute if isinstance(container, set) else key, original)
         for tensor, substitute, before in self._tensors:
             changed = version(substitute) != before or substitute.is_inference()  # these have no version counter
             if changed and not shares_memory(tensor, substitute):
@@ -143,8 +173,10 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _holds_item(container: Any, key: Any, item: Any) -> bool:
     """Whether a container has an item at a key, or an object as an attribute."""
-    if isinstance(container, list):
+    if isinstance(container, (list, deque)):
         return key < len(container) and container[key] is item
+    if isinstance(container, set):
+        return item in container
     if isinstance(container, MutableMapping):
         return key in container and container[key] is item
     return getattr(container, key, None) is item
@@ -152,8 +184,11 @@ def _holds_item(container: Any, key: Any, item: Any) -> bool:
 
 def _put_item(container: Any, key: Any, item: Any) -> None:
     """Set an item of a container, or an attribute of an object, without the code of its class."""
-    if isinstance(container, (list, MutableMapping)):
+    if isinstance(container, (list, deque, MutableMapping)):
         container[key] = item
+    elif isinstance(container, set):
+        container.remove(key)
+        container.add(item)
     else:
         object.__setattr__(container, key, item)  # also works if the dataclass is frozen
 

@@ -36,6 +36,7 @@ class ProductPolicy(Protocol):
     """Decides which products of fp32 tensors round their inputs: `nano_loop.policy.product_precision.Policy`."""
 
     dtype: torch.dtype
+    tried: set[str]
 
     def may_round(self, kind: str, multiplications: int) -> bool:
         """Return whether a product is large enough to be measured, or to round."""

@@ -36,9 +36,16 @@ _hooks = operator.attrgetter(
 )
 
 
+#: The hooks of all modules.
+_hooks_of_all = tuple(
+    getattr(nn.modules.module, f"_global_{name}_hooks")
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
 def calls_only_forward(module: nn.Module) -> bool:
     """Whether a call of a module is one of its class's `forward`, without hooks. torch has no public check."""
-    return not any(_hooks(module)) and "forward" not in vars(module)
+    return not any(_hooks(module)) and not any(_hooks_of_all) and "forward" not in vars(module)
 
 
 #: Whether `torch.jit.trace` records this thread's operators. The public function costs two more frames, in each call.
@@ -117,19 +124,30 @@ def address_of(tensor: torch.Tensor) -> int:
     return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
 
 
+def python_library() -> str:
+    """Return the path of the library by which Python uses torch. No public name has it."""
+    return torch._C.__file__
+
+
 def has_lone_storage(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor has the memory of this one. torch has no public count."""
-    return _users_of_storage(tensor) == _users_of_lone_storage()
+    """Whether no other tensor has the memory of this one, nor DLPack this one. torch has no public counts."""
+    is_alone: bool = tensor._use_count() == 1  # type: ignore[attr-defined]
+    return is_alone and users_of_storage(tensor) == 1
 
 
-def _users_of_storage(tensor: torch.Tensor) -> int:
+def users_of_storage(tensor: torch.Tensor) -> int:
+    """Return how many tensors, and other objects, have the memory of a tensor. torch has no public count."""
+    return _count_of_users(tensor) - _count_of_a_lone_user() + 1
+
+
+def _count_of_users(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()  # which is another user
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 @functools.cache
-def _users_of_lone_storage() -> int:
-    return _users_of_storage(torch.empty(1, device="cpu"))
+def _count_of_a_lone_user() -> int:
+    return _count_of_users(torch.empty(1, device="cpu"))
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils.hooks import RemovableHandle
 
 #: The attributes of a leaf tensor that hold its hooks, which pickling omits.
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -66,6 +67,11 @@ def queue_callback(function: Callable[[], None]) -> None:
     It does not run if the backward raises. Its own exceptions are raised by ``backward()``. torch's FSDP uses the same.
     """
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def has_accumulation_hook(parameter: torch.Tensor, handle: RemovableHandle) -> bool:
+    """Whether a parameter has the hook of this handle, which `torch.utils.swap_tensors` gives to the other tensor."""
+    return parameter._post_accumulate_grad_hooks is handle.hooks_dict_ref()
 
 
 def forget_empty_hooks(parameter: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer, _functional
 from torch.optim import optimizer as torch_optimizer
 
-from nano_loop.patching.attributes import replaced
+from nano_loop.patching.attributes import module_of, replaced
 
 _ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
 _INIT_GROUP = "_init_group"
@@ -52,15 +52,10 @@ def unhooked_step(step: Callable[..., Any]) -> Callable[..., Any] | None:
     if not getattr(step, "hooked", False):
         return None
     while getattr(step, "hooked", False):
-        if _module_of(step).partition(".")[0] not in ("torch", "nano_loop"):
+        if module_of(step).partition(".")[0] not in ("torch", "nano_loop"):
             return None
         step = step.__wrapped__  # type: ignore[attr-defined]
-    return step if _module_of(step) == torch_optimizer.__name__ else None
-
-
-def _module_of(function: Any) -> str:
-    """Return where a function was defined. `functools.wraps` copies ``__module__`` from another one."""
-    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+    return step if module_of(step) == torch_optimizer.__name__ else None
 
 
 def is_profiling() -> bool:

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import FrameSummary
 from types import FrameType, TracebackType
@@ -40,11 +40,6 @@ def users_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
     return next((frame for frame in reversed(frames) if is_users(frame.filename)), None)
 
 
-def leads_to_user(error: BaseException) -> bool:
-    """Whether the traceback of `error` shows a line of the user's code."""
-    return any(is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
 def users_traceback(traceback: TracebackType | None, *, keeps_last: bool = True) -> TracebackType | None:
     """Return a traceback without the frames of nano_loop through which it leads to the user's code, or to a module.
 
@@ -64,6 +59,16 @@ def users_traceback(traceback: TracebackType | None, *, keeps_last: bool = True)
     return kept
 
 
+def trim_tracebacks(error: BaseException, *, keeps_last: bool = True) -> None:
+    """Take those frames of nano_loop out of the traceback of an error, and of the errors that have led to it."""
+    error.__traceback__ = users_traceback(error.__traceback__, keeps_last=keeps_last)
+    seen, before = {id(error)}, error.__cause__ or error.__context__
+    while before is not None and id(before) not in seen:
+        seen.add(id(before))
+        before.__traceback__ = users_traceback(before.__traceback__)
+        before = before.__cause__ or before.__context__
+
+
 def _is_led_to(file: str) -> bool:
     """Whether nano_loop calls code of a file for the user: it calls the standard library and others for itself."""
     if file.startswith(_MODULES):
@@ -73,9 +78,12 @@ def _is_led_to(file: str) -> bool:
 
 
 def _is_between(files: Sequence[str], place: int) -> bool:
-    """Whether a file is nano_loop's, or contextlib's beside one of nano_loop's."""
-    beside = files[max(place - 1, 0) : place + 2] if files[place] == contextlib.__file__ else [files[place]]
-    return any(file.startswith(_PACKAGE) for file in beside)
+    """Whether a file is nano_loop's, or contextlib's with one of nano_loop's before or behind."""
+    if files[place] != contextlib.__file__:
+        return files[place].startswith(_PACKAGE)
+    around: tuple[Iterable[str], ...] = (reversed(files[:place]), files[place + 1 :])
+    nearest = (next((file for file in part if file != contextlib.__file__), "") for part in around)
+    return any(file.startswith(_PACKAGE) for file in nearest)
 
 
 def users_line() -> str:

@@ -41,6 +41,8 @@ class Policy:
         The same.
     has_rounded : bool
         Whether any product has.
+    large, tried : set of str
+        The kinds of which a product was large enough, and of which there was an algorithm that rounds.
     is_paused : bool
         Whether all products are in fp32 now.
     """
@@ -48,6 +50,8 @@ class Policy:
     def __init__(self, dtype: torch.dtype, record: Callable[[torch.dtype, str, int], None]) -> None:
         self.dtype = dtype
         self.has_rounded = self.is_paused = False
+        self.large: set[str] = set()
+        self.tried: set[str] = set()
         self._record = record
         self._least: dict[str, float] = {}
         self.watch()
@@ -57,7 +61,10 @@ class Policy:
         if self.is_paused:
             return False
         least = self._least.get(kind)
-        return is_large(kind, multiplications / _NEVER) if least is None else multiplications >= least
+        may_round = is_large(kind, multiplications / _NEVER) if least is None else multiplications >= least
+        if may_round:
+            self.large.add(kind)
+        return may_round
 
     def may_any_round(self, kind: str) -> bool:
         """Return whether a product of a kind may, while the policy is not paused."""
@@ -66,6 +73,7 @@ class Policy:
     def note(self, kind: str, multiplications: int, packed: int) -> None:
         """Note a product that rounds, and how many numbers it packs in bf16 without a cast."""
         self.has_rounded = True
+        self.tried.add(kind)
         self._fewest[kind] = min(self._fewest.get(kind, math.inf), multiplications)
         self._multiplications += multiplications
         self._record(self.dtype, kind, packed)

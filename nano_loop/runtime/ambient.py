@@ -274,7 +274,7 @@ class Ambient:
             self._loader_run.__exit__(None, None, None)
 
 
-_OTHERS = "an optimizer that is none of torch's"
+_OTHERS = "an optimizer that is not a torch optimizer"
 
 
 def _mode_here() -> Ambient | None:

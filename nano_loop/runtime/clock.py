@@ -173,10 +173,10 @@ class StepTimes:
         self._ends: deque[float] = deque(maxlen=_LAST + 1)
         clock.after(self._note)
 
-    def median_ms(self) -> float | None:
-        """Return the median time of the last thousand steps in milliseconds, or None if there were too few steps."""
+    def median(self) -> float | None:
+        """Return the median time of the last thousand steps in seconds, or None if there were too few steps."""
         seconds = [end - begin for begin, end in pairwise([*self._ends])]
-        return statistics.median(seconds) * 1e3 if len(seconds) >= _ENOUGH else None
+        return statistics.median(seconds) if len(seconds) >= _ENOUGH else None
 
     def _note(self, optimizer: Optimizer) -> None:
         if optimizer is self._optimizer():

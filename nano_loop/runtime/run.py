@@ -31,7 +31,7 @@ from nano_loop.kernels.build import compilation_announced
 from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.patching.deterministic_mode import told_when_deterministic
 from nano_loop.patching.patch_table import process_wide
-from nano_loop.patching.user_code import leads_to_user, users_traceback
+from nano_loop.patching.user_code import trim_tracebacks
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.mkl_functions import resolve_mkl_functions
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport, StepResult, print_lines
@@ -199,13 +199,10 @@ class Run:
         try:
             with self:
                 return self._task.do(self)
-        except NanoWorkerError as error:
-            if leads_to_user(error):
-                raise
-            raise error.with_traceback(None) from error.__cause__  # dozens of lines that say nothing about the loop
         except BaseException as error:
-            shown = users_traceback(error.__traceback__, keeps_last=not isinstance(error, NanoConfigError))
-            raise error.with_traceback(shown)  # noqa: B904 - it is the same
+            # That of a rank is in the message: our lines, where this one has waited for it, say nothing about the loop.
+            trim_tracebacks(error, keeps_last=not isinstance(error, (NanoConfigError, NanoWorkerError)))
+            raise error  # a bare raise has the whole traceback before Python 3.11
         finally:
             self.end()
 
@@ -317,16 +314,19 @@ class Run:
                 results.append(self.stepped.final_result())
             self._results.add_final(self._place, [result for result in results if result is not None])
 
-    def _unmet(self) -> list[tuple[str, str]]:
-        """Return the steps that were asked for by True and apply to nothing that was set up, with the reasons."""
+    def _unmet(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the steps that were asked for by True and apply to nothing that was set up: reasons and what to do."""
         results = [] if self.report is None else self.report.results
         in_use = {result.name for result in results if result.status != "skipped"}
         reasons = {result.name: result.detail for result in results}
-        return [
-            (step.name, step.unused_because or reasons.get(step.name, "nothing that it is for was set up"))
-            for step in self._steps
-            if getattr(self.options, step.name, None) is True and (step.name not in in_use or step.unused_because)
-        ]
+        for step in self._steps:
+            if getattr(self.options, step.name, None) is not True:
+                continue
+            reason, missing = step.unused_because or reasons.get(step.name), _PARTS[step.needs]
+            if reason is not None and (step.unused_because or step.name not in in_use):
+                yield step.name, reason, f"Remove {step.name}"
+            elif step.name not in in_use:
+                yield step.name, f"no {missing} was set up", f"Pass the {missing}, or remove {step.name}"
 
     def _is_relevant(self, step: Step, parts: TrainingObjects) -> bool:
         if not step.enabled or (step.once and self._is_set_up):
@@ -341,8 +341,8 @@ class Run:
             raise NanoConfigError(
                 error_message(f"{step.name}=True", reason.detail, f'Leave it out, which means "auto": {step.name}')
             )
-        asked_for = getattr(self.options, step.name, "auto") != "auto"
-        return StepResult(step.name, "skipped", reason.detail, code=reason.code, asked_for=asked_for)
+        idle = reason.idle if getattr(self.options, step.name, "auto") == "auto" else ""
+        return StepResult(step.name, "skipped", reason.detail, code=reason.code, idle=idle)
 
 
 def _default_steps(task: RunTask | None) -> tuple[type[Step], ...]:
@@ -353,6 +353,8 @@ def _default_steps(task: RunTask | None) -> tuple[type[Step], ...]:
     return STEPS if task is None else task.steps
 
 
+#: What a step misses where it has no line, by what it needs.
+_PARTS = {"models": "model", "optimizers": "optimizer", "trained": "model", "loaders": "DataLoader", None: "model"}
 _SET_UP = "Call run.setup(model, optimizer) before the first step"
 
 

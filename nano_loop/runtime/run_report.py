@@ -41,7 +41,7 @@ class RunReport:
 
     def add(self, slot: RankSlot, results: list[StepResult]) -> None:
         """Add results, and print those that are new: last those of steps that have nothing to do, in one line."""
-        results = sorted(results, key=lambda result: result.is_idle)
+        results = sorted(results, key=lambda result: bool(result.idle))
         new: Sequence[SetupReport | StepResult]
         if self.report is None:
             self.report = _empty_report(slot, self._options)

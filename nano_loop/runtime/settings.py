@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from nano_loop.config.options import Options
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.join_run import expected_ranks, prepare
-from nano_loop.distributed.launch_external.environment import found_launch
+from nano_loop.distributed.launch_external.environment import found_launch, without_launch
 from nano_loop.errors import NanoError, error_message
 
 
@@ -29,11 +30,14 @@ class Settings:
         Raises
         ------
         NanoConfigError
-            If options are invalid. The message lists all of them.
+            If options are invalid, or cannot act. The message lists all of them.
         NanoError
             If the options ask for processes that were not started.
         """
         options, machine = Options.from_call(arguments), read_machine()
+        # All CPUs that are online: a worker process, which imports the program again, may use its share alone.
+        cpus = len(machine.logical_cpus) if machine.quota is None else math.ceil(machine.quota)
+        options.refuse_idle(cpus, is_launched=without_launch(os.environ) != os.environ)
         _refuse_missing_launch(options)
         return cls(options, machine)
 

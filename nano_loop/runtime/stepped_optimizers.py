@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,8 +21,8 @@ from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
-_NOTHING = "nothing was set up in this run, so nothing is accelerated"
-_SEPARATE = "nothing was set up in this run, so every rank trains by itself, and only rank 0's model is kept"
+_NOTHING = "nothing was set up before, so nothing is accelerated"
+_SEPARATE = "nothing was set up before, so every rank trains by itself, and only rank 0's model is kept"
 
 
 class SteppedOptimizers:
@@ -41,8 +42,8 @@ class SteppedOptimizers:
     apply : callable
         Sets up objects.
     unmet : callable
-        Returns the options that were asked for by True and apply to nothing that was set up, with the reasons. Called
-        at the first step of the run.
+        Returns the options that were asked for by True and apply to nothing that was set up, with the reasons and what
+        to do. Called at the first step of the run.
     clock : StepClock
         The run's.
     undoing : contextlib.ExitStack
@@ -63,7 +64,7 @@ class SteppedOptimizers:
         scope: RunScope,
         hint: str,
         apply: Callable[[TrainingObjects], None],
-        unmet: Callable[[], Sequence[tuple[str, str]]],
+        unmet: Callable[[], Iterable[tuple[str, str, str]]],
         clock: StepClock,
         undoing: ExitStack,
     ) -> None:
@@ -95,7 +96,7 @@ class SteppedOptimizers:
         self._stepped.clear()
 
     def final_result(self) -> StepResult | None:
-        """Return a line about optimizers that were not set up, or do not train what was set up, or None."""
+        """Return a line about optimizers that were not set up, or have stepped without gradients, or None."""
         detail = "; ".join(dict.fromkeys([*self._remarks, *self._idle.values()]))
         return StepResult("fused_optimizer", "skipped", detail, code="not_set_up") if detail else None
 
@@ -138,10 +139,16 @@ class SteppedOptimizers:
             self._check(name)
             self._is_first = False
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
-        if optimizer not in self._optimizers:
+        parameters = held_by(optimizer) if has_closure else trained
+        if self._models and self._parameters().isdisjoint(map(id, parameters)):
+            got = f"{name} trains no model that was set up"
+            is_model = any(isinstance(weight, nn.Parameter) and weight.dim() > 1 for weight in parameters)
+            if is_model and optimizer in self._optimizers and self._ranks.size == 1:  # several are warned by their step
+                warn(error_message(got, "what it trains is not accelerated", f"{self._hint}, with that model"))
+            else:
+                self._remarks[got] = None
+        elif optimizer not in self._optimizers:
             self._remarks[f"{name} was not set up"] = None
-        elif self._models and not has_closure and self._parameters().isdisjoint(map(id, trained)):
-            self._remarks[f"{name} trains no model that was set up"] = None
 
     def _parameters(self) -> set[int]:
         """Return the ids of the parameters of the models that were set up."""
@@ -149,13 +156,13 @@ class SteppedOptimizers:
 
     def _check(self, name: str) -> None:
         """Warn or raise at the first step of the run where nothing was set up, or an option applies to nothing."""
-        unmet = self._unmet()
+        unmet = [*self._unmet()]
         if self._is_set_up:
-            messages = [error_message(f"{option}=True", reason, f"Leave {option} out") for option, reason in unmet]
+            messages = [error_message(f"{option}=True", reason, hint) for option, reason, hint in unmet]
             if messages:
                 raise NanoConfigError("\n".join(messages))
             return
-        got = " with ".join([f"{name} steps", *(f"{option}=True" for option, _ in unmet)])
+        got = " with ".join([f"the loop steps {name}", *(f"{option}=True" for option, *_ in unmet)])
         if self._ranks.size > 1:
             raise NanoError(error_message(got, _SEPARATE, self._hint))
         warn(error_message(got, _NOTHING, self._hint))

@@ -19,7 +19,7 @@ from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.choices import Choice, choices_for
 from nano_loop.autotune.tuner import HOPELESS, NEARLY_ALWAYS
 from nano_loop.cpu import Machine
-from nano_loop.cpu.waits import BUSY, Waits
+from nano_loop.cpu.waits import Waits, is_busy, unsure
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.patching.patch_table import shared_change, users
@@ -74,6 +74,8 @@ class StepTrial(Generic[_Setting]):
         The seconds of a step by the setting, as they were measured last. Empty before that.
     measured : int
         How many measurements have ended.
+    unsure : str
+        The remark about the last one, where other programs had the CPUs: it is not kept.
     is_under_way : bool
         Whether steps take turns. In a thread, one setting is tried at a time: steps of one depend on another.
     """
@@ -95,7 +97,7 @@ class StepTrial(Generic[_Setting]):
     ) -> None:
         self.setting, self._other = self._now, _ = self.settings = settings
         self.medians: dict[_Setting, float] = {}
-        self.measured = 0
+        self.measured, self.unsure = 0, ""
         self.is_under_way = False
         self._turns = ExitStack()  # what other trials of the thread wait for
         self._apply, self._present, self._budget, self._clock = take, present, budget, budget.clock
@@ -208,8 +210,9 @@ class StepTrial(Generic[_Setting]):
         setting = self._other if is_faster else self.setting
         times = {str(tried): seconds * 1e3 for tried, seconds in medians.items()}
         self._choices.put(self._key(), Choice(str(setting), str(self.settings[0]), times))
-        share = self._waits.share() if self._waits is not None else None
-        self._choices.save(is_busy=share is not None and share >= BUSY)
+        share, self._waits = self._waits.share() if self._waits is not None else None, None
+        self.unsure = unsure(share)
+        self._choices.save(is_busy=is_busy(share))
         self._settle(setting, medians)
 
     def _settle(self, setting: _Setting, medians: dict[_Setting, float]) -> None:

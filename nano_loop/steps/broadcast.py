@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
 from nano_loop.distributed.data_parallel.initial_sync import make_equal, named_buffers, named_parameters
-from nano_loop.patching.members import buffers_of
+from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
@@ -26,15 +26,16 @@ class Broadcast(RanksStep):
 
     @override
     def begin(self) -> None:
-        self._done: Any = WeakIdKeyDictionary()  # tensors, modules and optimizers
+        self._done: Any = WeakIdKeyDictionary()  # tensors by module or optimizer: swaps refuse weak references
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
         modules = [module for model in parts.models for module in model.modules()]
-        known = [buffer for module in modules if module in self._done for buffer in buffers_of(module, recurse=False)]
-        changed = set(map(id, known))  # by calls since, as caches whose sizes are the rank's
+        known = [tensor for tensors in self._done.values() for tensor in tensors]
+        known += [buffer for module in modules if module in self._done for buffer in buffers_of(module, recurse=False)]
+        done = set(map(id, known))  # buffers are changed by calls since, as caches whose sizes are the rank's
         named = [*named_parameters(parts.models, parts.optimizers), *named_buffers(parts.models)]
-        new = [(name, tensor) for name, tensor in named if tensor not in self._done and id(tensor) not in changed]
+        new = [(name, tensor) for name, tensor in named if id(tensor) not in done]
         optimizers = [optimizer for optimizer in parts.optimizers if optimizer not in self._done]
         groups = [
             f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"
@@ -43,8 +44,10 @@ class Broadcast(RanksStep):
         make_equal(self.ranks, new, groups)
         for optimizer in optimizers:
             self._broadcast_state(optimizer)
-        for value in (*optimizers, *modules, *(tensor for _, tensor in new)):
-            self._done[value] = True
+        for optimizer in parts.optimizers:
+            self._done[optimizer] = held_by(optimizer)
+        for module in modules:
+            self._done[module] = [*parameters_of(module, recurse=False), *buffers_of(module, recurse=False)]
         return "every rank begins with rank 0's values"
 
     def _broadcast_state(self, optimizer: Optimizer) -> None:

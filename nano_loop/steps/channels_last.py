@@ -23,13 +23,13 @@ from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_functorch
+from nano_loop.runtime.objects.called_functions import functions_called
 from nano_loop.runtime.objects.report import StepResult
-from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.layout_trial import LayoutTrial
-from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step import ABSENT, SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_OF_SEQUENCES = (nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 #: The ids of the convolutions of set-up models.
@@ -65,13 +65,12 @@ class ChannelsLast(Step):
         models = _unscripted(parts)
         if parts.models and not models:
             return SkipReason("scripted", "the model is scripted, so its convolutions and views cannot be changed")
-        if any(parameter.dim() in _FORMATS for model in models for parameter in parameters_of(model)):
+        if not any(map(_takes_images, models)):
+            return SkipReason("no_images", "the model has no layers for images", ABSENT)
+        has_weights = any(parameter.dim() in _FORMATS for model in models for parameter in parameters_of(model))
+        if has_weights or self.options.channels_last is True:  # pooling takes images, too
             return None
-        if any(isinstance(module, _OF_SEQUENCES) for model in models for module in model.modules()):
-            return SkipReason("no_images", "the model has no 4-D or 5-D parameters, and layers for sequences")
-        if self.options.channels_last is True and models:  # linear layers and pooling take images, too
-            return None
-        return SkipReason("no_images", "the model has no 4-D or 5-D parameters")
+        return SkipReason("no_images", "the model has no 4-D or 5-D parameters", ABSENT)
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
@@ -90,7 +89,7 @@ class ChannelsLast(Step):
             return "the faster layout, timed after the first batch"
         count = sum(self._turn(model, to_nhwc=True) for model in models)
         inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_converted(parts.parameters())))
-        return f"{count} convolution{'s' * (count != 1)}, {inputs} inputs"
+        return f"{count} convolution{'s' * (count != 1)}, {inputs} inputs" if count else f"{inputs} inputs"
 
     def _turn(self, model: nn.Module, to_nhwc: bool) -> int:
         """Let a model compute in NHWC from now on, or in NCHW, and return how many convolutions it has."""
@@ -163,6 +162,12 @@ class ChannelsLast(Step):
 
 def _unscripted(parts: TrainingObjects) -> list[nn.Module]:
     return [model for model in parts.models if not isinstance(model, torch.jit.ScriptModule)]
+
+
+def _takes_images(model: nn.Module) -> bool:
+    """Whether a layer, or a function that the model calls, is named after images or volumes."""
+    names = [*map(class_name, model.modules()), *functions_called(model)]
+    return any(word in name.lower() for name in names for word in ("2d", "3d", "convolution", "interpolate", "pixel_"))
 
 
 def _converted(parameters: Iterable[nn.Parameter]) -> frozenset[int]:

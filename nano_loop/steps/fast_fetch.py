@@ -44,7 +44,10 @@ class FastFetch(Step):
             if refusal is None:
                 undone_with(loader, self.undoing).enter_context(changed(loader, _FETCHING))
             details.append(refusal.detail if refusal else _single_samples(loader))
-        return "; ".join([f"{refusals.count(None)} of {len(refusals)} loaders", *filter(None, dict.fromkeys(details))])
+        is_whole = any(detail is None for detail in details)
+        count = f"{refusals.count(None)} of {len(refusals)} loaders"
+        words = f"whole batches sliced from memory, {count}" if is_whole else count
+        return "; ".join([words, *filter(None, dict.fromkeys(details))])
 
 
 class _Fetching(LoaderChange):

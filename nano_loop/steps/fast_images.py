@@ -17,7 +17,7 @@ from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.loaders import changed
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step import ABSENT, SkipReason, Step
 
 if TYPE_CHECKING:
     from nano_loop.data.images.store import Store
@@ -39,30 +39,18 @@ class FastImages(Step):
         self._stores: dict[str, Store] = {}
         self._changed: Any = WeakIdKeyDictionary()  # loaders
 
-    @property
-    @override
-    def enabled(self) -> bool:
-        # Without torchvision, the report does not mention the step.
-        return super().enabled and (self.required or bool(compositions()))
-
-    @override
-    def is_relevant(self, parts: TrainingObjects) -> bool:
-        is_relevant = super().is_relevant(parts)
-        if self.required or not is_relevant:
-            return is_relevant
-        from nano_loop.data.images.folders import has_images
-
-        # Most loaders have no images, also where torchvision is imported.
-        return any(has_images(loader.dataset) for loader in parts.loaders)
-
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if not compositions():
-            return SkipReason("no_images", "torchvision is not imported")
-        from nano_loop.data.images.folders import refusal
+            return SkipReason("no_images", "torchvision is not imported", ABSENT)
+        from nano_loop.data.images.folders import has_images, refusal
 
-        reasons = [refusal(loader) for loader in parts.loaders]
-        return SkipReason.of_all([None if reason is None else SkipReason("no_images", reason) for reason in reasons])
+        # Most loaders have no images, also where torchvision is imported.
+        reasons = [
+            SkipReason("no_images", reason, "" if has_images(loader.dataset) else ABSENT) if reason else None
+            for loader, reason in zip(parts.loaders, map(refusal, parts.loaders), strict=True)
+        ]
+        return SkipReason.of_all(reasons)
 
     @override
     def apply(self, parts: TrainingObjects) -> str:

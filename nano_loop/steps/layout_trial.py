@@ -12,11 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from nano_loop.config.options import Options
+from nano_loop.cpu.waits import Waits, unsure
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import calls_only_forward
 from nano_loop.precision.verification.recorded_calls import RecordedCalls, loss_of
 from nano_loop.precision.verification.traces import RandomStates, backward_into, tensors_kept
+from nano_loop.runtime.objects.report import duration
 
 #: Seconds of steps in a layout that are enough, and how many steps there are at least and at most.
 _ENOUGH, _FEWEST, _MOST = 0.2, 3, 9
@@ -52,6 +54,7 @@ class LayoutTrial:
     ) -> None:
         self.model = weakref.ref(model)
         self.guess = options.reduced_precision
+        self._options = options
         self._reason = _reason_not_to_time(model, options)
         self._accelerated = accelerated
         self._result = ""
@@ -76,20 +79,24 @@ class LayoutTrial:
         """
         if self.recorded is None or not self.recorded.is_ready:
             return None
-        if not may_depend_on_times():
-            self.forget()
+        model = self.model()
+        reason = "" if model is None else _reason_not_to_time(model, self._options)  # it may have hooks by now
+        if reason:
+            self.forget(reason)
             return None
+        waits = Waits()
         with tensors_kept(tensors):
             times = self.recorded.guarded(self._times)
         if times is None:
             return None
         in_nhwc = times[True] < times[False]
-        self._result = f"{_name(in_nhwc)}: {times[True] * 1e3:.3g} ms a step in NHWC, {times[False] * 1e3:.3g} in NCHW"
+        both = f"{duration(times[True])} per step in NHWC, {duration(times[False])} in NCHW"
+        self._result = f"{_name(in_nhwc)}: {both}{unsure(waits.share())}"
         return in_nhwc
 
-    def forget(self) -> None:
-        """Time nothing, now and later, and say so."""
-        self._reason, self._result = _DETERMINISTIC, ""
+    def forget(self, reason: str = _DETERMINISTIC) -> None:
+        """Time nothing, now and later, and say why."""
+        self._reason, self._result = reason, ""
         if self.recorded is not None:
             self.recorded.end()
 

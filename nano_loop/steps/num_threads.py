@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.patch_table import shared_change, users
-from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.trial import StepTrial
 from nano_loop.steps.step import SkipReason, Step
@@ -85,8 +85,8 @@ class NumThreads(Step):
             return StepResult(self.name, "measured", f"{trial.setting}: {_DETERMINISTIC}", code="deterministic")
         if not trial.medians:
             return StepResult(self.name, "measured", f"{trial.setting}: too few steps to tell", code="too_few_steps")
-        times = ", ".join(f"{time * 1e3:.3g} ms a step with {number}" for number, time in trial.medians.items())
-        often = f", measured {trial.measured} times" if trial.measured > 1 else ""
+        times = ", ".join(f"{duration(time)} per step with {number}" for number, time in trial.medians.items())
+        often = f"{f', measured {trial.measured} times' if trial.measured > 1 else ''}{trial.unsure}"
         code = "one_thread_is_faster" if trial.setting == 1 else "more_threads_stay"
         return StepResult(self.name, "measured", f"{trial.setting}: {times}{often}", code=code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class ParameterDtype(Step):
             self.undoing.callback(self._conversion.restore)
         for model in parts.models:
             self._conversion.convert(model)
-            interceptor = self.interceptors.add(model, self.name, _casting_outputs(dtype))
+            interceptor = self.interceptors.add(model, self.name, _casting_outputs(self._conversion))
             interceptor.around_modules(lambda module: _casting_inputs(dtype), DTYPES)
         if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `Rounding`
             for optimizer in parts.optimizers:
@@ -79,14 +80,21 @@ def _casting_inputs(dtype: torch.dtype) -> Call:
     return call
 
 
-def _casting_outputs(dtype: torch.dtype) -> CallWrapper:
+def _casting_outputs(conversion: Conversion) -> CallWrapper:
+    dtype = conversion.dtype
+
     def outward(tensor: Tensor) -> Tensor:
         return tensor.to(torch.float32) if tensor.dtype is dtype and not _is_leaf_state(tensor) else tensor
 
     def layer(call: Call) -> Call:
         def with_casts(function: Call, /, *args: Any, **kwargs: Any) -> Any:
+            @functools.wraps(function)
+            def converted_first(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+                conversion.convert_added(module)  # inside of what rounds the weights of a step that has raised
+                return function(module, *args, **kwargs)
+
             try:
-                outputs = call(function, *args, **kwargs)
+                outputs = call(function if torch.compiler.is_compiling() else converted_first, *args, **kwargs)
             except RuntimeError as error:
                 explain(error, f"its parameters and inputs are {dtype}, and a tensor made in the model is not", _MADE)
                 raise

@@ -91,7 +91,7 @@ class Precision(Step):
             interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
-            if _has_lstm(model) and not can_train_lstms(dtype):
+            if not can_train_lstms(dtype):  # the model may get one
                 rules = {**interceptor.rules.operators, **self._rules_of_lstms()}
                 interceptor.rules = interceptor.rules._replace(operators=rules)
         remarks = [_remark(model, dtype) for model in parts.models]
@@ -118,10 +118,17 @@ class Precision(Step):
             name = type(model).__name__
             if interceptor.was_called or name in self._missed or not _is_trained(model, optimizer):
                 continue
+            if self._is_part_of_called(model):
+                continue
             self._missed.append(name)
             got = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
             cause = "a function that was compiled before the run bypasses the steps"
             warnings.warn(error_message(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=3)
+
+    def _is_part_of_called(self, model: nn.Module) -> bool:
+        """Whether a model lies in another one, whose calls were intercepted."""
+        called = (other for other, interceptor in self._interceptors_of.items() if interceptor.was_called)
+        return any(module is model for other in called for module in other.modules())
 
     def _warn(self) -> None:
         got = f"{self.options.as_written['precision']} on {self.machine.name}"

@@ -28,7 +28,7 @@ from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import shared_change
 from nano_loop.policy.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.precision.diagnostics.cast_log import record_product
-from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
 from nano_loop.runtime.trial import StepTrial
 from nano_loop.steps.kernels.models import has_attention, has_convolutions, large_weights
@@ -125,6 +125,7 @@ class Products(Step):
         self._all_round: bool | None = None
         self._trial: _Trial | None = None
         self._medians: dict[bool, float] = {}  # see `stop_rounding`
+        self._unsure = ""  # the remark about these
 
     @property
     @override
@@ -199,9 +200,9 @@ class Products(Step):
         self._policy.is_paused = not rounds
         self._replace_kernels()
 
-    def stop_rounding(self, medians: dict[bool, float]) -> None:
+    def stop_rounding(self, trial: StepTrial[bool]) -> None:
         """Let all products be fp32. See `_Trial`."""
-        self._medians = medians
+        self._medians, self._unsure = trial.medians, trial.unsure
         self._policy.end()
         self._replace_kernels()
 
@@ -222,15 +223,25 @@ class Products(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return why no product rounded at the end, or None."""
+        """Return why no product rounded at the end, or no convolution, or None."""
         names = ", ".join(self._names)
         if self._medians:
-            fp32, rounded = (f"{self._medians[setting] * 1e3:.3g} ms" for setting in (False, True))
-            detail = f"fp32 for {names}: {fp32} a step, and {rounded} with bf16 inside of products"
+            fp32, rounded = (duration(self._medians[setting]) for setting in (False, True))
+            detail = f"fp32 for {names}: {fp32} per step, and {rounded} with bf16 inside of products{self._unsure}"
             return StepResult(self.name, "measured", detail, code="slower")
+        untried = self._policy.large - self._policy.tried - {LSTM}  # these are always measured
+        if CONVOLUTION in untried and not self.options.channels_last:
+            detail = f'convolutions of {names} are fp32, since they round in NHWC alone: pass channels_last="auto"'
+            return StepResult(self.name, "measured", detail, code="nchw")
         if self._policy.has_rounded or not self._names:
             return None
-        return StepResult(self.name, "measured", f"fp32 for {names}: no product is large enough", code="too_small")
+        if self._policy.large - untried:
+            why = SkipReason("not_faster", "no product that was tried is faster in bf16")
+        elif untried:
+            why = SkipReason("untried", "no kernel that rounds takes its products")
+        else:
+            why = SkipReason("too_small", "no product is large enough")
+        return StepResult(self.name, "measured", f"fp32 for {names}: {why.detail}", code=why.code)
 
 
 def _has_fp32(model: nn.Module) -> bool:
@@ -297,7 +308,7 @@ class _Trial:
         self._costs.clear()
         self._end()
         for member in members if not trial.setting else ():
-            member.stop_rounding(trial.medians)
+            member.stop_rounding(trial)
 
     def _end(self) -> None:
         if self._trial is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, PolynomialLR
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
@@ -11,8 +14,11 @@ from typing_extensions import override
 from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.sharding.metrics import whole_evaluations_not_joined
 from nano_loop.distributed.sharding.sharding import BatchSharding, serving, sharded_by_user
+from nano_loop.errors import error_message
+from nano_loop.patching.attributes import replaced
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.loaders import changed, implicit_loaders_changed
+from nano_loop.patching.user_code import warn
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep, SkipReason
@@ -35,6 +41,7 @@ class Sharding(RanksStep):
         self._number = 0  # of loaders that were set up
         self._finding = False
         self._known: Any = WeakIdKeyDictionary()  # see `OwnShares`
+        self._steps: Any = WeakIdKeyDictionary()  # how many a scheduler has taken in the run, by the scheduler
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
@@ -47,6 +54,8 @@ class Sharding(RanksStep):
             self._finding = True
             self.undoing.enter_context(implicit_loaders_changed(self._find))
             self.undoing.enter_context(whole_evaluations_not_joined(self.ranks))
+            if self.ranks.rank == 0:
+                self.undoing.enter_context(replaced(LRScheduler, "step", functools.partial(_counting, self._steps)))
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -66,6 +75,8 @@ class Sharding(RanksStep):
     @override
     def final_result(self) -> StepResult | None:
         sharding = self.ranks.context.sharding
+        if not sharding.undivided:
+            self._warn_of_schedules()
         if sharding.own_shares:
             verdicts = [f"{name} {_DRAWN if drawn else _DIVIDED}" for name, drawn in sharding.own_shares.items()]
             code = "drawn_differently" if any(sharding.own_shares.values()) else "divided_by_program"
@@ -73,6 +84,18 @@ class Sharding(RanksStep):
         if not sharding.implicit_loaders:
             return None
         return StepResult(self.name, "applied", f"loaders that were not set up, {_BY_BATCH}")
+
+    def _warn_of_schedules(self) -> None:
+        """Warn of schedulers that have counted this rank's batches, and were built for those of all ranks."""
+        size = self.ranks.size
+        for scheduler, steps in [*self._steps.items()]:
+            total = next((getattr(scheduler, name) for kind, name in _ENDS.items() if isinstance(scheduler, kind)), 0)
+            counts_batches = steps * max(len(self.clock.optimizers), 1) >= self.clock.steps
+            if counts_batches and abs(scheduler.last_epoch * size - total) <= _ABOUT * total:
+                got = f"{type(scheduler).__name__} is at step {scheduler.last_epoch} of {total} at the end of the run"
+                expected = f"each of {size} processes takes one of {size} batches, and as many steps"
+                advice = f"Build it for ceil(len(loader) / {size}) steps per epoch, or inside of the training function"
+                warn(error_message(got, expected, advice))
 
     def _find(self, loader: DataLoader[Any]) -> BatchSharding | None:
         """Return the change to a loader that the loop uses and that was not set up."""
@@ -101,6 +124,18 @@ class Sharding(RanksStep):
         return sharded_by_user(loader, self.ranks.size)
 
 
+def _counting(steps: Any, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        steps[self] = steps.get(self, 0) + 1
+
+    return step
+
+
+#: Schedulers that end with a training, and the attribute that says when.
+_ENDS = {OneCycleLR: "total_steps", CosineAnnealingLR: "T_max", PolynomialLR: "total_iters"}
+_ABOUT = 0.1  # of all steps: batches that do not divide evenly, and gradients that are accumulated at the end of epochs
 _BY_BATCH = "by batch, in rank 0's order"
 _READ_BY_ALL = "read by every rank, which keeps its own"
 _WHOLE = "whole (shard=False)"

@@ -21,6 +21,9 @@ from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
+#: See `SkipReason.idle`: there is nothing that the step is for, or only what is too small for a gain.
+ABSENT, SMALL = "nothing to do", "too small to gain"
+
 
 class SkipReason(NamedTuple):
     """Why a step does not apply.
@@ -31,10 +34,14 @@ class SkipReason(NamedTuple):
         A short word that stays the same, such as "no_norm".
     detail : str
         The reason in one line, for the report.
+    idle : str
+        Where the step is "auto", the line that names it together with others: `ABSENT`, `SMALL`, or of a precision.
+        Empty: none, it has its own.
     """
 
     code: str
     detail: str
+    idle: str = ""
 
     @classmethod
     def of_all(cls, reasons: Sequence[SkipReason | None]) -> SkipReason | None:
@@ -42,9 +49,8 @@ class SkipReason(NamedTuple):
         known = dict.fromkeys(reason for reason in reasons if reason is not None)
         if None in reasons or not known:
             return None
-        return cls(
-            ",".join(dict.fromkeys(reason.code for reason in known)), "; ".join(reason.detail for reason in known)
-        )
+        codes, idle = dict.fromkeys(reason.code for reason in known), {reason.idle for reason in known}
+        return cls(",".join(codes), "; ".join(reason.detail for reason in known), idle.pop() if len(idle) == 1 else "")
 
 
 @dataclass(frozen=True)

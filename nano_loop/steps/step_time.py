@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from nano_loop.runtime.clock import StepTimes
-from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import Step
 
@@ -33,6 +33,6 @@ class StepTime(Step):
     def final_result(self) -> StepResult | None:
         if self._times is None:
             return None
-        median = self._times.median_ms()
-        detail = "too few steps to tell" if median is None else f"{median:.3g} ms a step (median)"
+        median = self._times.median()
+        detail = "too few steps to tell" if median is None else f"{duration(median)} per step (median)"
         return StepResult(self.name, "measured", detail)

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from nano_loop.config.exports import is_exported
-from nano_loop.cpu.waits import BUSY, Waits
+from nano_loop.cpu.waits import Waits, is_busy
 from nano_loop.patching.patch_table import process_wide, shared_change, users
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -24,9 +24,9 @@ from nano_loop.steps.step import SkipReason, Step
 
 _BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_RAYS = "RAY_RAYLET_PID"  # which actors and tasks have: only Ray knows what else the node computes
 #: Seconds that a run takes at least of which the waits are judged.
 _LONG = 10.0
-
 
 _settings: list[tuple[int, int]] = process_wide("numbers of threads that runs have set, by thread", [])
 
@@ -61,7 +61,7 @@ class Threads(Step):
             if os.environ.get(variable, "false").lower() != "false" and count > wanted and not self.ranks.shares:
                 # OpenMP has bound this thread to one CPU, and binds the others elsewhere.
                 return SkipReason("bound_by_openmp", f"{variable} binds torch's {count} threads, which stay")
-        if count < wanted and not self._is_of_another_run(count) and _is_users("OMP_NUM_THREADS"):
+        if count < wanted and not self._is_of_another_run(count) and (_RAYS in os.environ or _is_users(_USERS_OWN[0])):
             return SkipReason("users_number", f"torch was set to {count}, fewer than the {wanted} physical cores")
         return None
 
@@ -69,7 +69,7 @@ class Threads(Step):
     def apply(self, parts: TrainingObjects) -> str:
         wanted_by_user, count = self._number_asked_for, torch.get_num_threads()
         wanted = wanted_by_user or self.machine.num_threads
-        words = f"{wanted}, " + ("as asked for" if wanted_by_user else "one a physical core")
+        words = f"{wanted}, " + ("as asked for" if wanted_by_user else "one per physical core")
         key = "threads", threading.get_ident(), wanted
         if count == wanted and not users(key):
             return words
@@ -95,10 +95,10 @@ class Threads(Step):
         if self._waits is None or time.monotonic() - self._began < _LONG:
             return None
         share = self._waits.share()
-        if share is None or share < BUSY:
+        if not is_busy(share):
             return None
-        detail = f"threads waited {share:.0%} of their time for CPUs that others used{_advice(torch.get_num_threads())}"
-        return StepResult("cpu_waits", "measured", detail)
+        detail = f"other programs used the CPUs: threads spent {share:.0%} of their runnable time waiting"
+        return StepResult("cpu_waits", "measured", f"{detail}{_advice(torch.get_num_threads())}")
 
 
 @contextmanager
@@ -116,16 +116,18 @@ def set_threads(number: int) -> Iterator[None]:
 
 
 def _advice(threads: int) -> str:
-    return f"; num_threads={threads - 1} or OMP_WAIT_POLICY=passive may be faster" if threads > 1 else ""
+    is_passive = os.environ.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
+    other = "" if is_passive else " or OMP_WAIT_POLICY=passive"
+    return f"; num_threads={threads - 1}{other} may be faster" if threads > 1 else ""
 
 
 def _is_users(variable: str) -> bool:
     """Whether the user chose the thread count, and not torchrun, Ray or `nano-loop env`.
 
-    With several processes, torchrun sets it to 1. Ray sets it to the CPUs of an actor or a task, or to 1. `nano-loop
-    env` sets it to the cores of the whole host.
+    With several processes, torchrun sets it to 1. Ray sets it to the CPUs of an actor or a task, which may be threads
+    of cores, or to 1. `nano-loop env` sets it to the cores of the whole host.
     """
-    if variable == "OMP_NUM_THREADS" and "RAY_RAYLET_PID" in os.environ:
+    if variable == "OMP_NUM_THREADS" and _RAYS in os.environ:
         return False
     torchruns = "TORCHELASTIC_RUN_ID" in os.environ and (variable, os.environ.get(variable)) == ("OMP_NUM_THREADS", "1")
     return not torchruns and not is_exported(variable, os.environ)

@@ -11,13 +11,13 @@ from typing_extensions import override
 from nano_loop.autotune.choices import Choice, Choices, choices_for
 from nano_loop.autotune.generation import Generation
 from nano_loop.autotune.tuner import Tuner
-from nano_loop.cpu.waits import BUSY, Waits
+from nano_loop.cpu.waits import Waits, is_busy, unsure
 from nano_loop.kernels.embedding import row_gradient
 from nano_loop.patching.calls.calls import CallInterceptor
 from nano_loop.patching.deterministic_mode import may_depend_on_times
-from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step import SMALL, SkipReason, Step
 
 #: What computes without a choice.
 _NOT_MEASURED = frozenset((row_gradient.KERNEL.name,))
@@ -40,13 +40,8 @@ class TuneOperators(Step):
         self._generation: Generation | None = None
         self._interceptors: weakref.WeakSet[CallInterceptor] = weakref.WeakSet()
         self._agreed_to: bool | None = None
+        self._share = 0.0  # the largest part of time for which threads have waited, between two that were saved
         self._has_choices = False  # whether the models of a setup in fp32 have, on all ranks
-
-    @property
-    @override
-    def enabled(self) -> bool:
-        choice = self.options.tune_operators
-        return self._is_for_precision if choice == "auto" else bool(choice)
 
     @property
     def _is_in_fp32(self) -> bool:
@@ -70,24 +65,23 @@ class TuneOperators(Step):
 
     @override
     def is_relevant(self, parts: TrainingObjects) -> bool:
-        """Return whether there is something to choose, which a run in 32 alone does not have to say. Collective."""
+        """Return whether there is a model, and find out whether it has something to choose. Collective."""
         if not super().is_relevant(parts):
             return False
-        if self.options.reduced_precision:
-            return True
-        has_choices = any(map(self._chooses, parts.models))
-        self._has_choices = all(self.ranks.gather(has_choices)) if self.ranks.size > 1 else has_choices
-        return self._has_choices or self.required or self._rounds_to_bf16
+        if self._is_in_fp32:
+            has_choices = any(map(self._chooses, parts.models))
+            self._has_choices = all(self.ranks.gather(has_choices)) if self.ranks.size > 1 else has_choices
+        return True
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
+        if self._is_in_fp32 and not self._has_choices:
+            return SkipReason("too_small", "no layer is large enough for a choice", SMALL)
         reason = self._own_reason()
         if reason is not None:
             return reason
         if self._agreed_to is False:
             return SkipReason("other_ranks", "another rank computes in another precision")
-        if self._is_in_fp32 and not self._has_choices:
-            return SkipReason("too_small", "no layer is large enough for a choice")
         return None
 
     def _chooses(self, model: nn.Module) -> bool:
@@ -98,7 +92,7 @@ class TuneOperators(Step):
 
     def _own_reason(self) -> SkipReason | None:
         if not self._is_for_precision:
-            return SkipReason("not_bf16", "it is for bf16 and fp32")
+            return SkipReason("not_bf16", "it is for bf16 and fp32", "for bf16 and fp32")
         if self.options.use_ipex:
             return SkipReason("ipex", "IPEX has its own kernels")
         if self.options.compile:
@@ -133,8 +127,9 @@ class TuneOperators(Step):
             return None
         gain = sum(choice.gain for choice in tuner.new_choices)
         shapes = f"{tuner.measured} shape{'s' * (tuner.measured > 1)}"
-        words = f"{shapes} timed in {tuner.spent:.2g} s; {tuner.replaced} with another algorithm"
-        return StepResult(self.name, "applied", f"{words}, {gain:.2g} ms faster together" if gain else words)
+        words = f"{shapes} timed in {duration(tuner.spent)}; {tuner.replaced} with another algorithm"
+        faster = f", {duration(gain / 1e3)} faster together" if gain else ""
+        return StepResult(self.name, "applied", f"{words}{faster}{unsure(max(self._share, self._waits.share() or 0))}")
 
     def _open(self) -> Tuner:
         choices = self._agreed(choices_for(self.machine))
@@ -164,7 +159,8 @@ class TuneOperators(Step):
         """Save what was measured since this was called last, unless other programs had the CPUs meanwhile."""
         share, self._waits = self._waits.share(), Waits()
         if self._tuner is not None:
-            self._tuner.choices.save(is_busy=share is not None and share >= BUSY)
+            self._tuner.choices.save(is_busy(share))
+            self._share = max(self._share, share or 0.0)
 
     def _agreed(self, choices: Choices) -> Choices:
         """Return rank 0's choices, which all ranks take over when it has measured more."""

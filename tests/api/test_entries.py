@@ -15,9 +15,13 @@ from watched import Net, fit, in_bf16, is_fused, loader, make, seeded  # noqa: F
 
 import nano_loop
 from nano_loop import NanoConfigError, NanoError, SetupReport, TorchNano, accelerated, nano
+from nano_loop.config.declarations import DEFAULTS
 
 # A CPU without bf16 instructions is warned about, which other tests hold.
 pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
+
+#: The beginnings of lines that name several steps.
+IDLE = ("  nothing to do: ", "  too small to gain: ", "  for bf16: ", "  for bf16 and fp32: ")
 
 
 def decorated(loop, **options):
@@ -147,6 +151,16 @@ def test_loop_computes_the_same_by_each_way(entry, precision):
 
 
 @EXPLICIT
+@pytest.mark.parametrize("precision", [32, "bf16", "64"])
+def test_report_has_a_reason_of_each_step_that_is_auto(entry, precision):
+    train = entry(fit, precision=precision, verbose=False)
+    train(*make())
+    steps = {name for name, default in DEFAULTS.items() if default == "auto"}
+    assert {name for name in steps if train.report[name].detail} == steps
+    assert {train.report[name].status for name in steps} == {"applied", "skipped"}
+
+
+@EXPLICIT
 def test_several_models_optimizers_and_loaders_are_set_up(entry):
     def loop(models, optimizers, loaders):
         for model, (first, _), data in zip(models, optimizers, loaders, strict=True):
@@ -157,7 +171,7 @@ def test_several_models_optimizers_and_loaders_are_set_up(entry):
     optimizers = [[torch.optim.SGD([each], lr=0.1) for each in model.parameters()] for model in models]
     train = entry(loop, precision="bf16", verbose=False)
     assert train(models, optimizers, [loader(), loader()]) == ([True] * 2, [True] * 4)
-    assert train.report["fast_fetch"].detail == ("1 of 1 loaders" if entry is Trains else "2 of 2 loaders")
+    assert train.report["fast_fetch"].detail.endswith("1 of 1 loaders" if entry is Trains else "2 of 2 loaders")
     assert in_bf16(*models) == [False] * 2
     assert not any(is_fused(each) for of_model in optimizers for each in of_model)
 
@@ -276,7 +290,7 @@ def test_report_is_printed_once_to_standard_error_and_again_for_other_objects(en
         title, *lines = err.splitlines()
         assert title.startswith("nano_loop ")
         assert " process × " in title
-        assert all(line.startswith(("  applied  ", "  skipped  ", "  nothing to do: ")) for line in lines)
+        assert all(line.startswith(("  applied  ", "  skipped  ", *IDLE)) for line in lines)
         assert len({line.split()[1] for line in lines}) == len(lines) > 3
         train(*parts)
         assert capfd.readouterr() == ("", "")

@@ -432,7 +432,7 @@ def test_second_setup_prints_only_what_is_new(job, capfd, without_ipex):
     Loop(verbose=True).train(train)
     out, err = capfd.readouterr()
     assert out == ""
-    assert [line.split()[:2] for line in err.splitlines()] == [["applied", "fast_fetch"]]
+    assert [line.split()[:2] for line in err.splitlines()] == [["applied", "fast_fetch"], ["nothing", "to"]]
 
 
 @pytest.mark.parametrize("verbose", [True, False])
@@ -464,13 +464,14 @@ def test_auto_precision_is_reported_as_what_it_means_on_this_cpu(job, monkeypatc
     assert loop.report.options["precision"] == "bf16-products"
 
 
-def test_fp32_run_does_not_speak_of_what_only_reduced_precision_has_or_of_what_is_off(job):
+def test_fp32_run_has_one_line_for_what_only_reduced_precision_has_and_none_for_what_is_off(job):
     off = dict.fromkeys(("fused_optimizer", "allocator", "fast_fetch", "channels_last", "compile"), False)
     loop = Loop(**off)
     loop.train(lambda self: self.setup(*job, loader()))
     named = {result.name for result in loop.report.results}
     assert named
-    assert not named & {"precision", "fast_attention", "fast_convolution", *off}
+    assert not named & {"precision", *off}
+    assert "  for bf16: fast_activation, fast_convolution" in str(loop.report).splitlines()
 
 
 # --- before and after ---

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nano_loop.config.declarations import OPTIONS
+
 ROOT = Path(__file__).parents[2]
 #: Lines with a remark are errors of that kind, and others are none.
 SOURCE = """\
@@ -67,6 +69,8 @@ Loop().train("three")  # arg-type
 nano(None, False, "subprocess", "bf16", None, False, True, True)  # call-overload
 nano(use_amp=True)  # call-overload
 Nano(precison=32)  # call-arg
+nano(precision="bf17")  # call-overload
+Nano(precision="bf17")  # arg-type
 """
 
 
@@ -80,3 +84,13 @@ def test_types_are_those_of_the_function_and_of_the_options(tmp_path):
     }
     lines = enumerate(SOURCE.splitlines(), 1)
     assert found == {number: line.partition("  # ")[2] for number, line in lines if "  # " in line}, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["nano", "TorchNano", "accelerated", "install"])
+def test_editors_complete_the_options(call):
+    import jedi
+
+    script = jedi.Script(f"from nano_loop import {call}\n{call}(", project=jedi.Project(ROOT))
+    found = {completion.name for completion in script.complete(2, len(call) + 1)}
+    assert {f"{name}=" for name in OPTIONS} <= found

@@ -396,6 +396,10 @@ def test_sparse_gradients_are_compared():
     [
         (lambda model, batch: verify(loss_of, model, batch), "verify of a function.*Pass the model first"),
         (lambda model, batch: verify(model, lambda *_: 3, batch), "loss_fn returned int.*Write loss_fn"),
+        *(
+            (lambda model, batch, loss=loss: verify(model, loss, batch), "before it called the model.*Write loss_fn")
+            for loss in (F.mse_loss, nn.MSELoss(), lambda outputs: outputs.sum())
+        ),
         (lambda model, batch: verify(model, lambda model, batch: model(batch[0]), batch), "one element"),
         (lambda model, batch: verify(model, lambda _, batch: loss_of(model, batch), batch), "no gradient.*a copy"),
         (lambda model, batch: verify(model, loss_of, batch, precison="bf16"), "precison.*Write precision"),
@@ -404,6 +408,12 @@ def test_sparse_gradients_are_compared():
 def test_what_cannot_be_compared_is_told(call, told):
     with pytest.raises(NanoConfigError, match=re.compile(told, re.DOTALL)):
         call(*made(mlp, {}, 0))
+
+
+def test_error_of_the_model_itself_is_the_model_s():
+    model, batch = made(mlp, {}, 0)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        verify(model, lambda model, batch: model(batch[0][:, :3]).sum(), batch)
 
 
 def test_model_that_cannot_be_copied_is_told():

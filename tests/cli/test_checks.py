@@ -20,6 +20,7 @@ OPEN, CLOSED, NO_HOME = (
     CacheFolder("/cache", False, True),
     CacheFolder("", False, True),
 )
+MISSING = CacheFolder("/nonexistent/.cache/nano_loop", False, True, is_there=False)
 NOEXEC = CacheFolder("/cache", True, False)
 EXPORTED = {"OMP_NUM_THREADS": "16", "MALLOC_TOP_PAD_": "67108864"}
 
@@ -152,6 +153,7 @@ FAULTS = [
     ("cache-folder", True, {"kernels": COMPILED, "cache": CLOSED}, "", "", ""),
     ("cache-folder", False, {"kernels": PACKED, "cache": CLOSED}, "", "", ""),
     ("cache-folder", False, {"kernels": PACKED, "cache": NO_HOME}, "no home folder", "", "Set XDG_CACHE_HOME"),
+    ("cache-folder", True, {"kernels": COMPILED, "cache": MISSING}, "", "", "Set XDG_CACHE_HOME"),
     ("cache-noexec", True, {"kernels": COMPILED, "cache": NOEXEC}, "", "", ""),
     ("no-torch", True, packages(nano_loop="0.1.0"), "", "", ""),
     ("cuda-torch", False, {"unused_cuda": "12.8"}, "CUDA 12.8", "", ""),

@@ -152,7 +152,7 @@ def home(tmp_path, monkeypatch):
 
 
 def test_folder_that_is_not_there_yet_is_not_made(home):
-    assert inspect_cache() == CacheFolder(str(home / "cache/nano_loop"), True, True)
+    assert inspect_cache() == CacheFolder(str(home / "cache/nano_loop"), True, True, is_there=False)
     assert [*home.iterdir()] == []
 
 

@@ -105,5 +105,5 @@ def test_loop_inside_ray_train_joins_the_processes_that_are_there(has_group):
     for counts, weights, threads, left in found:
         assert counts == [2, 2]
         torch.testing.assert_close(weights, small.weights(model), rtol=1e-6, atol=1e-6)
-        assert threads == "applied"  # Ray's OMP_NUM_THREADS is nobody's choice
+        assert threads == "applied"  # Ray's OMP_NUM_THREADS is nobody's choice, and no less than a rank's share
         assert left == has_group

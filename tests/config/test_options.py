@@ -25,6 +25,7 @@ BAD = [(name, value) for name, check in CHECKS.items() for value in REFUSED[chec
 OTHERS_NAMES = {"use_amp": "precision", "num_workers": "num_workers in each DataLoader", "nprocs": "num_processes"}
 TYPOS = "precison=precision num_process=num_processes channel_last=channels_last fused_optimiser=fused_optimizer"
 TYPOS += " use_ipx=use_ipex Verbose=verbose fast_fetching=fast_fetch"
+LISTED = "help(nano_loop.nano) lists the options"
 KERNELS = "v3, v4, bf16, compile, off"
 ADVICE = ("Leave it out", "Pass ", "Write ", "Make ", "Take ")
 
@@ -101,7 +102,27 @@ REFUSALS = [
         ({}, {typo: "bf16"}, [f"^NANO_LOOP_{typo}=bf16: ", f"$Write NANO_LOOP_{meant}."])
         for typo, meant in (("PRECISON", "PRECISION"), ("VERBOS", "VERBOSE"))
     ),
-    ({"gpus": 4}, {}, ["^gpus=4: ", *OPTIONS, "$Leave it out."]),
+    *(
+        ({name: "cpu"}, {}, [f"={name}='cpu': there is no such option. Leave it out: {LISTED}."])
+        for name in ("gpus", "device", "fast_softmax", "fast_adam")
+    ),
+    ({"workers": 4}, {}, ["$Write num_workers in each DataLoader."]),
+    ({"fast_conv": True}, {}, ["$Write fast_convolution."]),
+    # what the program has written, and cannot act
+    *(
+        (
+            {name: ["softmax"]},
+            {},
+            [f"^{name}=['softmax'] with precision=32: ", '$Pass precision="bf16", or leave it out.'],
+        )
+        for name in ("bf16_ops", "fp32_ops")
+    ),
+    ({"fp32_ops": "safe", "precision": "auto"}, {}, ["^fp32_ops='safe' with precision='auto': "]),
+    ({"distributed_backend": "ray"}, {}, ["^distributed_backend='ray' with num_processes=None: it is for several"]),
+    ({"process_group_backend": "gloo", "num_processes": 1}, {}, ["^process_group_backend='gloo' with num_processes=1"]),
+    ({"image_cache": "1 GB", "fast_images": False}, {}, ["^image_cache='1 GB' with fast_images=False: "]),
+    ({"exact_images": False, "fast_images": False}, {}, ["^exact_images=False with fast_images=False: "]),
+    ({"num_threads": 9999}, {}, ["^num_threads=9999: this host has fewer CPUs"]),
     *(({name: 1}, {}, [f"{name}=1: "]) for name in ("as_written", "from_environment")),
     ({"from_environment": ("x",)}, {}, ["from_environment=('x',)"]),
     ({"devices": 4}, {}, ["=devices=4: num_processes counts the processes. Write num_processes instead."]),
@@ -129,6 +150,32 @@ REFUSALS = [
     ({"fast_norm": True}, {"EXACT": "1"}, ["fast_norm=True with NANO_LOOP_EXACT=1: it changes bits"]),
     ({"exact": True}, {"PRECISION": "auto"}, ["NANO_LOOP_PRECISION=auto with exact=True: it changes bits"]),
 ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        ({"bf16_ops": ["softmax"], "precision": "bf16"}, {}),
+        ({"bf16_ops": ["softmax"]}, {"PRECISION": "bf16"}),
+        ({"bf16_ops": ["softmax"], "precision": "bf16"}, {"PRECISION": "32"}),
+        ({}, {"BF16_OPS": "softmax"}),
+        ({}, {"NUM_THREADS": "9999"}),
+        ({"num_processes": 2, "process_group_backend": "gloo"}, {"NUM_PROCESSES": "1"}),
+        ({"num_threads": 9999, "num_processes": 2, "distributed_backend": "ray"}, {}),
+        ({"num_processes": 1, "auto_lr": False, "timeout": 5, "compare_parameters": False, "worker_init": print}, {}),
+    ],
+    ids=str,
+)
+def test_option_that_acts_or_that_the_environment_has_made_idle_is_taken(monkeypatch, arguments, environ):
+    for name, value in environ.items():
+        monkeypatch.setenv(f"NANO_LOOP_{name}", value)
+    nano(**arguments)
+
+
+def test_backend_is_taken_where_torchrun_has_started_a_single_process(monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "TORCHELASTIC_RUN_ID": "a"}.items():
+        monkeypatch.setenv(name, str(value))
+    nano(process_group_backend="gloo")
 
 
 def test_refusal_says_what_was_given_and_what_to_write():

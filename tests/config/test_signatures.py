@@ -96,7 +96,7 @@ def test_arguments_in_bigdl_nano_s_order_are_these_options():
     def train(model): ...
 
     train(nn.Linear(2, 1))
-    options = TorchNano(None, False, "spawn", "gloo", "bf16", None, True, False)._nano_settings.options
+    options = TorchNano(2, False, "spawn", "gloo", "bf16", None, True, False)._nano_settings.options
     assert options.process_group_backend == "gloo"
     for used in (train.report.options, options.as_dict()):
         assert (used["precision"], used["channels_last"], used["auto_lr"]) == ("bf16-mixed", True, False)
@@ -131,7 +131,7 @@ def test_entries_stand_as_deep_as_the_place_that_is_left_for_them():
     depth = before.index("{options}") - before.index("----------\n") - len("----------\n")
     lines = documented(function).__doc__.splitlines()
     assert lines[4] == " " * depth + "num_processes : int or None"
-    assert lines[5].startswith(" " * (depth + 4) + "Number")
+    assert lines[5].startswith(" " * (depth + 4) + "Runs")
 
 
 def test_function_without_a_docstring_is_let_alone():

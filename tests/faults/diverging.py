@@ -416,7 +416,7 @@ FAULTS = [
         FIRST,
         _nothing_set_up,
         NanoError,
-        ("SGD steps", "nothing was set up", "only rank 0's model is kept", "self.setup"),
+        ("the loop steps SGD", "nothing was set up", "only rank 0's model is kept", "self.setup"),
     ),
     Fault(
         "ranks set up models with other numbers of parameters",

@@ -1,11 +1,18 @@
 """What the tests of kernels share."""
 
+import re
+
 import pytest
 import torch
+from loops.pairs import rounding_every_product
+from steps.kernels.cases import compute_in_c
 
+from kernels.differentiated import modules
 from nano_loop.kernels import build
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels.rnn import rnn
+from nano_loop.patching.operators import upcasts
 
 _CACHES = (build.level, build.why_none, build.compiled, build._announce_compilation)
 
@@ -84,3 +91,20 @@ def behind_memory(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", with_an_end)
     return behind
+
+
+@pytest.fixture(scope="module")
+def everything_in_c():
+    """Let everything be computed by nano_loop that it computes at any size."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules():
+            for name in vars(module):
+                if re.fullmatch(r"_?MIN_[A-Z]+", name) and isinstance(getattr(module, name), int):
+                    patch.setattr(module, name, 1)
+        rounding_every_product(patch)
+        patch.setattr(upcasts, "WORTH_NOTING", 1)
+        patch.setattr(rnn, "_FEWEST_STEPS", dict.fromkeys(rnn._FEWEST_STEPS, (4, 4)))
+        patch.setattr(rnn, "_FEWEST_BESIDE_ONEDNN", 4)
+        patch.setattr(rnn, "is_faster_than_onednn", lambda call: True)
+        compute_in_c(patch)
+        yield

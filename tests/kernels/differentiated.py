@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,12 +13,22 @@ import torch.nn.functional as F
 from torch import distributed, nn
 from torch.nn.utils.rnn import PackedSequence
 
+import nano_loop
 from kernels.heads import small_heads
 from nano_loop.distributed.data_parallel import gradients
 from nano_loop.distributed.data_parallel.sync_batch_norm import synchronized_on_cpu
 from nano_loop.kernels.attention import blocked_attention
 from nano_loop.kernels.convolution import weight_gradient
 from nano_loop.kernels.linear import product
+
+ROOMS = ("kernels", "patching", "precision", "distributed")
+IMPORT_RAY = {f"nano_loop.distributed.launch_ray.{name}" for name in ("cluster", "placement")}
+
+
+def modules():
+    for each in pkgutil.walk_packages(nano_loop.__path__, "nano_loop."):
+        if each.name.split(".")[1] in ROOMS and each.name not in IMPORT_RAY:
+            yield importlib.import_module(each.name)
 
 
 class Row(NamedTuple):

@@ -248,6 +248,11 @@ def test_objects_of_clang_are_explained(compiled_here, monkeypatch):
     assert build.summary() == "no C kernels: clang's OpenMP is not torch's: install gcc"
 
 
+def printed(program, *arguments):
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout.split()
+
+
 def test_beside_the_runtime_of_scikit_learn_kernels_run_on_torch_s_threads():
     program = """
         import sklearn.cluster
@@ -257,7 +262,48 @@ def test_beside_the_runtime_of_scikit_learn_kernels_run_on_torch_s_threads():
         region = build.compiled("openmp", is_threaded=False).threads_of_region(2)
         print("scikit_learn.libs/libgomp" in open("/proc/self/maps").read(), region, build.why_none())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, env=os.environ
-    )
-    assert done.stdout.split() == ["True", "2", "None"]
+    assert printed(program) == ["True", "2", "None"]
+
+
+@pytest.mark.parametrize("beside", ["", "import sklearn.cluster"])
+def test_runtime_that_torch_does_not_share_is_found(beside):
+    """As with torch's wheels for ARM, whose libtorch_global_deps.so needs libc alone."""
+    program = f"""
+        import ctypes
+        {beside}
+        shared, ctypes.RTLD_GLOBAL = ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL
+        import torch
+        ctypes.RTLD_GLOBAL = shared
+        runtimes = lambda: {{line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}}
+        before = hasattr(ctypes.CDLL(None), "omp_get_max_threads"), runtimes()
+        from nano_loop.kernels import build
+        torch.set_num_threads(2)
+        reason = build.why_none()
+        region = build.compiled("openmp", is_threaded=False).threads_of_region(2)
+        print(before[0], before[1] == runtimes(), reason, region)
+    """
+    assert printed(program) == ["False", "True", "None", "2"]
+
+
+def test_runtime_is_the_one_that_the_library_calls(tmp_path):
+    """Under a name with a hash, beside others, as in ``torch.libs``."""
+    for folder, source, others in (
+        ("other.libs/libgomp-1.so.1", "int omp_get_max_threads(void) { return 1; }", []),
+        ("torch.libs/libgomp-24fd393f.so.1", "int omp_get_max_threads(void) { return 24; }", []),
+        ("torch/_C.so", "int omp_get_max_threads(void); int of_torch(void) { return omp_get_max_threads(); }", [1]),
+        ("kernel.so", "int omp_get_max_threads(void); int of_kernel(void) { return omp_get_max_threads(); }", []),
+    ):
+        library = tmp_path / folder
+        library.parent.mkdir(exist_ok=True)
+        needed = [str(tmp_path / "torch.libs/libgomp-24fd393f.so.1")] * len(others)
+        command = [*compiler.compiler_command(), "-shared", "-fPIC", "-xc", "-", "-xnone", *needed, "-o", str(library)]
+        subprocess.run(command, input=source, text=True, check=True)
+    program = """
+        import ctypes, runpy, sys
+        compiler, *libraries = sys.argv[1:]
+        other, torch = map(ctypes.CDLL, libraries[:2])
+        runpy.run_path(compiler)["share_openmp"](libraries[1])
+        print(torch.of_torch(), ctypes.CDLL(libraries[2]).of_kernel())
+    """
+    libraries = [str(tmp_path / name) for name in ("other.libs/libgomp-1.so.1", "torch/_C.so", "kernel.so")]
+    assert printed(program, compiler.__file__, *libraries) == ["24", "24"]

@@ -3,23 +3,17 @@
 import contextlib
 import copy
 import functools
-import importlib
-import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from loops.pairs import rounding_every_product
-from steps.kernels.cases import compute_in_c
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import nano_loop
-from kernels.differentiated import ROWS
+from kernels.differentiated import ROWS, modules
 from nano_loop import accelerated
-from nano_loop.kernels.rnn import rnn
 from nano_loop.patching.operators.operators import gives_kernels
 
 pytestmark = [
@@ -28,15 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
 ]
-
-ROOMS = ("kernels", "patching", "precision", "distributed")
-IMPORT_RAY = {f"nano_loop.distributed.launch_ray.{name}" for name in ("cluster", "placement")}
-
-
-def modules():
-    for each in pkgutil.walk_packages(nano_loop.__path__, "nano_loop."):
-        if each.name.split(".")[1] in ROOMS and each.name not in IMPORT_RAY:
-            yield importlib.import_module(each.name)
 
 
 def subclasses(kind):
@@ -60,22 +45,6 @@ def test_every_function_and_every_replaced_operator_has_a_row():
         operators |= {*re.findall(r'overridden\(\s*"([\w.]+)"', Path(module.__file__).read_text())}
     with_gradient = {name for name in operators if not name.endswith(".out")} - {"empty_like"}
     assert with_gradient == {name for row in ROWS.values() for name in row.operators}
-
-
-@pytest.fixture(scope="module")
-def everything_in_c():
-    """Let everything be computed by nano_loop that it computes at any size."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in modules():
-            for name in vars(module):
-                if re.fullmatch(r"_?MIN_[A-Z]+", name) and isinstance(getattr(module, name), int):
-                    patch.setattr(module, name, 1)
-        rounding_every_product(patch)
-        patch.setattr(rnn, "_FEWEST_STEPS", dict.fromkeys(rnn._FEWEST_STEPS, (4, 4)))
-        patch.setattr(rnn, "_FEWEST_BESIDE_ONEDNN", 4)
-        patch.setattr(rnn, "is_faster_than_onednn", lambda call: True)
-        compute_in_c(patch)
-        yield
 
 
 def loss_of_output(y):

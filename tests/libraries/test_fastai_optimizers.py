@@ -41,7 +41,7 @@ def test_fastai_trains_the_same_by_its_own_optimizers(name):
         weights, own_state = by_fastai(OPTIMIZERS[name], one_cycle)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(own_state, state, rtol=1e-5, atol=1e-6)
-    assert "Sequential, trained by an optimizer that is none of torch's" in [
+    assert "Sequential, trained by an optimizer that is not a torch optimizer" in [
         result.detail for result in run.report.results if result.name == "model"
     ]
     with accelerated(verbose=False, exact=True):

@@ -187,7 +187,34 @@ def loop_of_torch(loop):
     loop.optimizer.param_groups[0].update(foreach=False)
 
 
+def states_with_a_negative_bit(loop):
+    state = loop.optimizer.state[loop.weight]
+    state.update({key: torch._neg_view(-value) for key, value in state.items() if key != "step" and value is not None})
+
+
+def counters_as_integers(loop):
+    for state in loop.optimizer.state.values():
+        state.update({key: value.long() for key, value in state.items() if key == "step"})
+
+
+def a_counter_of_all(loop):
+    for state in loop.optimizer.state.values():
+        if "step" in state:
+            state["step"] = loop.optimizer.state[loop.weight]["step"]
+
+
+def a_class_with_another_step(loop):
+    class Halving(type(loop.optimizer)):
+        def step(self, *args):
+            if not args:  # a closure computes the gradient first
+                loop.weight.grad.mul_(0.5)
+            return super().step(*args)
+
+    loop.optimizer.__class__ = Halving
+
+
 CHANGES = (
+    *(states_with_a_negative_bit, counters_as_integers, a_counter_of_all, a_class_with_another_step),
     *(data_with_gaps, set_to_a_slice, parameter_with_gaps, group_with_gaps),
     *(transposed_data, data_in_another_order, expanded_data, narrow_data),
     *(states_with_gaps, states_in_another_order, states_in_fp64, loop_of_torch),
@@ -216,8 +243,9 @@ def test_what_changes_between_steps_changes_steps_as_in_the_plain_loop(name, cha
         lambda weight: torch.rand(SIZE, SIZE).t(),
         lambda weight: torch.rand(SIZE, WIDE)[:, :SIZE],
         lambda weight: torch.complex(torch.zeros(SIZE, SIZE), torch.rand(SIZE, SIZE)).conj().imag,
+        lambda weight: torch._neg_view(torch.rand(SIZE, SIZE)),
     ],
-    ids=["one number", "one row", "transposed", "with gaps", "negated"],
+    ids=["one number", "one row", "transposed", "with gaps", "negated", "negated without gaps"],
 )
 @OF_EACH_KIND
 def test_gradient_that_the_loop_assigns_is_read_as_it_lies_and_stays(name, gradient):

@@ -1,7 +1,9 @@
 """Tensors are found and changed wherever they are nested; containers keep their classes."""
 
 import dataclasses
-from collections import OrderedDict, UserDict, namedtuple
+import functools
+from collections import OrderedDict, UserDict, deque, namedtuple
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -54,6 +56,12 @@ ONE = torch.ones(2)
         (UserDict(a=ONE), lambda value: value["a"]),
         (Pair(ONE, 3), lambda value: value.left),
         (Frozen(ONE), lambda value: value.tensor),
+        ({ONE}, lambda value: next(iter(value))),
+        (frozenset([ONE]), lambda value: next(iter(value))),
+        (deque([ONE], maxlen=3), lambda value: value[0]),
+        (MappingProxyType({"a": ONE}), lambda value: value["a"]),
+        (functools.partial(torch.add, ONE, other=1), lambda value: value.args[0]),
+        (functools.partial(dict, a=ONE), lambda value: value.keywords["a"]),
         (Output(ONE), lambda value: value.logits),
         (Output(ONE), lambda value: value["logits"]),
         (pack_sequence([ONE]), lambda value: value.data),
@@ -71,7 +79,11 @@ def test_tensor_changes_in_a_container_of_the_same_class(value, inside):
 
 @pytest.mark.parametrize(
     "value",
-    [ONE, (ONE,), [ONE], {"a": ONE}, Pair(ONE, 1), Frozen(ONE), pack_sequence([ONE]), None, "text", object(), 3],
+    [
+        *(ONE, (ONE,), [ONE], {"a": ONE}, Pair(ONE, 1), Frozen(ONE), pack_sequence([ONE]), None, "text", object(), 3),
+        *({ONE}, frozenset([ONE]), deque([ONE]), MappingProxyType({"a": ONE}), functools.partial(print, ONE, sep=ONE)),
+        lambda: ONE,
+    ],
 )
 def test_what_needs_no_change_is_the_very_same_object(value):
     assert map_tensors(lambda tensor: tensor, value) is value
@@ -95,13 +107,30 @@ def test_packed_sequence_stays_one_that_an_lstm_takes():
     assert torch.nn.LSTM(4, 2)(packed)[0].data.shape == (3, 2)
 
 
-@pytest.mark.parametrize("container", [[ONE, "kept"], {0: ONE, 1: "kept"}, OrderedDict({0: ONE}), UserDict({0: ONE})])
+@pytest.mark.parametrize(
+    "container", [[ONE, "kept"], deque([ONE]), {0: ONE, 1: "kept"}, OrderedDict({0: ONE}), UserDict({0: ONE})]
+)
 def test_substitutes_stand_in_the_callers_containers_until_they_are_restored(container):
     substitution = Substitution(double)
     assert substitution(container) is container
     assert torch.equal(container[0], ONE * 2)
     substitution.restore()
     assert container[0] is ONE
+
+
+def test_substitutes_stand_in_sets_and_in_what_a_function_has_from_around_it():
+    def made(tensor):
+        return lambda: [tensor, inner()]
+
+    inner = (lambda tensor: lambda: tensor)(ONE)
+    items, function, substitution = {ONE, "kept"}, made(ONE), Substitution(double)
+    substitution([items, function])
+    assert torch.equal(next(find(torch.Tensor, [*items])), ONE * 2)
+    assert torch.equal(function()[0], ONE * 2)
+    assert function()[0] is function()[1]
+    substitution.restore()
+    assert items == {ONE, "kept"}
+    assert function()[0] is function()[1] is ONE
 
 
 @pytest.mark.parametrize("value", [(1, ONE), Pair(ONE, 2), Frozen(ONE)])

@@ -13,7 +13,7 @@ import torch
 
 import nano_loop
 from nano_loop.errors import NanoWarning
-from nano_loop.patching.user_code import users_place, users_traceback, warn
+from nano_loop.patching.user_code import trim_tracebacks, users_place, users_traceback, warn
 
 
 def test_line_is_the_users_through_torch():
@@ -53,6 +53,22 @@ def fail_through(*files):
     return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(kept)][1:]  # without this function
 
 
+def test_errors_that_have_led_to_another_are_trimmed_too():
+    first, second, third = (ZeroDivisionError(number) for number in range(3))
+    names = {"errors": [first, second, third]}
+    code = "def fail(number):\n    if number: pass\n    raise errors[number]"
+    exec(compile(code, "user.py", "exec"), names)
+    exec(compile("def through(number):\n    fail(number)", OURS, "exec"), names)
+    for error, number in ((first, 0), (second, 1), (third, 2)):
+        with contextlib.suppress(ZeroDivisionError):
+            names["through"](number)
+        error.__traceback__ = error.__traceback__.tb_next
+    second.__cause__, third.__context__, first.__context__ = first, second, third
+    trim_tracebacks(third)
+    for error in (first, second, third):
+        assert [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)] == ["user.py"]
+
+
 OURS, TORCH = str(Path(nano_loop.__file__).parent / "x.py"), str(Path(torch.__file__).parent / "x.py")
 LINEAR = str(Path(torch.__file__).parent / "nn/modules/linear.py")
 
@@ -62,6 +78,7 @@ LINEAR = str(Path(torch.__file__).parent / "nn/modules/linear.py")
     [
         ([OURS, OURS, "user.py"], ["user.py"]),
         (["user.py", OURS, contextlib.__file__, OURS, "model.py", TORCH], ["user.py", "model.py", TORCH]),
+        (["user.py", OURS, *[contextlib.__file__] * 3, "model.py"], ["user.py", "model.py"]),
         (["user.py", OURS, LINEAR, TORCH], ["user.py", LINEAR, TORCH]),
         (["user.py", contextlib.__file__, "model.py"], ["user.py", contextlib.__file__, "model.py"]),
         (["user.py", OURS, OURS], ["user.py", OURS, OURS]),  # an error of nano_loop's

@@ -295,8 +295,9 @@ def test_compiled_models_are_refused():
         trained(model, fp32_ops=["exp"])
 
 
-def test_lists_are_skipped_where_there_is_no_autocast():
-    run = nano(precision=32, fp32_ops="safe", verbose=False)(lambda model, optimizer: None)
+def test_lists_of_the_environment_are_skipped_where_there_is_no_autocast(monkeypatch):
+    monkeypatch.setenv("NANO_LOOP_FP32_OPS", "safe")  # in the program it is an error
+    run = nano(precision=32, verbose=False)(lambda model, optimizer: None)
     model = Net()
     run(model, torch.optim.SGD(model.parameters(), 0.1))
     assert run.report["op_lists"].code == "no_autocast"

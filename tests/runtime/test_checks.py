@@ -96,7 +96,7 @@ def test_right_kinds_pass():
 
 
 def test_wrong_kind_is_told_with_the_right_one():
-    with pytest.raises(NanoConfigError, match=r"^optimizer is a builtins\.int: .+Optimizer\. Call setup"):
+    with pytest.raises(NanoConfigError, match=r"^optimizer is a builtins\.int: .+Optimizer\. Pass model"):
         check_kinds(("model", nn.Module, [nn.ReLU()]), ("optimizer", Optimizer, [3]))
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult
+from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult, duration
 from nano_loop.steps import STEPS
 
 FUSED = StepResult("fused_optimizer", "applied", "AdamW")
@@ -32,17 +32,21 @@ def test_details_of_every_step_begin_in_one_column(name):
     assert line.index("detail") == str(FUSED).index("AdamW")
 
 
-NO_NORM = StepResult("fast_norm", "skipped", "no norm was found in the model", code="no_norm")
-NO_ATTENTION = StepResult("fast_attention", "skipped", "no attention", code="no_attention")
+IDLE = {"idle": "nothing to do"}
+NO_NORM = StepResult("fast_norm", "skipped", "no norm was found in the model", code="no_norm", **IDLE)
+NO_ATTENTION = StepResult("fast_attention", "skipped", "no attention", code="no_attention", **IDLE)
 NO_KERNEL = [StepResult(name, "skipped", "no compiler", code="no_kernel") for name in ("fast_rnn", "fast_linear")]
 
 
 def test_steps_with_nothing_to_do_have_one_line_and_others_one_for_each_reason():
-    asked_for = StepResult("channels_last", "skipped", "no images", code="no_images", asked_for=True)
-    assert str(report(NO_KERNEL[0], FUSED, NO_NORM, NO_ATTENTION, NO_KERNEL[1], asked_for)).splitlines()[1:] == [
+    small = StepResult("fast_embedding", "skipped", "small", idle="too small to gain")
+    asked_for = StepResult("channels_last", "skipped", "no images", code="no_images")
+    results = NO_KERNEL[0], FUSED, NO_NORM, small, NO_ATTENTION, NO_KERNEL[1], asked_for
+    assert str(report(*results)).splitlines()[1:] == [
         "  skipped  fast_rnn, fast_linear  no compiler",
         "  applied  fused_optimizer     AdamW",
         "  nothing to do: fast_norm, fast_attention",
+        "  too small to gain: fast_embedding",
         "  skipped  channels_last       no images",
     ]
 
@@ -52,6 +56,21 @@ def test_step_that_has_nothing_to_do_for_one_of_two_models_is_applied_and_not_sk
     assert (found.applied, found.skipped) == (("fast_norm",), ())
     assert "nothing to do" not in str(found)
     assert found.results[0].code == "no_norm"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (8.413e-3, "8.41 ms"),
+        (0.104, "104 ms"),
+        (1.2e-5, "0.0120 ms"),
+        (1.2, "1.20 s"),
+        (2031, "2,031 s"),
+        (0, "0.000 ms"),
+    ],
+)
+def test_times_have_three_digits_and_no_exponent(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_text_says_what_the_environment_overrode():

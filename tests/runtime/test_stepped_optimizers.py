@@ -31,7 +31,7 @@ class Fits(TorchNano):
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16", "fused_optimizer": True}], ids=str)
 def test_run_without_setup_warns_by_the_line_of_the_first_step(options):
-    with pytest.warns(NanoWarning, match="nothing was set up") as caught:
+    with pytest.warns(NanoWarning, match="the loop steps Adam.*Call self.setup") as caught:
         Fits(verbose=False, **options).train()
     assert [warning.filename for warning in caught] == [__file__]
     assert ("fused_optimizer=True" in str(caught[0].message)) == bool(options)
@@ -53,11 +53,11 @@ def code_of(run):
     return [(result.status, result.code) for result in results]
 
 
-def test_optimizers_that_do_not_train_what_was_set_up_are_in_the_report():
-    applied, others = ("applied", None), ("skipped", "not_set_up")
+def test_optimizers_that_do_not_train_what_was_set_up_are_warned_of():
+    applied, others = ("applied", None), "Adam trains no model that was set up"
     with accelerated(parts()[0], verbose=False) as run:
         fit(*parts())
-    assert code_of(run) == [others]
+    assert code_of(run) == [("skipped", "not_set_up")]
     model, optimizer = parts()
     with accelerated(model, optimizer, verbose=False) as run:
         fit(model, optimizer)
@@ -66,9 +66,19 @@ def test_optimizers_that_do_not_train_what_was_set_up_are_in_the_report():
         fit(model, optimizer)
     assert code_of(run) == [applied], "it trains a model that was set up"
     model, optimizer = parts()
-    with accelerated(parts()[0], optimizer, verbose=False) as run:
+    with accelerated(parts()[0], optimizer, verbose=False) as run, pytest.warns(NanoWarning, match=others) as caught:
         fit(model, optimizer)
-    assert code_of(run) == [applied, others], "its model was not set up"
+    assert code_of(run) == [applied], "its model was not set up"
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_optimizer_of_a_tensor_is_that_of_no_model_and_in_the_report_alone():
+    image = torch.zeros(2, 2, requires_grad=True)
+    optimizer = torch.optim.SGD([image], 0.1)
+    with accelerated(parts()[0], optimizer, verbose=False) as run:
+        image.sum().backward()
+        optimizer.step()
+    assert code_of(run) == [("applied", None), ("skipped", "not_set_up")]
 
 
 class Gru(nn.Module):
@@ -99,8 +109,9 @@ def test_option_that_applies_to_nothing_is_an_error_at_the_first_step(model, opt
 
 
 def test_option_applies_where_one_of_the_models_has_what_it_is_for():
-    with accelerated(*parts(), channels_last=True, verbose=False) as run:
+    made = parts()
+    with accelerated(*made, channels_last=True, verbose=False) as run:
         images = nn.Conv2d(3, 1, 1)
         run.setup(images, torch.optim.SGD(images.parameters(), 0.1))
-        fit(*parts())
+        fit(*made)
     assert "channels_last" in run.report.applied

@@ -1,9 +1,11 @@
 """Batches are the default loader's, bit for bit and in its order, and its random draws are made."""
 
 import re
+import sys
 from collections import namedtuple
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import FunctionType
 from unittest.mock import Mock
 
 import numpy as np
@@ -79,14 +81,15 @@ def assert_same(one, other):
 
 
 @contextmanager
-def only_whole_batches():
-    """Fail where a sample is taken out of a TensorDataset by itself."""
+def only_whole_batches(kind=TensorDataset):
+    """Fail where a sample is taken out of a dataset of this class by itself, by what looks like the class's code."""
 
     def one_by_one(self, index):
         raise AssertionError("a sample is fetched one by one")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorDataset, "__getitem__", one_by_one)
+        names = vars(sys.modules.get(kind.__module__, sys.modules[__name__]))
+        patch.setattr(kind, "__getitem__", FunctionType(one_by_one.__code__, names))
         yield
 
 
@@ -188,7 +191,7 @@ def test_batches_of_a_tensor_are_the_default_loaders_too(step, dataset):
     data = dataset()
     expected, state = epochs(DataLoader(data, 4, shuffle=True))
     loader = DataLoader(data, 4, shuffle=True)
-    assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == "1 of 1 loaders"
+    assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == WHOLE
     batches, after = epochs(loader)
     assert all(map(torch.equal, batches, expected))
     assert all(one.stride() == other.stride() for one, other in zip(batches, expected, strict=True))
@@ -221,6 +224,7 @@ def takes_truths():
 
 
 ROWS = np.random.default_rng(0).normal(size=(23, 4))
+WHOLE = "whole batches sliced from memory, 1 of 1 loaders"
 CONTAINERS = {
     "array": lambda data: ROWS,
     "array in fp32": lambda data: ROWS.astype(np.float32),
@@ -246,14 +250,13 @@ CONTAINERS = {
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # torch's, of rows one by one
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
-def test_batches_of_containers_and_arrays_are_the_default_loaders(step, dataset, make, monkeypatch):
+def test_batches_of_containers_and_arrays_are_the_default_loaders(step, dataset, make):
     data = make(dataset)
     expected = epochs(DataLoader(data, 4, shuffle=True))
     loader = DataLoader(data, 4, shuffle=True)
-    assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == "1 of 1 loaders"
-    if type(data) is not np.ndarray:
-        monkeypatch.setattr(type(data), "__getitem__", None)
-    assert_same(epochs(loader), expected)
+    assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == WHOLE
+    with nullcontext() if type(data) is np.ndarray else only_whole_batches(type(data)):
+        assert_same(epochs(loader), expected)
 
 
 def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(fast):
@@ -266,7 +269,7 @@ def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(fast):
 def test_report_says_how_other_loaders_fetch(step, dataset):
     loaders = [DataLoader(dataset), DataLoader(OwnDataset()), DataLoader(dataset, num_workers=2)]
     said = step(FastFetch).apply(TrainingObjects(loaders=loaders))
-    assert said.startswith("2 of 3 loaders; ")
+    assert said.startswith("whole batches sliced from memory, 2 of 3 loaders; ")
     assert "OwnDataset" in said
     assert "2 workers" in said
 
@@ -546,7 +549,7 @@ def test_datasets_that_only_index_have_whole_batches(step, dataset, kind, made_o
     for make in makers:
         expected = epochs(make(data))
         loader = make(data)
-        assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == "1 of 1 loaders"
+        assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == WHOLE
         with monkeypatch.context() as patch:
             patch.setattr("nano_loop.data.whole_batches.collate", None)
             assert_same(epochs(loader), expected)
@@ -592,6 +595,24 @@ def test_changes_to_a_dataset_that_only_indexes_are_seen(fast, monkeypatch):
     assert next(batches)[0].tolist() == [7, 7]
     monkeypatch.setattr(Pair, "__getitem__", lambda self, index: -index)
     assert next(batches).tolist() == [-6, -7]
+
+
+@pytest.mark.parametrize("method", ["__getitem__", "__getitems__"])
+@pytest.mark.parametrize("kind", [TensorDataset, Subset, ConcatDataset, StackDataset])
+def test_method_that_the_program_puts_into_a_class_of_torch_reads_samples(fast, dataset, monkeypatch, kind, method):
+    data = {TensorDataset: dataset, Subset: Subset(dataset, range(23)), StackDataset: StackDataset(dataset)}
+    loader = fast(DataLoader(data.get(kind, ConcatDataset([dataset])), 2))
+    batches = iter(loader)
+    next(batches)
+
+    def read(self, which):
+        return [torch.tensor(-place) for place in which] if method == "__getitems__" else torch.tensor(-which)
+
+    monkeypatch.setattr(kind, method, read, raising=False)
+    if hasattr(kind, "__getitems__") and method == "__getitem__":
+        monkeypatch.delattr(kind, "__getitems__")
+    for rest in (next(batches), next(iter(loader))):
+        assert rest.tolist() in ([-2, -3], [0, -1])
 
 
 class Branches(Rows):

@@ -61,6 +61,39 @@ def test_parameters_have_the_dtype_in_the_run_and_outputs_are_fp32(precision, dt
     train(model, optimizer, 2)  # plain, with what the run has left
 
 
+def a_new_layer(model, optimizer):
+    torch.manual_seed(1)
+    model.insert(3, nn.Linear(32, 32))
+    optimizer.add_param_group({"params": [*model[3].parameters()]})
+
+
+def a_new_weight(model, optimizer):
+    model[0].weight = nn.Parameter(0.5 * model[0].weight.detach().float())
+    optimizer.param_groups[0]["params"][0] = model[0].weight
+
+
+def swapped_weights(model, optimizer):
+    for weight in (model[0].weight, model[1].bias):
+        torch.utils.swap_tensors(weight, nn.Parameter(0.5 * weight.detach().float()))
+
+
+@pytest.mark.parametrize("change", [a_new_layer, a_new_weight, swapped_weights])
+@pytest.mark.parametrize(("precision", "tolerance"), [(64, 1e-4), ("bf16-true", 0.1)])
+def test_what_the_loop_puts_into_a_model_has_the_dtype_too(precision, tolerance, change):
+    def loop(model, optimizer):
+        train(model, optimizer, 3)
+        change(model, optimizer)
+        train(model, optimizer, 3)
+
+    models = []
+    for function in (loop, nano(precision=precision, **QUIET)(loop)):
+        model = network()
+        function(model, torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-2))
+        models.append([each.detach() for each in model.parameters()])
+    for plain, ours in zip(*models, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=tolerance * float(plain.abs().max()))
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("momentum", "rmsprop"))) for kind in OPTIMIZERS]
 )
@@ -333,6 +366,37 @@ def test_parameters_that_share_memory_share_it_in_the_run_and_after_it(precision
     train(model, torch.optim.Adam(model.parameters(), lr=0.05))
     assert not apart(model)
     assert not torch.allclose(model.encoder.weight, before)
+
+
+def flat_weights(model):
+    """Let all parameters lie in one tensor, as programs do that send or perturb them at once."""
+    flat, begin = nn.utils.parameters_to_vector(model.parameters()).detach(), 0
+    for each in model.parameters():
+        each.data = flat[begin : begin + each.numel()].view(each.shape)
+        begin += each.numel()
+    return flat
+
+
+@pytest.mark.parametrize("precision", [64, "bf16-true"])
+@pytest.mark.parametrize(
+    "alias_of",
+    [
+        lambda model: model[0].weight.data.flatten(),
+        lambda model: model[1].running_mean.view(-1),
+        lambda model: torch.from_numpy(model[3].weight.detach().numpy()).flatten(),
+        lambda model: model.state_dict()["3.bias"],
+        flat_weights,
+    ],
+    ids=["data", "buffer", "numpy", "state_dict", "flat weights"],
+)
+def test_what_shares_the_memory_of_a_weight_has_its_numbers_after_the_run(precision, alias_of):
+    model = network()
+    alias = alias_of(model)
+    before, optimizer = alias.clone(), torch.optim.SGD(model.parameters(), 0.1)
+    nano(precision=precision, **QUIET)(train)(model, optimizer, 2)
+    (tensor,) = (each for each in [*model.parameters(), *model.buffers()] if each.data_ptr() == alias.data_ptr())
+    assert torch.equal(tensor.flatten(), alias[: tensor.numel()])
+    assert not torch.equal(alias, before)
 
 
 @pytest.mark.parametrize("precision", [32, "bf16", 64, "bf16-true"])

@@ -2,9 +2,10 @@
 
 import argparse
 import copy
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,32 @@ def test_outputs_in_namespaces_and_dataclasses_are_fp32(step, kind):
     out = model(X)
     assert type(out) is kind
     assert out.logits.dtype is out.others.more[0].dtype is torch.float32
+
+
+def kept_in_a_closure(y):
+    return lambda: y
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside"),
+    [
+        (lambda y: {y}, lambda out: next(iter(out))),
+        (lambda y: frozenset([y]), lambda out: next(iter(out))),
+        (lambda y: MappingProxyType({"y": y}), lambda out: out["y"]),
+        (lambda y: deque([y]), lambda out: out[0]),
+        (kept_in_a_closure, lambda out: out()),
+        (lambda y: partial(torch.neg, y), lambda out: out()),
+    ],
+    ids=["set", "frozenset", "mapping proxy", "deque", "closure", "partial"],
+)
+def test_outputs_in_any_form_are_fp32(step, kind, inside):
+    model = Net()
+    model.forward = lambda x: kind(model.inner(x))
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    out = inside(model(X))
+    assert out.dtype is torch.float32
+    out.sum().backward()
+    assert model.inner.bias.grad.abs().eq(len(X)).all()
 
 
 def test_an_output_at_two_places_is_one_tensor_through_which_gradients_pass(step):

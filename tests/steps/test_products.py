@@ -23,7 +23,7 @@ from nano_loop.kernels import override
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import users
-from nano_loop.policy.product_precision import Policy
+from nano_loop.policy.product_precision import CONVOLUTION, LSTM, PRODUCT, Policy
 from nano_loop.runtime import trial
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import products as module
@@ -333,6 +333,37 @@ def test_log_of_casts_lists_the_products_of_each_module_and_what_they_pack(every
         ("backward", "2"): (2, 6 * (2 * 96 * 40 + 96 * 128 + 128 * 40)),
     }
     assert "6 products round, and pack 0.6 MB" in report["log_casts"].detail
+
+
+@pytest.mark.parametrize(
+    ("asked", "tried", "channels_last", "code"),
+    [
+        ([], [], False, "too_small"),
+        ([CONVOLUTION], [], False, "nchw"),
+        ([CONVOLUTION], [], "auto", "untried"),
+        ([CONVOLUTION, PRODUCT], [PRODUCT], False, "nchw"),
+        ([PRODUCT], [], False, "untried"),
+        ([LSTM], [], False, "not_faster"),
+        ([CONVOLUTION, PRODUCT], [CONVOLUTION, PRODUCT], False, "not_faster"),
+    ],
+)
+def test_report_says_why_nothing_has_rounded_by_what_was_tried(step, asked, tried, channels_last, code):
+    made = step(module.Products, precision="bf16-products", channels_last=channels_last)
+    made._names["Net"] = None
+    for kind in asked:
+        assert made._policy.may_round(kind, 1 << 40)
+    made._policy.tried.update(tried)
+    found = made.final_result()
+    assert found.code == code
+    assert ("channels_last" in found.detail) == (code == "nchw")
+
+
+@here
+@pytest.mark.parametrize("layout", [False, True])
+def test_convolutions_are_tried_in_nhwc_alone(layout):
+    model, x = nn.Conv2d(64, 64, 3), torch.randn(32, 64, 32, 32)
+    _, report = accelerated(model, x, channels_last=layout)
+    assert (report["precision"].code == "nchw") == (not layout)
 
 
 @here

@@ -29,7 +29,7 @@ def test_last_line_is_the_time_of_a_step(capsys):
     optimizer = parts()[1]
     train(*parts(), steps=12, seconds=0.02)
     last = capsys.readouterr().err.splitlines()[-1]
-    found = re.fullmatch(r"  measured  step_time +([\d.]+) ms a step \(median\)", last)
+    found = re.fullmatch(r"  measured  step_time +([\d.]+) ms per step \(median\)", last)
     assert float(found[1]) >= 20
     assert str(train.report).splitlines()[-1] == last
     train(*parts(), steps=12)
@@ -37,7 +37,7 @@ def test_last_line_is_the_time_of_a_step(capsys):
     assert not optimizer._optimizer_step_post_hooks
 
 
-@pytest.mark.parametrize(("steps", "words"), [(2, "too few steps to tell"), (30, "ms a step")])
+@pytest.mark.parametrize(("steps", "words"), [(2, "too few steps to tell"), (30, "ms per step")])
 def test_few_steps_are_not_judged(steps, words):
     train = nano(step_time=True, verbose=False)(fit)
     train(*parts(), steps)

@@ -281,10 +281,12 @@ def test_hosts_whose_cpus_differ_share_nothing_and_wait_for_nobody(step, precisi
 def test_ranks_in_fp32_measure_if_all_of_them_have_something_to_choose(step, other):
     made, parts = step(TuneOperators), TrainingObjects([nn.Linear(2, 2)])
     made.ranks = Others(1, [])
-    assert not made.is_relevant(parts)
+    assert made.is_relevant(parts)
+    assert made.skip_reason(parts).code == "too_small"
     made.ranks.other_applies = other
     made.interceptors.for_model(parts.models[0]).rules = Rules(kernels=frozenset((norms.KERNEL.name,)))
-    assert made.is_relevant(parts) == other
+    assert made.is_relevant(parts)
+    assert made._has_choices == other
 
 
 def test_rules_of_listed_operators_stay(measuring):

@@ -18,6 +18,7 @@ from nano_loop.config.declarations import MEASURING
 from nano_loop.config.options import Options
 from nano_loop.config.precisions import SHORT_NAMES
 from nano_loop.errors import NanoConfigError, error_message
+from nano_loop.runtime.objects.report import digits
 
 _GIB = 1 << 30
 _MANY = 3  # steps left out, which the table only counts
@@ -74,9 +75,10 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the table."""
-        spread = f" ({min(self.seconds) * 1e3:.3g}–{max(self.seconds) * 1e3:.3g})" if len(self.seconds) > 1 else ""
+        least, most = (digits(1e3 * seconds) for seconds in (min(self.seconds or [0]), max(self.seconds or [0])))
+        spread = f" ({least}–{most})" if len(self.seconds) > 1 else ""
         return (
-            "–" if self.milliseconds is None else f"{self.milliseconds:.3g}{spread}",
+            "–" if self.milliseconds is None else f"{digits(self.milliseconds)}{spread}",
             "–" if self.speed_up is None else f"{self.speed_up:.2f}×",
             "–" if self.memory is None else f"{self.memory / _GIB:.2f}",
             _error(self.loss),

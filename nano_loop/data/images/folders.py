@@ -11,6 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from nano_loop.data.images.pipelines import Plan, compositions, plan_of
 from nano_loop.data.images.store import Store
+from nano_loop.patching.attributes import has_own
 from nano_loop.patching.objects.loaders import LoaderChange
 from nano_loop.patching.torch_private_loaders import is_default_collate
 
@@ -147,6 +148,7 @@ def _is_folder(dataset: Any) -> bool:
     kind: Any = type(dataset)
     return (
         kind.__getitem__ is module.DatasetFolder.__getitem__
+        and has_own(kind, "__getitem__")
         and not hasattr(kind, "__getitems__")
         and dataset.loader in (module.default_loader, module.pil_loader)
         and sys.modules["torchvision"].get_image_backend() == "PIL"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nano_loop.patching.attributes import has_own
 from nano_loop.patching.torch_private import calls_only_forward
 
 V1, V2 = "torchvision.transforms", "torchvision.transforms.v2"
@@ -80,8 +81,10 @@ def _transforms_of(pipeline: Any) -> tuple[Any, ...] | None:
 def _name(transform: Any) -> str:
     """Return the name of a class of torchvision, or "" if a call runs anything but the code of such a class."""
     kind = type(transform)
+    if not kind.__module__.startswith(f"{V1}.") or not has_own(kind, "forward", "transform"):
+        return ""
     has_hooks = isinstance(transform, nn.Module) and not calls_only_forward(transform)
-    return kind.__name__ if kind.__module__.startswith(f"{V1}.") and not has_hooks else ""
+    return "" if has_hooks else kind.__name__
 
 
 def _key(transform: Any) -> str | None:

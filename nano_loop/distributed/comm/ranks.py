@@ -275,7 +275,8 @@ class Ranks:
             received, *_ = self.channel.exchange(memory if self.rank == 0 else b"", said)
             if self.rank != 0:
                 memory[:] = received
-                tensor.detach().copy_(whole)
+                if whole.data_ptr() != tensor.data_ptr():
+                    tensor.detach().copy_(whole)
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a new tensor, the mean of all ranks' `tensor`. Collective."""

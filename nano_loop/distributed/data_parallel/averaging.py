@@ -89,7 +89,7 @@ class Averaging:
         self._task = -1  # graph task id of the pending end-of-backward callback
         self._noted = False  # whether anything arrived in it
         self._has_warned = False
-        self._has_trained = False  # whether a model was called with gradients on
+        self._has_trained = False  # whether a model was called with gradients on, or gradients were averaged
         self._at_step: Any = WeakIdKeyDictionary()  # averagings before the last step, by the optimizer
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
@@ -128,6 +128,7 @@ class Averaging:
         def called(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or in_backward() or self._forked:
                 return call(*args, **kwargs)
+            self._parameters.refresh(looks_at_hooks=True)
             # A rank may evaluate alone, so an evaluation must not be collective.
             if torch.is_grad_enabled():
                 self._has_trained = True
@@ -148,6 +149,8 @@ class Averaging:
             On every rank, if the ranks have diverged.
         """
         with record_function(AVERAGING_EVENT) if is_profiling() else nullcontext():
+            diverge_rng(self._ranks)  # of a model that is called only inside an autograd function, without gradients
+            self._has_trained = True
             self._parameters.refresh()
             held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
             fingerprints = self._agreement.exchange("average", self._waiting - held, self._overlap.state)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from nano_loop.distributed.comm.raw_bytes import raw_tensor, resolved
 from nano_loop.distributed.data_parallel.initial_sync import Named
 from nano_loop.errors import NanoWorkerError, error_message
 
@@ -50,11 +51,19 @@ def sum_and_norm(tensor: torch.Tensor | None) -> Pair:
         values = values.to_dense()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    elif not values.is_floating_point():
-        values = values.double()
+    elif not values.is_floating_point() or values.dtype.itemsize == 1:
+        values = _as_numbers(values)
     # In fp32 they are 15 times as fast as in float64, which torch converts to first.
     dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
     return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
+
+
+def _as_numbers(values: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a dtype in which torch does not add up, or their bytes where it cannot convert them."""
+    try:
+        return values.double()
+    except RuntimeError:  # of bits, integers of less than 8 bits, and float4
+        return raw_tensor(resolved(values)).double()
 
 
 def gradient_checksum(parameters: Sequence[torch.Tensor]) -> Pair:
@@ -97,7 +106,9 @@ def refuse_unequal(gathered: Sequence[Sequence[Pair]], parameters: Sequence[Name
 def are_equal(one: Pair, other: Pair, dtype: torch.dtype) -> bool:
     """Whether two sums and norms differ by no more than rounding does; NaN equals NaN."""
     rounds = dtype.is_floating_point or dtype.is_complex
-    relative = max(_TOLERANCE, _ULPS * torch.finfo(dtype).eps) if rounds else 0.0
+    # torch does not train in 8 bits or less: what has them was rounded from a wider dtype.
+    wide = dtype if dtype.itemsize > 1 else torch.bfloat16
+    relative = max(_TOLERANCE, _ULPS * torch.finfo(wide).eps) if rounds else 0.0
     bound = relative * max(one[1], other[1]) + _OF_SUM * abs(one[0]) * rounds
     return all(
         left == right or (math.isnan(left) and math.isnan(right)) or abs(left - right) <= bound < math.inf

@@ -6,11 +6,11 @@ clipped one, too (`AveragedGradients.replaced`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.patching.objects.optimizers import is_dense, laid_out_as
@@ -89,13 +89,13 @@ class AveragedGradients:
     """The gradients that are means over the ranks. They are not kept alive."""
 
     def __init__(self) -> None:
-        self._means: dict[int, TensorWeakRef] = {}  # by the id of a parameter
+        self._means: dict[int, weakref.ref[Any]] = {}  # of their memory, by the id of a parameter
 
     def note(self, parameters: Sequence[torch.Tensor]) -> None:
         """Note that the gradients of `parameters` are the same on all ranks now."""
         for parameter in parameters:
             if parameter.grad is not None:
-                self._means[id(parameter)] = TensorWeakRef(parameter.grad)
+                self._means[id(parameter)] = weakref.ref(_memory_of(parameter.grad))
 
     def keep(self, ids: set[int]) -> None:
         """Forget what is known of all parameters but some, by their ids: others may come to have the same."""
@@ -111,7 +111,12 @@ class AveragedGradients:
 
     def _is_noted(self, parameter: torch.Tensor) -> bool:
         mean = self._means.get(id(parameter))
-        return mean is not None and mean() is parameter.grad
+        return mean is not None and parameter.grad is not None and mean() is _memory_of(parameter.grad)
+
+
+def _memory_of(gradient: torch.Tensor) -> Any:
+    """Return what says whether a gradient is the same: `torch.utils.swap_tensors` refuses weak references to it."""
+    return gradient.untyped_storage() if gradient.layout is torch.strided else gradient
 
 
 def _put_back(parameter: torch.Tensor, mean: torch.Tensor) -> None:
@@ -134,10 +139,11 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return mean.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return gradient, None
 
 

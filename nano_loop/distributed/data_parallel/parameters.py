@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.distributed.data_parallel.initial_sync import Named, named_buffers, named_parameters
 from nano_loop.patching.members import buffers_of
-from nano_loop.patching.torch_private_autograd import forget_empty_hooks
+from nano_loop.patching.torch_private_autograd import forget_empty_hooks, has_accumulation_hook
 
 
 class Parameters:
@@ -51,8 +52,10 @@ class Parameters:
         self.in_order: list[torch.Tensor] = []
         self._arrived = arrived
         self.added_parameters: list[Named] = []
-        self._watched: Any = WeakIdKeyDictionary()  # the hooks, by the parameter
-        self._equal: Any = WeakIdKeyDictionary()  # parameters and modules whose values are equal on all ranks
+        # By the ids of parameters: `torch.utils.swap_tensors` refuses what has a weak reference.
+        self._watched: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}  # with the hooks
+        self._equal: dict[int, torch.Tensor] = {}  # whose values are equal on all ranks
+        self._equal_modules: Any = WeakIdKeyDictionary()
         self._stale = False
         self._held = 0
         self._undoing = ExitStack()
@@ -94,9 +97,10 @@ class Parameters:
         self.optimizers = _living(references[count:], are_left[count:])
         self._look()
 
-    def refresh(self) -> None:
-        """Find what the loop has added and removed since the last time."""
-        if self._stale or self._held != self._count():
+    def refresh(self, looks_at_hooks: bool = False) -> None:
+        """Find what the loop has added and removed since the last time, or swapped, if hooks are looked at."""
+        are_hooked = not looks_at_hooks or all(starmap(has_accumulation_hook, self._watched.values()))
+        if self._stale or self._held != self._count() or not are_hooked:
             self._look()
 
     def are_equal(self) -> None:
@@ -106,11 +110,11 @@ class Parameters:
 
     def close(self) -> None:
         """Take all hooks away."""
-        for parameter in [*self._watched]:
-            self._unwatch(parameter)
+        for key in [*self._watched]:
+            self._unwatch(key)
         self._undoing.close()
         # The hook belongs to the averaging, which has this: a cycle that would keep the models.
-        self.models, self.optimizers, self.in_order, self.added_parameters = [], [], [], []
+        self.models, self.optimizers, self.in_order, self.added_parameters, self._equal = [], [], [], [], {}
 
     def _something_registered(self, *_: object) -> None:
         self._stale = True
@@ -123,31 +127,31 @@ class Parameters:
         self.in_order = [parameter for _, parameter in self.named]
         self.added_parameters = self._find_added_parameters()
         current = set(map(id, self.in_order))
-        for parameter in [parameter for parameter in self._watched if id(parameter) not in current]:
-            self._unwatch(parameter)
+        for key, watched in [*self._watched.items()]:
+            if key not in current or not has_accumulation_hook(*watched):
+                self._unwatch(key)
         for parameter in self.in_order:
-            if parameter not in self._watched:
-                self._watched[parameter] = _watch(parameter, self._arrived)
+            if id(parameter) not in self._watched:
+                self._watched[id(parameter)] = parameter, _watch(parameter, self._arrived)
 
     def _find_added_parameters(self) -> list[Named]:
-        parameters = [
-            named_parameter
-            for named_parameter in named_parameters(self.models, self.optimizers)
-            if named_parameter[1] not in self._equal
-        ]
-        added = [module for model in self.models for module in model.modules() if module not in self._equal]
+        named = [*named_parameters(self.models, self.optimizers)]
+        self._equal = {id(parameter): parameter for _, parameter in named if id(parameter) in self._equal}
+        parameters = [named_parameter for named_parameter in named if id(named_parameter[1]) not in self._equal]
+        added = [module for model in self.models for module in model.modules() if module not in self._equal_modules]
         ids_of_added = {id(buffer) for module in added for buffer in buffers_of(module, recurse=False)}
         return parameters + [
             named_buffer for named_buffer in named_buffers(self.models) if id(named_buffer[1]) in ids_of_added
         ]
 
     def _note_equal(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        modules = (module for model in models for module in model.modules())
-        for value in (*modules, *(parameter for _, parameter in named_parameters(models, optimizers))):
-            self._equal[value] = True
+        self._equal |= {id(parameter): parameter for _, parameter in named_parameters(models, optimizers)}
+        for module in (module for model in models for module in model.modules()):
+            self._equal_modules[module] = True
 
-    def _unwatch(self, parameter: torch.Tensor) -> None:
-        self._watched.pop(parameter).remove()
+    def _unwatch(self, key: int) -> None:
+        parameter, handle = self._watched.pop(key)
+        handle.remove()
         forget_empty_hooks(parameter)
 
 

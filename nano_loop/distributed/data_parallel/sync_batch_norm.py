@@ -45,7 +45,7 @@ class _RankSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group, total = group, own.clone()
+        ctx.group, total = group, own.clone()  # undefined gradients are zeros here: each rank calls the collective
         distributed.all_reduce(total, group=group)
         return total
 

@@ -10,7 +10,7 @@ from functools import partial, partialmethod
 from stat import S_IMODE, S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any
 
-from nano_loop.distributed.files.original_os import missing, original_os, os_error
+from nano_loop.distributed.files.original_os import lower, missing, original_os, os_error
 from nano_loop.distributed.files.overlay import Overlay
 
 _Function = Callable[..., Any]
@@ -146,9 +146,9 @@ class Functions:
             if not flags & os.O_CREAT:
                 raise missing(path)
             return _descriptor(overlay.new(key), flags, mode)
-        if not S_ISREG(status.st_mode):  # a device, a pipe, or the folder of a file without a name; another raises
-            opened = partial(_descriptor, place, flags, mode)
-            return overlay.outside.submit(opened).result() if overlay.outside else opened()
+        # A device, a pipe, or the folder of a file without a name; another raises.
+        if not S_ISREG(status.st_mode) or overlay.shards.own(key, status):
+            return overlay.past_kernel(partial(_descriptor, place, flags, mode))
         if flags & os.O_TRUNC:
             return _descriptor(overlay.new(key), flags | os.O_CREAT, S_IMODE(status.st_mode))
         return _descriptor(overlay.copy_up(key), flags, mode)
@@ -274,10 +274,18 @@ class Functions:
             return  # nothing happens to two names of one file
         if replaced is not None and S_ISDIR(status.st_mode):
             self._must_be_empty(new, dst)
+            if lower(old) is None and overlay.is_rank_0s(new):
+                overlay.follow(old, new)
+                return
             overlay.remove(new)
         elif replaced is not None and S_ISDIR(replaced.st_mode):
             raise os_error(errno.EISDIR, dst)
-        overlay.move(old, new)
+        try:
+            overlay.move(old, new)
+        except FileNotFoundError:
+            if lower(old) is not None:
+                raise
+            self._rename(src, dst)  # rank 0 has renamed it meanwhile
 
     def _key_to_remove(self, path: Any, tolerant: bool = True) -> str | None:
         """Return the resolved path of what is to be removed; None where rank 0 has removed it before this rank.

@@ -12,12 +12,15 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 from nano_loop.distributed.files.original_os import lower, missing, original_os, os_error
+from nano_loop.distributed.files.shards import Shards
+
+Result = TypeVar("Result")
 
 #: What the system makes files of, and shared memory.
 SYSTEM = ("/dev/", "/proc/", "/sys/")
@@ -37,6 +40,10 @@ class Overlay:
         The folder of the private files; empty while there are none.
     shared : tuple of str
         Folders whose files all ranks write, with a slash at their ends.
+    rank : int
+        Whose files they are.
+    shards : Shards
+        Those of them that belong to the caller.
     temporary : str
         A folder for temporary files, which are real ones.
     since : int
@@ -53,11 +60,13 @@ class Overlay:
         self.outside: Executor | None = None
         self.end()
 
-    def begin(self, place: str, temporary: str, since: int, shared: Iterable[str]) -> None:
+    def begin(self, rank: int, place: str, temporary: str, since: int, shared: Iterable[str]) -> None:
         """Keep what is written from now on private.
 
         Parameters
         ----------
+        rank : int
+            See above.
         place : str
             An existing folder without symbolic links in its path, for the files.
         temporary, since : str, int
@@ -67,18 +76,23 @@ class Overlay:
         """
         root = f"{place}/files"
         original_os.mkdir(root, 0o700)
-        self.root, self.temporary, self.since = root, temporary, since
+        self.rank, self.root, self.temporary, self.since = rank, root, temporary, since
         self.shared = (*SYSTEM, *(f"{folder}/" for folder in (place, *shared)))
 
     def end(self) -> None:
         """Let every file be shared again."""
         self.root, self.temporary, self.shared, self.since, self._is_used = "", "", ("/",), _NEVER, False
+        self.rank, self.shards = 0, Shards(self)
 
     @property
     def is_empty(self) -> bool:
         """Whether no file is private, so that nothing need be looked up."""
         self._is_used = self._is_used or bool(self.root and _names(self.root))
         return not self._is_used
+
+    def past_kernel(self, change: Callable[[], Result]) -> Result:
+        """Do what the kernel refuses to this thread."""
+        return self.outside.submit(change).result() if self.outside else change()
 
     def is_shared(self, key: str) -> bool:
         """Whether a file is no rank's own: of the system, of a cache, or of the run."""
@@ -104,7 +118,7 @@ class Overlay:
         FileNotFoundError
             If the rank has removed what is there.
         """
-        if self.is_empty:
+        if self.is_empty and not self._is_new(lower(path)):
             return path
         place = self.resolved(path, follow)[1]
         if place is None:
@@ -141,6 +155,8 @@ class Overlay:
                 raise os_error(errno.ENOTDIR if kind else errno.ENOENT, path)
             else:
                 key = step
+                if place == key and self._is_new(status):
+                    self.shards.note_known(key)
         return key or "/", place
 
     def at(self, key: str) -> tuple[str | None, os.stat_result | None]:
@@ -182,7 +198,12 @@ class Overlay:
     def is_rank_0s(self, key: str) -> bool:
         """Whether rank 0 has made, in this run, what this rank sees, and this one has nothing there."""
         (upper, whiteout), status = self._upper(key), self.seen(key)
-        return upper is None and status is not None and (whiteout is not None or status.st_ctime_ns >= self.since)
+        if upper is not None or status is None or self.shards.own(key, status):
+            return False
+        return whiteout is not None or self._is_new(status)
+
+    def _is_new(self, status: os.stat_result | None) -> bool:
+        return status is not None and status.st_ctime_ns >= self.since
 
     def has_rank_0_removed(self, path: str) -> bool:
         """Whether rank 0 may have removed a missing file in this run: its folder has changed since the start."""
@@ -200,6 +221,7 @@ class Overlay:
         """Return the place of a private file that is written anew, whatever there was before."""
         if self.is_shared(key):
             return key
+        self.shards.note(key)
         self._upper_folder(os.path.dirname(key))
         if self._upper(key)[1] is not None:
             original_os.unlink(self.root + key)
@@ -263,7 +285,20 @@ class Overlay:
         original_os.rename(self.copy_up_tree(old), self.new(new))
         if _is_folder(self._upper(new)[0]):
             self._hide_below(new)
+        self._note(new)
         self.remove(old)
+
+    def follow(self, old: str, new: str) -> None:
+        """Let the rank see at a path, to which rank 0 has renamed a folder, its own files of that folder, too."""
+        original_os.rename(self.root + old, self.new(new))
+        self._note(new)
+
+    def _note(self, key: str) -> None:
+        """Note the private files at a path and below."""
+        if not _is_folder(self._upper(key)[0]):
+            self.shards.note(key)
+        for name in _names(self.root + key):
+            self._note(os.path.join(key, name))
 
     def remove(self, key: str) -> None:
         """Let the rank see nothing at a path."""
@@ -271,7 +306,8 @@ class Overlay:
             original_os.rmtree(self.root + key)
         elif lower(self.root + key) is not None:
             original_os.unlink(self.root + key)
-        self._hide(key)
+        if not self.shards.remove(key):
+            self._hide(key)
 
     def _hide(self, key: str) -> None:
         status = lower(key)

@@ -25,6 +25,7 @@ from nano_loop.distributed.files.landlock import keep_writes_in
 from nano_loop.distributed.files.original_os import Replacement, original_os
 from nano_loop.distributed.files.overlay import Overlay
 from nano_loop.distributed.files.refused import explaining_files
+from nano_loop.distributed.files.shards import Shards
 from nano_loop.patching.when_imported import WhenImported
 
 # Modules that keep such functions in classes, in default arguments, or in dicts of objects.
@@ -60,7 +61,7 @@ def redirect_files(run: Path, rank: int) -> None:
     prepare()
     place = f"{place_of(run)}/{rank}"
     original_os.mkdir(place, 0o700)
-    _begin(place, f"{place}/temporary", run, began(run))
+    _begin(rank, place, f"{place}/temporary", run, began(run))
 
 
 def guard_files() -> None:
@@ -75,11 +76,13 @@ def guard_files() -> None:
 
 
 @contextlib.contextmanager
-def private_files(own: Path, since: int, *shared: Path) -> Iterator[None]:
+def private_files(rank: int, own: Path, since: int, *shared: Path) -> Iterator[None]:
     """Keep what this process, a rank other than 0 that somebody else has started, writes in the body private.
 
     Parameters
     ----------
+    rank : int
+        The rank of this process.
     own : pathlib.Path
         The private folder of this process, in which `nano_loop.distributed.files.folder.workers_files` has left a link.
     since : int
@@ -92,7 +95,7 @@ def private_files(own: Path, since: int, *shared: Path) -> Iterator[None]:
         stack.callback(discard, place)
         _replace_functions(stack)
         stack.callback(_overlay.end)
-        stack.callback(_begin(place, f"{place_of(own)}/temporary", own, since, *shared))
+        stack.callback(_begin(rank, place, f"{place_of(own)}/temporary", own, since, *shared))
         stack.enter_context(explaining())
         yield
 
@@ -102,10 +105,15 @@ def explaining() -> AbstractContextManager[None]:
     return explaining_files(_overlay)
 
 
-def _begin(place: str, temporary: str, own: Path, since: int, *shared: Path) -> Callable[[], None]:
+def shards() -> Shards:
+    """Return the files of this rank that belong to the caller."""
+    return _overlay.shards
+
+
+def _begin(rank: int, place: str, temporary: str, own: Path, since: int, *shared: Path) -> Callable[[], None]:
     with contextlib.suppress(FileExistsError):
         original_os.mkdir(temporary, 0o700)
-    _overlay.begin(place, temporary, since, (*folders_of(own), *map(os.path.realpath, shared), *cache_folders()))
+    _overlay.begin(rank, place, temporary, since, (*folders_of(own), *map(os.path.realpath, shared), *cache_folders()))
     # Compiled code binds sockets there, as those by which a loader's workers send tensors.
     _overlay.shared += (os.path.join(os.path.realpath(tempfile.gettempdir()), _OF_MULTIPROCESSING),)
     return _keep_temporary_files_in(temporary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from torch import distributed
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from nano_loop.cpu.native_output import without_lines
-from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.ranks import Ranks, wait_until
+from nano_loop.distributed.files.private_files import shards
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.distributed.shared_memory.deadlocks import Waits
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
@@ -72,6 +73,10 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
     finally:
         ranks.channel = ranks.context.waits = None
         channel.leave(returned=returned)
+        if returned and shards().are_waiting:
+            with suppress(NanoError):  # another rank has failed
+                wait_until(lambda: channel.segment.has_left(0), ranks.check)
+                shards().move()
         channel.close()
 
 

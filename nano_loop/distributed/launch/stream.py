@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nano_loop.distributed.launch.failure import flush_output, pickled, raised
-from nano_loop.patching.user_code import users_traceback
+from nano_loop.patching.user_code import trim_tracebacks
 
 _READ = 1 << 16  # bytes at a time
 _ROOM = socket.CMSG_LEN(64 * array("i").itemsize)  # for descriptors, at a time
@@ -122,7 +122,8 @@ class Reporter:
         """Report the exception that has ended the task, in its handler; see `failure.raised`."""
         # torch's handler raises where a loader's process has died, also in the midst of the report.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        text = "".join(traceback.format_exception(type(error), error, users_traceback(error.__traceback__)))
+        trim_tracebacks(error)
+        text = "".join(traceback.format_exception(error))
         self.report("failed", pickle.dumps(raised(self.rank, error, text, where)))
         flush_output()
         self.report("exception", pickled(error))

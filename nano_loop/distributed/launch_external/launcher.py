@@ -16,7 +16,7 @@ from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks, by_host
-from nano_loop.distributed.files.private_files import private_files
+from nano_loop.distributed.files.private_files import private_files, shards
 from nano_loop.distributed.launch.group import gradient_group, local_group, process_group, shared_channel
 from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.launch.shared_folder import folder_of_process
@@ -140,7 +140,7 @@ def join_run(
         folder = stack.enter_context(common_folder(launch.rank, gather, here, join_options.parent))
         if join_options.parent is None and launch.rank:
             since = (folder / BEGAN).stat().st_ctime_ns
-            stack.enter_context(private_files(folder_of_process(os.getpid()), since, folder))
+            stack.enter_context(private_files(launch.rank, folder_of_process(os.getpid()), since, folder))
         ranks = Ranks(
             launch.rank,
             launch.size,
@@ -164,11 +164,14 @@ def join_run(
                 stack.enter_context(process_group(group, ranks, backend, address=join_options.address))
             stack.enter_context(gradient_group(ranks, address=join_options.address))
             ranks.channel = ProcessGroupChannel(ranks)
+            ranks.context.after_averaging.append(lambda _: shards().move_latest())
         if share is not None:
             stack.enter_context(bound(share.cpus))
         part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, join_options.threads)
         stack.callback(note_rank, note_rank(launch.rank))
         yield RankSlot(ranks, part, machine)
+        if ranks.folder is None:
+            shards().move()
 
 
 def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Mask]) -> tuple[Share, ...]:

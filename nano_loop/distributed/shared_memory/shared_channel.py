@@ -5,7 +5,8 @@ piece at a time. A rank copies a piece into one of its two slots, counts it, wai
 many, and reads their slots. It overwrites a slot two pieces later. By then all others have counted the
 piece in between, which they do after they have read this one, so one counter for each rank is enough.
 
-With each piece goes a mark of what the rank does. So ranks that do different things find out.
+With each piece goes a mark of what the rank does. So ranks that do different things find out. Beside it a rank says
+whether it has written what may be its shard of the caller's files: these are moved, and all ranks meet once more.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from pathlib import Path
 from nano_loop.distributed.comm.mismatch import CallSite, mismatch_message
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.raw_bytes import raw_bytes
+from nano_loop.distributed.files.private_files import shards
 from nano_loop.distributed.shared_memory.shared_file import map_by_name
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 from nano_loop.errors import NanoError
 
 _PIECE = 1 << 17  # bytes; two slots of each rank stay in a cache
 _POSTED = 0  # the counter
-_LENGTHS, _MARKS = 1, 3  # words behind it, two of each
+_LENGTHS, _MARKS, _FILES = 1, 3, 5  # words behind it, two of each
 
 
 class SharedChannel:
@@ -52,6 +54,9 @@ class SharedChannel:
         self._ranks = ranks
         self._piece = piece
         self._steps = 0
+        # How often this rank has written what may be a shard, now and at the last move.
+        self._files = self._files_before = 0
+        self._moves = False  # whether any rank has
         self._lock = threading.RLock()
         try:
             self._segment = SharedSegment(ranks, 1, 2 * ranks.size * piece, partial(map_by_name, path))
@@ -71,6 +76,7 @@ class SharedChannel:
         """See `Channel.exchange`."""
         with self._lock:
             self._segment.begin()
+            self._files, self._moves = shards().latest, False
             stream, received, start = memoryview(data), list[bytearray](), 0
             while not received or start < max(map(len, received)):
                 lengths = self._exchange_piece(what, stream[start : start + self._piece], len(stream))
@@ -79,6 +85,10 @@ class SharedChannel:
                     size = min(max(len(buffer) - start, 0), self._piece)
                     buffer[start : start + size] = self._slot(rank)[:size]
                 start += self._piece
+            if self._moves:
+                shards().move(self._files_before)
+                self._files_before = self._files
+                self._exchange_piece("files", memoryview(b""), 0)
             self._segment.end()
             return received
 
@@ -103,10 +113,12 @@ class SharedChannel:
         turn = self._steps % 2
         self._slot(self._ranks.rank)[: len(piece)] = piece
         words[own_place + _LENGTHS + turn], words[own_place + _MARKS + turn] = length, mark
+        words[own_place + _FILES + turn] = self._files > self._files_before
         self._segment.publish(own_place, self._steps)
         self._segment.wait(self._posted, self._steps, what)
         if any(words[place + _MARKS + turn] != mark for place in self._posted):  # which all ranks find
             raise NanoError(self._mismatch(what))
+        self._moves = self._moves or any(words[place + _FILES + turn] for place in self._posted)
         return [words[place + _LENGTHS + turn] for place in self._posted]
 
     def _mismatch(self, what: str) -> str:

@@ -9,6 +9,7 @@ collectives, raise an error that names what to call instead.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -93,6 +94,10 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         """What torch calls it, which it asks when it destroys it."""
         return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:  # which torch asks before it saves in the background
+        return [torch.device("cpu")]
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return torch.distributed's name of this backend."""
@@ -296,14 +301,20 @@ class SharedGroups:
     def __init__(self, ranks: Ranks, folder: Path, channel: SharedChannel) -> None:
         self._ranks, self._folder, self._channel = ranks, folder, channel
         self._channels: dict[str, SharedChannel] = {}
+        self._thread = threading.get_ident()  # of the loop
 
     def make(self, options: Any, backend_options: Any = None) -> SharedGroup:
         """Make the group that torch describes by its ``_DistributedBackendOptions``; the first is the default group."""
         members = tuple(options.global_ranks_in_group) or tuple(range(self._ranks.size))
         name = f"{len(members)}-{options.group_id}"
         ranks = self._ranks.group(members, timeout=options.timeout.total_seconds())
-        default = not options.global_ranks_in_group
-        channel = (lambda: self._channel) if default else (lambda: self._channel_of(name, ranks))
+        is_default = not options.global_ranks_in_group
+
+        def channel() -> SharedChannel:
+            # Another thread's collectives, as of a checkpoint that is saved in the background, come between any others.
+            is_loops = is_default and threading.get_ident() == self._thread
+            return self._channel if is_loops else self._channel_of(name, ranks)
+
         return SharedGroup(ranks, channel, options.group_id)
 
     def close(self, *, returned: bool) -> None:

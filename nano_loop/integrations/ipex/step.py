@@ -24,11 +24,11 @@ from nano_loop.kernels.dropout.bernoulli import by_torch
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import overridden, plainly
 from nano_loop.runtime.clock import StepTimes
-from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
-#: Median time per step in milliseconds, by kind of run and by whether IPEX's kernels ran, for the runs of this process.
+#: Median time per step in seconds, by kind of run and by whether IPEX's kernels ran, for the runs of this process.
 _measured: dict[str, dict[str, float]] = {}
 _MODULE = "intel_extension_for_pytorch"
 _DISTRIBUTION = "intel-extension-for-pytorch"
@@ -80,15 +80,15 @@ class Ipex(Step):
         if not self.enabled and _MODULE in sys.modules:
             detail = "not asked for, but already imported in this process: its kernels run until the process ends"
             return StepResult(self.name, "applied", detail)
-        median_ms = None if self._times is None else self._times.median_ms()
-        if median_ms is None:
+        median = None if self._times is None else self._times.median()
+        if median is None:
             return None
         times = _measured.setdefault(self._kind, {})
-        times["IPEX" if self.enabled else "nano_loop without IPEX"] = median_ms
+        times["IPEX" if self.enabled else "nano_loop without IPEX"] = median
         if not self.enabled or len(times) < 2:
             return None
-        (fast, fast_ms), (slow, slow_ms) = sorted(times.items(), key=lambda time: time[1])
-        detail = f"{fast} is faster: {fast_ms:.3g} ms a step, {slow} {slow_ms:.3g} ({slow_ms / fast_ms:.2f}×)"
+        (fast, least), (slow, most) = sorted(times.items(), key=lambda time: time[1])
+        detail = f"{fast} is faster: {duration(least)} per step, {slow} {duration(most)} ({most / least:.2f}×)"
         return StepResult("ipex_speed", "measured", detail)
 
     @override

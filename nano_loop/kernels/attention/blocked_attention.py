@@ -107,12 +107,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         out, log_sums = forward(*args[:-1])
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*args[:5], log_sums)
         ctx.numbers, ctx.are_four = args[5:-1], args[-1]
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, ...]:
         query, key, value, mask, kept, log_sums = ctx.saved_tensors
         inputs, numbers = (query, key, value), ctx.numbers
 

@@ -38,7 +38,9 @@ def by_torch(
         mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
     scores = query @ key.mT * scale
     if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+        if mask.dtype is torch.bool:  # torch adds it, so that NaN stays one
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
+        scores = scores + mask
     probabilities = safe_softmax(scores)
     return kept.view(scores.shape).to(probabilities.dtype).mul_(probabilities).div_(1 - dropout_p) @ value
 

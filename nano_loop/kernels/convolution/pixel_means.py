@@ -33,8 +33,8 @@ def _with_channels_last(original: Kernel | None) -> Callable[..., Tensor]:
         keys: torch.DispatchKeySet, x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, **kwargs: Any
     ) -> Tensor:
         if _is_image(x) and dim and sorted(dimension % 4 for dimension in dim) == [2, 3] and belongs_to_set_up_model():
-            means: Tensor = _Means.apply(x, kwargs.get("dtype"))  # type: ignore[no-untyped-call]
-            return means[:, :, None, None] if keepdim else means
+            means: Tensor = _Means.apply(x, keepdim, kwargs.get("dtype"))  # type: ignore[no-untyped-call]
+            return means
         result: Tensor = original(keys, x, dim, keepdim, **kwargs)
         return result
 
@@ -45,18 +45,19 @@ class _Means(torch.autograd.Function):
     """The means over the pixels of images, in the images' dtype or in another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
         """See `torch.autograd.Function`."""
+        ctx.set_materialize_grads(False)
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        pixels = x.permute(0, 2, 3, 1)  # in the order in which they lie
-        means: Tensor = torch.ops.aten.mean(pixels, (1, 2), dtype=dtype)
-        return means
+        return torch.ops.aten.mean(x.detach(), (2, 3), keepdim, dtype=dtype)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         """See `torch.autograd.Function`."""
+        if gradient is None:
+            return None, None, None
         of_pixels = (gradient / ctx.shape[2:].numel()).to(ctx.dtype)
-        return of_pixels[:, :, None, None].expand(ctx.shape), None
+        return of_pixels.view(*ctx.shape[:2], 1, 1).expand(ctx.shape), None, None
 
 
 def _is_image(x: Tensor) -> bool:

@@ -53,7 +53,7 @@ INLINE __m512 with_mask(const Row *row, __m512 scores, int64_t at) {
             const uint8_t *bytes = (const uint8_t *)row->mask + at * step;
             __mmask16 open = step ? _mm_test_epi8_mask(_mm_maskz_loadu_epi8(here, bytes), _mm_set1_epi8(-1))
                                   : (*bytes ? 0xffff : 0);
-            found = _mm512_mask_mov_ps(nothing, open, found);
+            found = _mm512_mask_add_ps(found, (__mmask16)~open, found, nothing); /* as torch: NaN stays one */
         } else if (call->mask_kind == 3) {
             const float *numbers = (const float *)row->mask + at * step;
             found = _mm512_add_ps(found, step ? _mm512_maskz_loadu_ps(here, numbers) : _mm512_set1_ps(*numbers));

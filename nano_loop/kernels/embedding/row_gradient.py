@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.double_backward import is_followed
@@ -95,7 +96,7 @@ class RowGradient:
     Parameters
     ----------
     weight : torch.nn.Parameter
-        The table, of fp32. It is not held.
+        The table, of fp32. It is not held, not even weakly: `torch.utils.swap_tensors` refuses that.
 
     Attributes
     ----------
@@ -115,7 +116,7 @@ class RowGradient:
         self._states: list[_State] = []  # whose rows are marked
         self._pending: dict[tuple[int, int], list[Lookups]] = {}
         key = id(weight)
-        self._weight = weakref.ref(weight, lambda _: row_gradients.pop(key, None))
+        self._memory = weakref.ref(weight.untyped_storage(), lambda _: row_gradients.pop(key, None))
         self._lock = threading.Lock()
         self._root: Callable[[], Tensor | None] = lambda: None
 
@@ -124,14 +125,15 @@ class RowGradient:
 
         All lookups of a graph have the same one, so that their gradients are summed up together.
         """
-        root = self._root()
-        if root is None:
+        root: Any = self._root()
+        # Of a graph before a swap of tensors, it leads to the other tensor.
+        if root is None or root.grad_fn.next_functions[0][0] is not get_gradient_edge(weight).node:
             root = _Root.apply(weight, self)  # type: ignore[no-untyped-call]
             self._root = weakref.ref(root)
         if not in_backward():
             for key in [key for key in self._pending if key[0] == threading.get_ident()]:
                 del self._pending[key]  # of a backward that has raised an error
-        return root
+        return root  # type: ignore[no-any-return]
 
     def add(self, lookups: Lookups) -> None:
         """Note lookups of the backward that this thread runs."""

@@ -45,6 +45,8 @@ def _is_taken(call: Call) -> bool:
         return False
     if not all(is_plain(tensor, FP32) for tensor in tensors) or not x.is_contiguous():
         return False
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled() and not x.requires_grad:
+        return False  # torch's backward does not read x
     return weight is None or weight.shape == torch.Size(shape)
 
 
@@ -64,12 +66,13 @@ class _RmsNorm(torch.autograd.Function):
         rows, width, is_bf16 = rows_of(x, shape)
         out, inverses = torch.empty_like(x), empty(rows)
         KERNEL("layer_norm", x, rows, width, is_bf16, weight, None, eps, out, None, inverses)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, inverses)
         ctx.numbers = shape, eps
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, ...]:
         (x, weight, inverses), (shape, eps) = ctx.saved_tensors, ctx.numbers
 
         def compute() -> tuple[Tensor | None, Tensor | None] | None:

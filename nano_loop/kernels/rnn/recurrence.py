@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel, scratch
-from nano_loop.kernels.double_backward import gradients_of
+from nano_loop.kernels.double_backward import gradients_of, save, saved
 from nano_loop.kernels.linear import fp32_product, product
 from nano_loop.kernels.memory import BYTES, FLOATS, FP32, INT64, empty
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, Arguments, Recurrence, by_operators
@@ -37,6 +37,8 @@ KERNEL = CompiledKernel(
 #: Number of inputs below which their product is computed in the steps, and bytes of weights up to which it is: nothing
 #: of it is stored then, and all weights stay in a core's cache.
 _FEW_INPUTS, _CACHED = 32, 1 << 20
+#: Places in `Arguments`.
+_INPUT_WEIGHT, _BIASES = 1, (3, 4)
 
 
 class _Call(ctypes.Structure):
@@ -76,7 +78,7 @@ class _RecurrentLayer(torch.autograd.Function):
         with below_autocast():
             kept, states = _forward(layer, tensors, any(ctx.needs_input_grad))
         ctx.layer = layer
-        ctx.save_for_backward(*tensors, *kept)
+        save(ctx, tensors, kept, _BIASES if ctx.needs_input_grad[0] else (_INPUT_WEIGHT, *_BIASES))
         ctx.set_materialize_grads(False)
         outputs, state, *cells = states
         dtype, cell_dtype = layer.dtypes
@@ -84,8 +86,8 @@ class _RecurrentLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        count, saved = len(Arguments._fields), ctx.saved_tensors  # a checkpoint recomputes them once
-        tensors, kept = Arguments(*saved[:count]), _Kept(*saved[count:])
+        inputs, others = saved(ctx, len(Arguments._fields))
+        tensors, kept = Arguments(*inputs), _Kept(*others)
 
         def compute() -> list[Tensor | None]:
             with below_autocast():

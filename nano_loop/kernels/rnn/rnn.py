@@ -155,23 +155,23 @@ OVERRIDES = tuple(
 
 
 def _by_layers(call: OperatorCall, layer: Recurrence) -> tuple[Tensor, ...]:
-    inputs = call.inputs.transpose(0, 1) if call.batch_first else call.inputs
-    shape = inputs.shape[:-1]
-    outputs, directions = inputs.reshape(-1, inputs.size(-1)), 1 + call.bidirectional
+    outputs = call.inputs.transpose(0, 1) if call.batch_first else call.inputs
+    shape, directions = outputs.shape[:-1], 1 + call.bidirectional
     layers, states = call.layers, []
     for first in range(0, len(layers), directions):
+        rows = outputs.reshape(-1, outputs.size(-1))
         results = [
-            recurrence.recurrence(layer._replace(is_reversed=bool(at)), arguments._replace(inputs=outputs))
+            recurrence.recurrence(layer._replace(is_reversed=bool(at)), arguments._replace(inputs=rows))
             for at, arguments in enumerate(layers[first : first + directions])
         ]
         states += [state for _, *state in results]
-        outputs = results[0][0] if directions == 1 else torch.cat([result[0] for result in results], 1)
+        parts = [result[0].view(*shape, result[0].size(-1)) for result in results]
+        outputs = parts[0] if directions == 1 else torch.cat(parts, -1)
         if call.train and call.dropout and first + directions < len(layers):
             outputs = torch.ops.aten.dropout(outputs, call.dropout, True)
     if directions == 1 and outputs.requires_grad:
         outputs = outputs.clone()  # the backward reads what the user may overwrite
-    outputs = outputs.view(*shape, outputs.size(-1))
-    outputs = outputs.transpose(0, 1) if call.batch_first else outputs
+    outputs = outputs.transpose_(0, 1) if call.batch_first else outputs  # no view, as torch's
     return outputs, *map(torch.ops.aten.stack, zip(*states, strict=True))
 
 

@@ -220,6 +220,7 @@ class _StandIn:
             attributes.update(change.attributes(loader))
         # Not by assignment, since a DataLoader rejects the assignment of a sampler or a dataset.
         vars(self.copy).update(attributes)
+        object.__setattr__(self.copy, "__class__", type(loader))
 
 
 class _Finding:

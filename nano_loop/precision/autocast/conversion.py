@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.torch_private import users_of_storage
 
 
 class Conversion:
@@ -29,15 +32,28 @@ class Conversion:
         self.dtype = dtype
         self._models: Any = WeakIdKeyDictionary()
         self._optimizers: Any = WeakIdKeyDictionary()
-        self._before: Any = WeakIdKeyDictionary()  # of dtypes, by the tensor
+        # By the id of a tensor, until its model is freed: `torch.utils.swap_tensors` refuses what has a weak reference.
+        # Its dtype, and its memory where others have that, too.
+        self._before: dict[int, tuple[Tensor, torch.dtype, Tensor | None]] = {}
+        self._ending = ExitStack()
 
     def convert(self, model: nn.Module) -> None:
         """Convert the floating-point parameters of a model, their gradients, and its buffers, in place."""
         self._models[model] = True
-        new = [tensor for tensor in _floating(model) if tensor not in self._before]
+        new = [tensor for tensor in _floating(model) if id(tensor) not in self._before]
+        own = Counter(map(_address, new))
+        forgetting = undone_with(model, self._ending)
         for tensor in new:
-            self._before[tensor] = tensor.dtype
+            has_aliases = _address(tensor) and users_of_storage(tensor) > own[_address(tensor)]
+            memory = tensor.data if has_aliases and not tensor.is_inference() else None
+            self._before[id(tensor)] = tensor, tensor.dtype, memory
+            forgetting.callback(self._before.pop, id(tensor), None)
         cast(new, self.dtype)
+
+    def convert_added(self, module: nn.Module) -> None:
+        """Convert what the loop has put into a module since, in place."""
+        added = [tensor for tensor in _floating(module) if tensor.dtype is not self.dtype and tensor.is_leaf]
+        cast(added, self.dtype)
 
     def convert_state(self, optimizer: Optimizer) -> None:
         """Convert the fp32 state of an optimizer, but for single numbers, such as counters of steps."""
@@ -45,19 +61,25 @@ class Conversion:
             self._optimizers[optimizer] = True
             _cast_state(optimizer, torch.float32, self.dtype)
 
+    @torch.inference_mode(False)
     def restore(self) -> None:
         """Convert all that has this dtype back: what the loop has added to the models, to fp32."""
         present = itertools.chain.from_iterable(map(_floating, [*self._models]))
         by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
-        for tensor in [*self._before, *present]:
+        for tensor in [*(tensor for tensor, *_ in self._before.values()), *present]:
             if tensor.dtype is self.dtype:
-                dtype = self._before.get(tensor, torch.float32)
+                _, dtype, _ = self._before.get(id(tensor), (tensor, torch.float32, None))
                 by_dtype.setdefault(dtype, {})[id(tensor)] = tensor
         for dtype, tensors in by_dtype.items():
             cast([*tensors.values()], dtype)
+        for tensor, dtype, memory in self._before.values():
+            if memory is not None and (tensor.dtype, tensor.shape) == (dtype, memory.shape):
+                memory.copy_(tensor.data)  # what the program, or another process, sees by another name
+                tensor.data = memory
         for optimizer in [*self._optimizers]:
             _cast_state(optimizer, self.dtype, torch.float32)
-        for collection in (self._models, self._optimizers, self._before):
+        self._ending.close()
+        for collection in (self._models, self._optimizers):
             collection.clear()
 
 

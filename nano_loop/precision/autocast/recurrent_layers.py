@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from nano_loop.patching.attributes import has_own
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.torch_private import calls_only_forward
 from nano_loop.precision.autocast.autocast import weights_cast_once
+
+_LAYERS = (nn.LSTM, nn.GRU, nn.RNN)
 
 
 @cache
@@ -34,13 +37,13 @@ def can_train_lstms(dtype: torch.dtype) -> bool:
 def around_recurrent_layer(layer: nn.Module) -> Call | None:
     """Return a function around calls of a recurrent layer of torch, or None for other modules.
 
-    A layer without hooks runs no code of the user's, so nothing changes a weight between two of its time steps.
+    Where a call runs no code of the user's, nothing changes a weight between two of its time steps.
     """
-    return _with_weights_cast_once if type(layer) in (nn.LSTM, nn.GRU, nn.RNN) else None
+    return _with_weights_cast_once if type(layer) in _LAYERS else None
 
 
 def _with_weights_cast_once(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    if not calls_only_forward(self):
+    if type(self) not in _LAYERS or not calls_only_forward(self) or not has_own(type(self), "forward"):
         return function(self, *args, **kwargs)
     with weights_cast_once():
         return function(self, *args, **kwargs)

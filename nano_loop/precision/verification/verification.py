@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message
@@ -182,6 +183,8 @@ def verified(
 
 
 _FP32 = PRECISIONS["32-true"]
+_TAKES = "it takes the model and the batch as they are, and not outputs and targets as torch's losses do"
+_WRITE = "Write loss_fn(model, batch), such as lambda model, batch: mse_loss(model(batch[0]), batch[1])"
 _RANDOM = "The model draws random numbers besides dropout modules, so other precisions may compute with others."
 
 
@@ -191,11 +194,26 @@ def _in_fp64(tensor: Tensor) -> Tensor:
 
 def _loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
     inputs = map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), batch)
-    loss: Any = loss_fn(model, inputs)
+    modules, called = {*map(id, model.modules())}, False
+
+    def note(module: nn.Module, _: Any) -> None:
+        nonlocal called
+        called = called or id(module) in modules
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        loss: Any = loss_fn(model, inputs)
+    except Exception as error:
+        if called:
+            raise
+        told = f"loss_fn raised {type(error).__name__} before it called the model"
+        raise NanoConfigError(error_message(told, _TAKES, _WRITE)) from error
+    finally:
+        hook.remove()
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         told = f"loss_fn returned {type(loss).__name__}"
         expected = "it returns the loss of the model, a tensor of one element with a gradient"
-        raise NanoConfigError(error_message(told, expected, "Write loss_fn(model, batch), which calls the model"))
+        raise NanoConfigError(error_message(told, expected, _WRITE))
     return loss
 
 

@@ -47,7 +47,7 @@ def check_kinds(*arguments: tuple[str, type, Sequence[Any]]) -> None:
         for value in values:
             if not isinstance(value, kind):
                 got = f"{name} is a {type(value).__module__}.{type(value).__qualname__}"
-                advice = "Call setup(model, optimizer, *dataloaders), with several optimizers as one list"
+                advice = "Pass model, optimizer, *dataloaders in this order, with several optimizers as one list"
                 problems.append(error_message(got, f"it must be a {kind.__module__}.{kind.__qualname__}", advice))
     if problems:
         raise NanoConfigError("\n".join(problems))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -10,9 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 _NAME_WIDTH = len("gradient_averaging")  # the longest name; a test compares it with all of them
-#: The codes of steps for what a model or a loader does not have. Where they are "auto", the text names them together.
-_ABSENT = frozenset(("no_attention", "no_convolution", "no_norm", "few_classes", "no_images"))
-_IDLE = "nothing to do"
+_DIGITS = 3  # of a time
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,9 @@ class StepResult:
         What the step changed, why it was skipped, or what was measured.
     code : str or None
         Why it was skipped, in a short word that stays the same, such as "no_norm".
-    asked_for : bool
-        Whether the user has written the option, so that a step that has nothing to do has a line of its own.
+    idle : str
+        The line that names the step together with others, such as "nothing to do". Empty: it has a line of its own, as
+        where the user has written the option.
     data : object
         A measurement in full, such as a `Verification` or a `CastLog`, with a table as its text and with `as_dict`.
         None for most steps.
@@ -41,12 +41,7 @@ class StepResult:
     detail: str
     data: Any = field(default=None, compare=False)
     code: str | None = None
-    asked_for: bool = field(default=False, compare=False)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the step was skipped because there is nothing that it is for."""
-        return self.code in _ABSENT and not self.asked_for
+    idle: str = field(default="", compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain dicts, lists, strings and numbers, for JSON."""
@@ -89,6 +84,17 @@ class ReportPrinter:
             self._printed.lines = self._lines
 
 
+def duration(seconds: float) -> str:
+    """Return a time as a person reads it, in three digits: ``8.41 ms``, ``1.20 s``."""
+    return f"{digits(seconds)} s" if seconds >= 1 else f"{digits(seconds * 1e3)} ms"
+
+
+def digits(number: float) -> str:
+    """Return a number in three digits, or in more before the point: ``8.41``, ``2,031``."""
+    places = _DIGITS if number <= 0 else _DIGITS - 1 - math.floor(math.log10(number))
+    return f"{number:,.{max(places, 0)}f}"
+
+
 def print_lines(lines: Iterable[object]) -> None:
     """Print lines to standard error, which a notebook shows as an error, and so there to standard output.
 
@@ -108,8 +114,8 @@ def _lines_of(entries: Iterable[SetupReport | StepResult]) -> Iterator[str]:
     for entry in entries:
         if isinstance(entry, SetupReport) or entry.status != "skipped":
             lines[(str(entry),)] = []
-        elif entry.is_idle:
-            lines.setdefault((_IDLE,), []).append(entry.name)
+        elif entry.idle:
+            lines.setdefault((entry.idle,), []).append(entry.name)
         else:
             lines.setdefault((entry.status, entry.detail), []).append(entry.name)
     for (first, *rest), names in lines.items():
@@ -160,7 +166,7 @@ class SetupReport:
         """Names of the steps that were skipped, without duplicates and those that had something to do elsewhere."""
         applied = self.applied
         skipped = [result for result in self.results if result.status == "skipped"]
-        return tuple(dict.fromkeys(r.name for r in skipped if not (r.is_idle and r.name in applied)))
+        return tuple(dict.fromkeys(r.name for r in skipped if not (r.idle and r.name in applied)))
 
     def __getitem__(self, name: str) -> StepResult:
         """Return the last result of the step `name`; raises ``KeyError`` if the step was disabled."""
@@ -190,7 +196,7 @@ class SetupReport:
         if self.from_environment:
             lines.append(f"  from the environment: {', '.join(self.from_environment)}")
         applied = self.applied
-        results = [result for result in self.results if not (result.is_idle and result.name in applied)]
+        results = [result for result in self.results if not (result.idle and result.name in applied)]
         return "\n".join([*lines, *_lines_of(results)])
 
     __repr__ = __str__  # for notebooks, which show the repr

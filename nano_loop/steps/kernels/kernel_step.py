@@ -33,11 +33,12 @@ class Kernels(NamedTuple):
         What replaces torch's kernels.
     is_for : callable
         Whether a model calls the replaced operators.
-    says, says_without_kernel : str
-        The line of the report; and where plain operators replace functions that cannot be compiled, before the reason.
-        None: none do.
-    absent : SkipReason or None
-        Why models without such operators are skipped. None: they have no line in the report.
+    says : str
+        The line of the report.
+    absent : SkipReason
+        Why models without such operators are skipped.
+    says_without_kernel : str or None
+        The line where plain operators replace functions that cannot be compiled, before the reason. None: none do.
     contexts : tuple of callable
         Return the contexts in which the kernels are replaced, besides those of `overrides`.
     remark : callable
@@ -45,11 +46,11 @@ class Kernels(NamedTuple):
     """
 
     kernel: CompiledKernel
-    overrides: tuple[Override, ...] = ()
-    is_for: Callable[[nn.Module], bool] = lambda model: True
-    says: str = ""
+    overrides: tuple[Override, ...]
+    is_for: Callable[[nn.Module], bool]
+    says: str
+    absent: SkipReason
     says_without_kernel: str | None = None
-    absent: SkipReason | None = None
     contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
     remark: Callable[[], str | None] = lambda: None
 
@@ -68,16 +69,14 @@ class Row(NamedTuple):
         The name of the step and of its option.
     kernels, in_fp32 : Kernels
         Those of runs in reduced precision, and in fp32, where None stands for none.
-    finds_all : bool
-        Whether `is_for` finds every model that calls the operators, so that a run without one cannot apply the step.
     is_for_all_code : bool
-        Whether the kernels are those of all models in every precision, and of what is no model.
+        Whether the kernels are those of all models in every precision, and of what is no model: they are in force also
+        where no model is found to call them.
     """
 
     name: str
     kernels: Kernels
     in_fp32: Kernels | None = None
-    finds_all: bool = False
     is_for_all_code: bool = False
 
 
@@ -97,18 +96,13 @@ class KernelStep(Step):
 
     @override
     def begin(self) -> None:
-        self._has_calls = False  # whether a model that was set up calls the replaced operators
+        self._has_calls = False  # whether a model that was set up seems to call the replaced operators
+        self._calls_before = 0  # those of the functions, when they were put in force
         self._in_force: ExitStack | None = None
         self._models: Any = WeakIdKeyDictionary()
         self._calls = 0
         self._is_idle = False  # whether torch's kernels are in force again
         self._looks = ExitStack()  # what the clock is to call
-
-    @property
-    @override
-    def enabled(self) -> bool:
-        choice = getattr(self.options, self.name)
-        return self._is_for_precision if choice == "auto" else bool(choice)
 
     @property
     def _is_for_precision(self) -> bool:
@@ -127,28 +121,27 @@ class KernelStep(Step):
     def observe(self, parts: TrainingObjects) -> None:
         calls = self.required and any(self.kernels.is_for(model) or _is_scripted(model) for model in parts.models)
         self._has_calls |= calls
+        # What no model's code names may be called all the same: it is in the report as soon as it is.
+        if self.row.is_for_all_code and self.enabled and parts.models and self.kernels.kernel.unavailable is None:
+            self._begin_with([])
 
     @property
     @override
     def unused_because(self) -> str | None:
-        if not self.required or not self.row.finds_all or self._has_calls:
-            return None
-        return "no model has such modules" if self.kernels.absent is None else self.kernels.absent.detail
-
-    @override
-    def is_relevant(self, parts: TrainingObjects) -> bool:
-        return super().is_relevant(parts) and (self.kernels.absent is not None or self._is_wanted(parts))
+        has_called = self._has_calls or self.kernels.kernel.calls != self._calls_before
+        return None if has_called or not self.required else self.kernels.absent.detail
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         kernels = self.kernels
         if not self._is_for_precision:
-            return SkipReason("not_bf16", f"it is for bf16{' and fp32' if self.row.in_fp32 is not None else ''}")
+            precisions = f"for bf16{' and fp32' if self.row.in_fp32 is not None else ''}"
+            return SkipReason("not_bf16", f"it is {precisions}", precisions)
+        if not (self.required or any(map(kernels.is_for, parts.models))):
+            return kernels.absent
         if kernels.calls_torchs_kernels and not gives_kernels():
             expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
             return SkipReason("old_torch", expected)
-        if kernels.absent is not None and not self._is_wanted(parts):
-            return kernels.absent
         reason = kernels.kernel.unavailable if kernels.says_without_kernel is None else None
         if reason is None:
             return None
@@ -171,7 +164,7 @@ class KernelStep(Step):
                 names = interceptor.rules.kernels | {kernels.kernel.name}
                 interceptor.rules = interceptor.rules._replace(kernels=names, takes_kernels=not self._is_in_fp32)
         if self._in_force is None:
-            self._is_idle = False
+            self._is_idle, self._calls_before = False, kernels.kernel.calls
             self._in_force = self.undoing.enter_context(ExitStack())
             for context in (*kernels.contexts, *(replaced.in_force for replaced in kernels.overrides)):
                 self._in_force.enter_context(context())
@@ -187,10 +180,12 @@ class KernelStep(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return that torch's kernels are in force again, or what there is to remark, or None."""
+        """Return that torch's kernels are in force again, that functions were called that nobody expected, or a remark."""
         if self._is_idle:
-            detail = "torch's kernels, which are as fast for these tensors"
+            detail = "torch's kernels kept: tensors too small to gain"
             return StepResult(self.name, "measured", detail, code="too_small")
+        if self.row.is_for_all_code and self._in_force is not None and self.kernels.kernel.calls != self._calls_before:
+            return StepResult(self.name, "applied", self.kernels.says)
         remark = self.kernels.remark()
         return None if remark is None else StepResult(self.name, "applied", f"{self.kernels.says}; {remark}")
 
@@ -201,9 +196,6 @@ class KernelStep(Step):
             self._in_force, self._is_idle = None, True
             self.interceptors.release(self.name)
         self._calls = self.kernels.kernel.calls
-
-    def _is_wanted(self, parts: TrainingObjects) -> bool:
-        return self.required or any(map(self.kernels.is_for, parts.models))
 
 
 def _is_scripted(model: nn.Module) -> bool:

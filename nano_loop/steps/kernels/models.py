@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from torch import nn
 
@@ -57,9 +58,19 @@ def _names_in(model: nn.Module) -> Iterator[str]:
         yield from names_in_forward(module)
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a module, or a function that the model calls, is named after dropout, or one of torch's layers drops."""
+    if any(isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout for module in model.modules()):
+        return True
+    others = [module for module in model.modules() if not type(module).__module__.startswith("torch.")]
+    names = chain(map(class_name, model.modules()), functions_called(model), *map(names_in_forward, others))
+    return any(word in name.lower() for name in names for word in ("drop", "bernoulli"))
+
+
 def has_tanh(model: nn.Module) -> bool:
     """Whether a module may compute tanh, or a GELU by tanh."""
-    return any("tanh" in name.lower() or "gelu" in name.lower() for name in _names_of_activations(model))
+    names = chain(_names_of_activations(model), functions_called(model))
+    return any("tanh" in name.lower() or "gelu" in name.lower() for name in names)
 
 
 def _names_of_activations(model: nn.Module) -> Iterator[str]:

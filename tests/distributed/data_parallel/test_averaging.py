@@ -13,6 +13,7 @@ from torch.nn.functional import embedding, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from distributed.data_parallel.averaged import Setup, assert_pair, trained
+from distributed.data_parallel.test_checksums import DTYPES
 from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.errors import NanoError, NanoWarning
 
@@ -662,6 +663,20 @@ def test_layer_added_in_the_loop_begins_equal_and_is_averaged(team):
     assert_pair(team(2), loop)
 
 
+def test_buffers_of_every_dtype_that_are_added_in_the_loop_begin_equal(team):
+    def loop(setup):
+        model, optimizer = ready(setup)
+        model.append(nn.Identity())
+        for number, dtype in enumerate(DTYPES):
+            buffer = torch.empty(4, dtype=dtype)
+            buffer.view(torch.uint8).fill_(setup.rank)
+            model[-1].register_buffer(f"buffer{number}", buffer)
+        fit(setup, model, optimizer)
+        return [bool(buffer.view(torch.uint8).any()) for buffer in model[-1].buffers()]
+
+    assert team(2)(trained, loop) == [[False] * len(DTYPES)] * 2
+
+
 def test_parameter_added_in_the_loop_begins_equal_and_is_averaged(team):
     def loop(setup):
         model, optimizer = ready(setup)
@@ -705,6 +720,26 @@ def test_ranks_that_add_different_layers_are_told(team):
         return True
 
     assert team(2)(trained, loop) == [True, True]
+
+
+@pytest.mark.parametrize("swap", ["tensors", "loaded"])
+def test_swapped_parameters_are_averaged(team, swap):
+    def loop(setup):
+        model, optimizer = ready(setup)
+        fit(setup, model, optimizer)
+        if swap == "tensors":
+            torch.utils.swap_tensors(model[0].weight, nn.Parameter(0.5 * model[0].weight.detach()))
+        else:
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+            model.double().float()  # gradients, too
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        fit(setup, model, optimizer)
+        gradients = [each.grad.clone() for each in model.parameters()]
+        setup.setup(model, optimizer)  # again
+        return fit(setup, model, optimizer), gradients
+
+    assert_pair(team(2), loop)
 
 
 def test_removed_parameters_are_let_go(team):

@@ -31,6 +31,21 @@ def test_equal_parameters_pass_and_another_row_is_named(dtype):
     assert caught.value.rank == 1
 
 
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+DTYPES = [each for each in DTYPES if not str(each).startswith("torch.q")]  # quantized ones
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_are_compared(dtype):
+    zeros, ones, again = (torch.empty(8, 8, dtype=dtype) for _ in range(3))
+    for tensor, value in ((zeros, 0), (ones, 1), (again, 1)):
+        tensor.view(torch.uint8).fill_(value)
+    refuse([ones], [again])
+    with pytest.raises(NanoWorkerError, match=r"Net\.0 "):
+        refuse([ones], [zeros])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parameters_that_differ_by_rounding_pass(dtype):
     signs = torch.Generator().manual_seed(1)

@@ -70,11 +70,12 @@ def found(folder):
         return gathered(torch.load(folder / "guarded.pt"))
 
     def saving_by_name(by_name, rename, opened):
-        by_name(small.rank(), folder / f"argument {small.rank()}")
-        save_by_name(small.rank(), folder / f"imported {small.rank()}")
-        with opened(folder / f"new {small.rank()}", "w") as file:
+        own = ("first", "second")[small.rank()]
+        by_name(small.rank(), folder / f"argument {own}")
+        save_by_name(small.rank(), folder / f"imported {own}")
+        with opened(folder / f"new {own}", "w") as file:
             file.write("x")
-        rename(file.name, folder / f"opened {small.rank()}")
+        rename(file.name, folder / f"opened {own}")
         return gathered(sorted(os.listdir(folder)))
 
     @torch.no_grad()  # for one rank alone iterates the loader, which is divided otherwise
@@ -97,9 +98,9 @@ def test_file_that_rank_0_alone_has_saved_is_loaded_from_there(folder):
 
 def test_functions_that_travel_write_private_copies_in_a_worker(folder):
     by_name = found(folder)["by name"]
-    assert {"argument 1", "imported 1", "opened 1"} <= set(by_name[1])
-    assert {"argument 0", "imported 0", "opened 0"} <= set(by_name[0])
-    files = ["argument 0", "guarded.pt", "imported 0", "often.pt", "opened 0"]
+    assert {"argument second", "imported second", "opened second"} <= set(by_name[1])
+    assert {"argument first", "imported first", "opened first"} <= set(by_name[0])
+    files = ["argument first", "guarded.pt", "imported first", "often.pt", "opened first"]
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == files
 
 

@@ -45,7 +45,7 @@ def done(folder, drawn):
 def rank(run):
     """Let this process be rank 1, and later than nothing that is there."""
     run.mkdir()
-    with workers_files(run), private_files(run, 1 << 62):
+    with workers_files(run), private_files(1, run, 1 << 62):
         yield
 
 

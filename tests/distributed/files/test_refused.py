@@ -115,7 +115,7 @@ def test_compiled_code_on_rank_0_is_right_and_its_files_are_read_by_all(tmp_path
 @pytest.fixture
 def overlay(tmp_path):
     overlay = Overlay()
-    overlay.begin(os.path.realpath(tmp_path), str(tmp_path), 0, ())
+    overlay.begin(1, os.path.realpath(tmp_path), str(tmp_path), 0, ())
     return overlay
 
 

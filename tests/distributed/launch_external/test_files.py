@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from distributed.launch.started import LOOP, environment, run_together, torchrun
 from distributed.launch_external.test_launcher import HOSTS
@@ -22,7 +23,8 @@ def train(model, time):
     os.makedirs(f"out/{time}", exist_ok=HOST_OF)
     for _ in range(2):
         torch.save((RANK, time), path)
-    Path(f"of rank {RANK}").write_text("x")
+    Path(f"of {'ab'[RANK]}").write_text("x")
+    torch.save(RANK, f"shard {RANK}.pt")
     with open("log.csv", "a") as log:
         log.write(f"{RANK} {time}\\n")
     if RANK == 1:
@@ -74,12 +76,13 @@ def test_run_writes_rank_0s_files_and_each_rank_reads_its_own_back(host_of, tmp_
         assert told["read"] == [[[rank, time], 1] for time in range(2)]
         assert told["temporary"] == [True, True]
         assert told["put back"]
-        assert {"log.csv", "model.pt", "of rank 0", "out"} < set(told["seen"])
-        assert "of rank 1" not in told["seen"]
+        assert {"log.csv", "model.pt", "of a", "out"} < set(told["seen"])
+        assert "of b" not in told["seen"]
         assert "database" not in told["seen"]
     for word in ("compiled code", str(folder / "database"), "is_global_zero"):
         assert word in second["error"]
     assert first["error"]
+    assert [torch.load(folder / f"shard {rank}.pt") for rank in range(2)] == [0, 1]
     assert (folder / "log.csv").read_text() == "0 0\n0 1\n"
     assert sorted(path.name for path in (folder / "out").iterdir()) == ["0", "1"]
     assert all((folder / f"by compiled code {rank}").exists() for rank in range(2))

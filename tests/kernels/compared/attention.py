@@ -108,6 +108,17 @@ MASKS = {
     "mask with columns apart": (torch.rand(17, 17, generator=SEEDED) > 0.2).t(),
     "mask with numbers apart": torch.randn(17, 17, generator=SEEDED).bfloat16().t(),
 }
+
+
+def nan_in_a_masked_key():
+    """torch adds the mask, as -inf: what it hides is no number then, either."""
+    mask = torch.ones(130, 130, dtype=torch.bool)
+    mask[::2, 7] = False
+    call = call_of({"attn_mask": mask}, length=130)
+    call[0][1].data[1, 2, 7, 5] = torch.nan
+    return call
+
+
 IN_BF16 = Row(
     make=call_of,
     ours=by(attention),
@@ -126,6 +137,7 @@ IN_BF16 = Row(
     ).filter(lambda sizes: math.prod(sizes["batch"]) * sizes["length"] * sizes["source"] >= 1 << 14),
     supports=is_computed,
     others={"small heads": lambda call: call_of(width=8)},
+    undefined={"NaN in a masked key": nan_in_a_masked_key},
     kernel=blocked_attention.KERNEL,
     needs_kernel=False,
     patches=[(module, "MIN_SCORES", 1)],

@@ -114,6 +114,44 @@ def class_of_another_activation(program):
         module.__class__ = kind
 
 
+class Computed:
+    """Hyperparameters that the class computes, although the instance has others."""
+
+    eps = property(lambda self: 0.5)
+    p = property(lambda self: 0.6)
+
+
+@row()
+def class_that_computes_hyperparameters(program):
+    model = program.model
+    of_class(program, Computed, model.batch_norm, model.group_norm, model.layer_norm, model.rms_norm, model.dropout)
+
+
+class ByStep:
+    """A recurrent layer that changes a weight between two parts of a sequence."""
+
+    def forward(self, x, state=None):
+        with torch.no_grad():
+            first, state = super().forward(x[:, :4], state)
+            self.weight_hh_l0 *= 0.9
+        second, state = super().forward(x[:, 4:], state)
+        return torch.cat([first, second], 1), state
+
+
+@row(repeats=True)
+def class_of_a_recurrent_layer(program):
+    of_class(program, ByStep, program.model.gru)
+
+
+@row(repeats=True)
+def forwards_that_are_partial(program):
+    def scaled(module, factor, *args):
+        return factor * type(module).forward(module, *args)
+
+    for module in (program.model.batch_norm, program.model.relu, program.model.layer_norm, program.model.mlp[4]):
+        program.set(module, forward=functools.partial(scaled, module, 0.5))
+
+
 # --- functions of torch ---
 
 FUNCTIONS = (

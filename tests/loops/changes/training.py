@@ -1,6 +1,9 @@
 """Data and optimizers: datasets, collate functions, samplers, schedules."""
 
 import copy
+import functools
+import sys
+from contextlib import ExitStack
 from unittest import mock
 
 import torch
@@ -102,6 +105,16 @@ def weighted_samples(program):
 
 
 @row()
+def class_of_the_loader(program):
+    class Halved(type(program.loader)):
+        def _get_iterator(self):
+            return (batch for place, batch in enumerate(super()._get_iterator()) if place % 2)
+
+    program.undo.callback(setattr, program.loader, "__class__", type(program.loader))
+    program.loader.__class__ = Halved
+
+
+@row()
 def a_batch_sampler_that_counts(program):
     """A class of the program's for the next two steps."""
 
@@ -200,6 +213,69 @@ def foreach(program):
 
 
 @row()
+def counters_of_steps(program):
+    """As other programs save them; one is that of several parameters."""
+    for optimizer in (program.adamw, program.adagrad):
+        states = [*optimizer.state.values()]
+        for state in states:
+            state["step"] = torch.tensor(7)
+        states[1]["step"] = states[2]["step"]
+
+
+@row()
+def class_of_optimizers(program):
+    class Halving:
+        def step(self, *args):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(0.5)
+            return super().step(*args)
+
+    for optimizer in program.optimizers:
+        program.undo.callback(setattr, optimizer, "__class__", type(optimizer))
+        optimizer.__class__ = type("Halving", (Halving, type(optimizer)), {})
+
+
+FUNCTIONS = (
+    *((kind, "step") for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad)),
+    *((torch.optim.Optimizer, "zero_grad"), (torch.optim.SGD, "zero_grad"), (torch.optim.AdamW, "zero_grad")),
+    *((sys.modules[f"torch.optim.{name}"], name) for name in ("sgd", "adam", "adagrad")),
+)
+
+
+def noted_functions(noted):
+    """Return a context in which functions of optimizers note their calls."""
+    contexts = ExitStack()
+    for owner, name in FUNCTIONS:
+        original = getattr(owner, name)
+
+        def call(*args, original=original, name=name, **kwargs):
+            noted.append(name)
+            return original(*args, **kwargs)
+
+        contexts.enter_context(mock.patch.object(owner, name, functools.wraps(original)(call)))
+    return contexts
+
+
+@row()
+def functions_of_optimizers(program):
+    program.within(noted_functions(program.seen))
+
+
+NOTED = []
+
+
+def noted_before_the_run():
+    return noted_functions(NOTED)
+
+
+@row(before=noted_before_the_run)
+def functions_of_optimizers_before_the_run(program):
+    NOTED.clear()
+    program.undo.callback(lambda: program.seen.append([*NOTED]))
+
+
+@row()
 def a_new_group(program):
     torch.manual_seed(4)
     program.model.head.scale = nn.Parameter(torch.ones(12))
@@ -285,6 +361,37 @@ def gradients_written(program):
         return step(*args)
 
     program.set(program.adamw, step=with_others)
+
+
+@row()
+def gradients_negated_when_they_are_read(program):
+    """As imaginary parts of conjugated numbers are, of which one may be alone."""
+
+    def negated(gradient):
+        return torch.complex(torch.zeros_like(gradient), gradient).conj().imag
+
+    for optimizer in program.optimizers:
+        step = optimizer.step
+
+        def with_others(*args, optimizer=optimizer, step=step):
+            first, second, *_ = optimizer.param_groups[0]["params"]
+            first.grad, second.grad = negated(first.grad), torch._neg_view(second.grad)
+            return step(*args)
+
+        program.set(optimizer, step=with_others)
+
+
+@row()
+def moments_kept_and_written(program):
+    """What a program has taken out of a state once, it may write to by other names."""
+    state = program.adamw.state[program.model.embedding.weight]
+    kept = [state["exp_avg"].data, torch.from_dlpack(state["exp_avg_sq"])]
+
+    def written(*_):
+        for moment in kept:
+            moment.data.mul_(0.5).add_(0.01)
+
+    program.undo.callback(program.adamw.register_step_post_hook(written).remove)
 
 
 @row(repeats=True)

@@ -102,6 +102,61 @@ def state_loaded(program):
     program.undo.callback(lambda: program.model.load_state_dict(state))
 
 
+def swaps_tensors(change):
+    """Let modules swap their tensors, in place of setting the data, where `change` loads or converts them."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        change()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def without_layers_that_refuse_swaps(model):
+    """All but recurrent layers, which have weak references to their own weights."""
+    return [module for module in model.children() if not isinstance(module, nn.RNNBase)]
+
+
+@row()
+def swapped(program):
+    """Trained, frozen and tied weights, a large table, and moments of optimizers."""
+    model = program.model
+    model.head.requires_grad_(False)
+    program.undo.callback(model.head.requires_grad_, True)
+    model.mlp[7].weight = model.mlp[4].weight
+    moments = [state["sum"] for state in program.adagrad.state.values()]
+    weights = [weight for module in without_layers_that_refuse_swaps(model) for weight in module.parameters()]
+    for tensor in (*weights, *moments):
+        other = 0.5 * tensor.detach()
+        is_weight = isinstance(tensor, nn.Parameter)
+        torch.utils.swap_tensors(tensor, nn.Parameter(other, tensor.requires_grad) if is_weight else other)
+
+
+@row(repeats=True)
+def swapped_before_the_step(program):
+    """Between backward and step: the weight has no gradient then, and the optimizer passes it over."""
+    model, step = program.model, program.sgd.step
+
+    def with_others(*args):
+        for module in (model.batch_norm, model.embedding, model.mlp[4]):
+            torch.utils.swap_tensors(module.weight, nn.Parameter(0.5 * module.weight.detach()))
+        return step(*args)
+
+    program.set(program.sgd, step=with_others)
+
+
+@row(repeats=True)
+def state_loaded_by_swaps(program):
+    for module in without_layers_that_refuse_swaps(program.model):
+        state = {name: 0.5 * value for name, value in module.state_dict().items()}
+        swaps_tensors(lambda module=module, state=state: module.load_state_dict(state))
+
+
+@row(is_seen=False, repeats=True)
+def converted_by_swaps(program):
+    for module in without_layers_that_refuse_swaps(program.model):
+        swaps_tensors(lambda module=module: module.double().float())
+
+
 @row(is_seen=False)
 def state_assigned(program):
     """The model has other parameters then, which optimizers get by the names."""

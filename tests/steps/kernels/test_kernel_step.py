@@ -4,11 +4,14 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from nano_loop import NanoConfigError, accelerated
+from nano_loop import NanoConfigError, accelerated, nano
+from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels import KERNEL_STEPS
+from nano_loop.steps.step import ABSENT, SMALL
 from nano_loop.steps.tune_operators import TuneOperators
 from steps.kernels.cases import BY_NAME
 
@@ -22,7 +25,13 @@ CALLING = {
         nn.LazyConv2d(2, 1),
     ],
     BY_NAME["fast_cross_entropy"]: [nn.Linear(2, 1000)],
-    BY_NAME["fast_dropout"]: [nn.Dropout(0.1), nn.Linear(2, 2)],
+    BY_NAME["fast_dropout"]: [
+        *(nn.Dropout(0.1), nn.AlphaDropout(), nn.LSTM(2, 2, 2, dropout=0.1), nn.MultiheadAttention(4, 2, dropout=0.1)),
+        nn.TransformerEncoderLayer(4, 2),
+        type("DropPath", (nn.Module,), {})(),
+        type("Net", (nn.Module,), {"forward": lambda self, x: F.dropout(x, 0.1, self.training)})(),
+        type("Net", (nn.Module,), {"forward": lambda self, x: x * torch.empty_like(x).bernoulli_(0.5)})(),
+    ],
     BY_NAME["fast_embedding"]: [nn.Embedding(512, 512), nn.EmbeddingBag(512, 512)],
     BY_NAME["fast_linear"]: [nn.Linear(512, 256)],
     BY_NAME["fast_norm"]: [
@@ -31,17 +40,22 @@ CALLING = {
     ],
     BY_NAME["fast_rnn"]: [nn.RNN(2, 2), nn.GRU(2, 2), nn.LSTM(2, 2)],
 }
-#: Models without the operators, and the reason; without one, the report has no line about them. Any may call dropout.
+#: Models without the operators, and the reason.
 OTHERS = {
-    BY_NAME["fast_activation"]: ([nn.ReLU(), nn.GELU(), type("GELUActivation", (nn.Module,), {})()], None),
+    BY_NAME["fast_activation"]: ([nn.ReLU(), nn.GELU(), type("GELUActivation", (nn.Module,), {})()], "no_tanh"),
     BY_NAME["fast_attention"]: ([nn.Linear(2, 2)], "no_attention"),
     BY_NAME["fast_convolution"]: ([nn.Linear(2, 2)], "no_convolution"),
     BY_NAME["fast_cross_entropy"]: ([nn.Linear(4, 999)], "few_classes"),
-    BY_NAME["fast_embedding"]: ([nn.Linear(512, 512), nn.Embedding(512, 511)], None),
-    BY_NAME["fast_linear"]: ([nn.Linear(512, 255), nn.Embedding(512, 256), nn.Conv2d(256, 256, 3)], None),
+    BY_NAME["fast_dropout"]: ([nn.Linear(2, 2), nn.LSTM(2, 2), nn.MultiheadAttention(4, 2)], "no_dropout"),
+    BY_NAME["fast_embedding"]: ([nn.Linear(512, 512), nn.Embedding(512, 511)], "small_tables"),
+    BY_NAME["fast_linear"]: (
+        [nn.Linear(512, 255), nn.Embedding(512, 256), nn.Conv2d(256, 256, 3)],
+        "small_weights",
+    ),
     BY_NAME["fast_norm"]: ([nn.Linear(2, 2)], "no_norm"),
-    BY_NAME["fast_rnn"]: ([nn.Linear(2, 2), nn.GRUCell(2, 2)], None),
+    BY_NAME["fast_rnn"]: ([nn.Linear(2, 2), nn.GRUCell(2, 2)], "no_rnn"),
 }
+OF_SIZE = ("few_classes", "small_tables", "small_weights")
 OF_PRECISIONS = [kind for kind in KERNEL_STEPS if not kind.row.is_for_all_code]
 MISSING = "no C compiler was found (cc, gcc, clang)"
 
@@ -72,10 +86,8 @@ def test_other_models_are_skipped_unless_asked(step, kind):
     models, code = OTHERS[kind]
     for model in models:
         made, asked = step(kind, precision="bf16"), step(kind, precision="bf16", **{kind.name: True})
-        assert made.is_relevant(TrainingObjects([model])) == (code is not None)
-        if code is not None:
-            assert made.skip_reason(TrainingObjects([model])).code == code
-        assert asked.is_relevant(TrainingObjects([model]))
+        reason = made.skip_reason(TrainingObjects([model]))
+        assert (reason.code, reason.idle) == (code, SMALL if code in OF_SIZE else ABSENT)
         assert asked.skip_reason(TrainingObjects([model])) is None
 
 
@@ -92,12 +104,13 @@ def test_it_can_be_turned_off(step, kind):
         *((kind, "bf16-products") for kind in OF_PRECISIONS if kind.row.in_fp32 is None),
     ],
 )
-def test_in_another_precision_it_is_refused_and_not_reported(step, kind, precision):
-    assert not step(kind, precision=precision).enabled
-    asked = step(kind, precision=precision, **{kind.name: True})
-    assert asked.enabled
-    assert asked.required
-    assert asked.skip_reason(parts_of(kind)).code == "not_bf16"
+def test_in_another_precision_it_is_skipped(step, kind, precision):
+    for choice in ("auto", True):
+        made = step(kind, precision=precision, **{kind.name: choice})
+        assert made.enabled
+        assert made.required == (choice is True)
+        reason = made.skip_reason(parts_of(kind))
+        assert (reason.code, reason.idle[:8]) == ("not_bf16", "for bf16")
 
 
 @pytest.mark.parametrize("precision", [32, "bf16-products"])
@@ -111,11 +124,34 @@ def test_fp32_is_taken_unless_the_run_is_exact(step, kind, precision):
     assert not step(kind, exact=True).enabled
 
 
+@pytest.mark.parametrize("kind", OTHERS)
+def test_true_is_an_error_at_the_first_step_where_no_model_and_no_call_has_use_for_it(kind, monkeypatch):
+    monkeypatch.undo()
+    if kind.row.kernels.kernel.unavailable or (kind.row.kernels.calls_torchs_kernels and not gives_kernels()):
+        pytest.skip("the CPU has no instructions for these kernels, or torch is too old")
+
+    def train(model, optimizer, uses):
+        loss = model(torch.randn(4, 4)).square().mean()
+        (loss + (0 if uses is None else uses(loss))).backward()
+        optimizer.step()
+
+    def fit(uses=None):
+        model = nn.Linear(4, 4)
+        loop = nano(precision="bf16", fast_images=False, verbose=False, **{kind.name: True})(train)
+        loop(model, torch.optim.SGD(model.parameters(), 0.1), uses)
+        return loop.report
+
+    with pytest.raises(NanoConfigError, match=f"^{kind.name}=True: .*Remove {kind.name}"):
+        fit()
+    if kind.name == "fast_dropout":  # outside of models, which nobody can see beforehand
+        assert kind.name in fit(lambda loss: F.dropout(loss.expand(1 << 13), 0.5).mean()).applied
+
+
 def test_smaller_products_are_for_runs_in_fp32(step):
     small, large = (TrainingObjects([nn.Linear(64, width)]) for width in (127, 128))
     in_fp32, in_bf16 = (step(BY_NAME["fast_linear"], precision=precision) for precision in (32, "bf16"))
-    assert [in_fp32.is_relevant(parts) for parts in (small, large)] == [False, True]
-    assert not in_bf16.is_relevant(large)
+    assert [in_fp32.skip_reason(parts) is None for parts in (small, large)] == [False, True]
+    assert in_bf16.skip_reason(large).code == "small_weights"
 
 
 def test_refusal_is_an_error_that_says_why_and_what_to_do():
@@ -141,7 +177,7 @@ def test_without_functions_plain_operators_compute_or_it_is_skipped(step, kind, 
     monkeypatch.setattr(kind.row.kernels.kernel, "unavailable", MISSING)
     reason = step(kind, precision="bf16").skip_reason(parts_of(kind))
     if kind.row.kernels.says_without_kernel is None:
-        assert reason == ("no_kernel", MISSING)
+        assert reason[:2] == ("no_kernel", MISSING)
     else:
         assert reason is None
 
