@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.libraries.programs import Fit, Trained, pictures, program
 
 #: How the report names optimizers of Keras and fastai.
-FOREIGN = "trained by an optimizer that is none of torch's"
+FOREIGN = "trained by an optimizer that is not a torch optimizer"
 
 
 @program("keras", f"Sequential, {FOREIGN}")

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from typing_extensions import override
 
@@ -74,8 +74,8 @@ def nano(function: Callable[_P, _R], /) -> Accelerated[_P, _R]: ...
 @overload
 @takes(NanoDeclarations)
 def nano(*args: Any, **others: Any) -> Decorator:
-    NanoDeclarations(**others)  # jedi completes the arguments of what it sees them passed on to
-    raise NotImplementedError
+    # No overload runs. jedi completes the arguments of the call to which it sees them passed.
+    return cast("Decorator", NanoDeclarations(**others))
 
 
 @with_options

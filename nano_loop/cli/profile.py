@@ -43,7 +43,7 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
             error_message(f"--trace {trace}", "its folder does not exist", "Name a file in one that does")
         )
     environ = {**os.environ, **script.variables}
-    # With options, here or in the environment, a script is profiled under them; else as it is.
+    # Options, given here or in the environment, apply to the script. Without any, it is profiled unchanged.
     own = {"trace": trace and os.path.abspath(trace), "installs": any(read_options(environ, CHECKS))}
     sys.stdout.flush()
     stdout = sys.stderr if as_json else None

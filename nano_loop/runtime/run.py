@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +31,7 @@ from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, error_
 from nano_loop.kernels.build import compilation_announced
 from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.patching.deterministic_mode import told_when_deterministic
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.user_code import trim_tracebacks
 from nano_loop.runtime.clock import StepClock
@@ -278,7 +280,8 @@ class Run:
         for step in self._steps:
             step.observe(parts)
         results = [self._apply(step, parts) for step in self._steps if self._is_relevant(step, parts)]
-        for dtype in {torch.float32, *(parameter.dtype for model in parts.models for parameter in model.parameters())}:
+        tensors = chain.from_iterable(map(parameters_of, parts.models))
+        for dtype in {torch.float32, *(tensor.dtype for tensor in tensors)}:
             resolve_mkl_functions(dtype)
         self._is_set_up = True
         self._results.add(slot, [*first, *results])

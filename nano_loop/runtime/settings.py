@@ -24,8 +24,15 @@ class Settings:
     machine: Machine
 
     @classmethod
-    def read(cls, arguments: Mapping[str, Any]) -> Settings:
+    def read(cls, arguments: Mapping[str, Any], is_complete: bool = True) -> Settings:
         """Read the options from the arguments of a call and from the environment, and inspect the machine.
+
+        Parameters
+        ----------
+        arguments : mapping
+            The options by name.
+        is_complete : bool
+            Whether they are all that there will be. If not, none is refused because it cannot act.
 
         Raises
         ------
@@ -37,7 +44,8 @@ class Settings:
         options, machine = Options.from_call(arguments), read_machine()
         # All CPUs that are online: a worker process, which imports the program again, may use its share alone.
         cpus = len(machine.logical_cpus) if machine.quota is None else math.ceil(machine.quota)
-        options.refuse_idle(cpus, is_launched=without_launch(os.environ) != os.environ)
+        if is_complete:
+            options.refuse_idle(cpus, is_launched=without_launch(os.environ) != os.environ)
         _refuse_missing_launch(options)
         return cls(options, machine)
 

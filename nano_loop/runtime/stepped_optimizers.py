@@ -22,7 +22,7 @@ from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
 _NOTHING = "nothing was set up before, so nothing is accelerated"
-_SEPARATE = "nothing was set up before, so every rank trains by itself, and only rank 0's model is kept"
+_SEPARATE = "nothing was set up before, so every rank trains a separate model, and only rank 0's model is kept"
 
 
 class SteppedOptimizers:

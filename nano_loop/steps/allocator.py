@@ -37,7 +37,7 @@ _LEFT = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 64 << 20, TOP_PAD: 128 << 10}
 
 # The settings of the first steps. What is made there and stays, such as an optimizer's states, would lie between the
 # blocks that each step frees, and the next step's would not fit: the peak of an LSTM's training was 1.24 times plain
-# torch's, and is 1.04. So large blocks are mapped, each by itself.
+# torch's, and is 1.04. So large blocks are mapped separately.
 _FIRST = SETTINGS | {MMAP_THRESHOLD: 1 << 20}
 
 

@@ -66,7 +66,7 @@ def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
         done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=500)
         found = json.loads(done.stdout)
         assert (done.returncode, found["command"], found["version"]) == (0, "tune", SHAPE)
-        assert done.stderr.startswith("tune: train.py as it is")
+        assert done.stderr.startswith("tune: train.py unchanged")
         assert "begun" not in done.stderr
         own, plain, *others = found["rows"]
         assert (own["plain"], plain["plain"]) == (False, True)

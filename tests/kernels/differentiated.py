@@ -232,7 +232,8 @@ ROWS = {
         f"{name} norm of images": norm_row(normalized(kind, *args), (4, 16, 7, 7), operator, channels_last=True)
         for name, kind, args, operator in (
             ("batch", nn.BatchNorm2d, (16,), "batch_norm"),
-            ("group", nn.GroupNorm, (4, 16), "group_norm"),
+            # With a layer for images, as channels_last has to know of images that need no gradient.
+            ("group", lambda *args: nn.Sequential(nn.ZeroPad2d(0), nn.GroupNorm(*args)), (4, 16), "group_norm"),
             ("instance", functools.partial(nn.InstanceNorm2d, affine=True), (16,), "batch_norm"),
         )
     },

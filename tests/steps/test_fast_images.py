@@ -103,7 +103,7 @@ def test_loader_that_is_left_alone_is_named(folder, dataset):
 def test_images_are_kept_for_the_next_call(folder, monkeypatch):
     loader = loader_of(folder)
     first, _ = run(loader)
-    monkeypatch.setattr(transforms.Resize, "forward", None)
+    monkeypatch.setattr(transforms.functional, "resize", None)
     second, _ = run(loader)
     assert all(map(torch.equal, first, second))
 
@@ -113,7 +113,7 @@ def test_images_are_kept_in_a_folder_for_the_next_process(folder, tmp_path, monk
     first, report = run(loader_of(folder), image_cache=place)
     assert report["fast_images"].detail.endswith("in the folder of image_cache")
     assert oct(place.stat().st_mode)[-3:] == "700"
-    monkeypatch.setattr(transforms.Resize, "forward", None)
+    monkeypatch.setattr(transforms.functional, "resize", None)
     assert all(map(torch.equal, run(loader_of(folder), image_cache=place)[0], first))
 
 

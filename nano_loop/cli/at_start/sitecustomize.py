@@ -91,7 +91,7 @@ class _Finder:
 
     def __init__(self, start: _Start) -> None:
         self.start = start
-        self.has_noticed = False  # then a program may still have it, as inside of a finder of its own
+        self.has_noticed = False  # the program may keep this finder, for example inside another one
 
     def find_spec(self, name: str, path: "Any", target: "Any" = None) -> "Any":
         if name != "torch.optim.optimizer" or self.has_noticed:

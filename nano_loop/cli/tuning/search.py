@@ -85,9 +85,9 @@ class Search:
         NanoConfigError
             If it trains nothing, or takes too few steps.
         KeyboardInterrupt
-            If Ctrl-C comes before the script has run as it is.
+            If Ctrl-C comes before the unchanged script has run.
         """
-        self._say(f"{self._script.name} as it is, for {_LONGEST:.0f} s of steps")
+        self._say(f"{self._script.name} unchanged, for {_LONGEST:.0f} s of steps")
         self._begin(self._trial(self._own, _LONGEST))
         try:
             self._measure()

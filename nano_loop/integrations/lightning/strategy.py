@@ -28,8 +28,8 @@ PRODUCTS = "bf16-products"
 LIGHTNINGS = {"num_processes": "devices=", "precision": "precision="}
 
 
-def _read(options: dict[str, Any]) -> Settings:
-    settings = Settings.read(options)
+def _read(options: dict[str, Any], is_complete: bool = True) -> Settings:
+    settings = Settings.read(options, is_complete)
     if settings.options.verify:
         got = settings.options.as_written["verify"]
         expected = "training_step needs its Trainer, of which there is no copy"
@@ -83,7 +83,8 @@ class NanoStrategyMixin(RanksCollectives):
         self.report: SetupReport | None = None
         shares = options.get("cpu_for_each_process")
         several = {"num_processes": len(shares)} if isinstance(shares, (list, tuple)) and shares else {}
-        _read({**options, **several})  # raises for an invalid option here
+        # Raises for an invalid option here. The Trainer has the number of processes.
+        _read({**options, **several}, is_complete=False)
 
     # --- what Lightning asks before a run ---
 

@@ -29,8 +29,8 @@ class StepResult:
     code : str or None
         Why it was skipped, in a short word that stays the same, such as "no_norm".
     idle : str
-        The line that names the step together with others, such as "nothing to do". Empty: it has a line of its own, as
-        where the user has written the option.
+        The line that lists the step together with others, such as "nothing to do". Empty: the step has a separate
+        line, for example because the user has set the option.
     data : object
         A measurement in full, such as a `Verification` or a `CastLog`, with a table as its text and with `as_dict`.
         None for most steps.

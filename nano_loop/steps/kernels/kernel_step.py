@@ -121,7 +121,7 @@ class KernelStep(Step):
     def observe(self, parts: TrainingObjects) -> None:
         calls = self.required and any(self.kernels.is_for(model) or _is_scripted(model) for model in parts.models)
         self._has_calls |= calls
-        # What no model's code names may be called all the same: it is in the report as soon as it is.
+        # Code outside the models may call the kernel. The report lists the step once that happens.
         if self.row.is_for_all_code and self.enabled and parts.models and self.kernels.kernel.unavailable is None:
             self._begin_with([])
 

@@ -283,14 +283,14 @@ def test_only_rank_0_prints_and_saves_and_workers_are_asked_nothing(tmp_path, ca
             with pytest.raises(EOFError):
                 input()
         print("printed by", small.rank())
-        torch.save(small.rank(), tmp_path / f"saved by {small.rank()}")
+        torch.save(small.rank(), tmp_path / f"saved by {'zero' if small.rank() == 0 else 'one'}")
         sys.stderr.write(f"warned by {small.rank()}\n")  # print writes the end of the line apart where pytest captures
 
     two(train)(nn.Linear(1, 1))
     out, err = capfd.readouterr()
     assert out == "printed by 0\n"
     assert sorted(err.splitlines()) == ["[rank 1] warned by 1", "warned by 0"]
-    assert [path.name for path in tmp_path.iterdir()] == ["saved by 0"]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved by zero"]
 
 
 def test_verbose_all_shows_what_every_rank_prints(capfd):
