@@ -9,6 +9,7 @@ called from C++ by ``__torch_dispatch__``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.head.chunks import Elementwise, Plan, RowFunction, in_chunks
 from nano_loop.kernels.head.head import Head, Memory, note_chunked, note_whole
 from nano_loop.kernels.memory import computes_now
+from nano_loop.patching.attributes import replaced
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.ownership import Rules
 from nano_loop.patching.torch_private import (
@@ -273,6 +275,18 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules)
     if placed.requires_grad:
         placed.sources = hidden, weight, bias
     return placed
+
+
+def data_setter_replaced() -> AbstractContextManager[None]:
+    """Return a context in which ``x.data = logits`` takes their numbers. torch's setter takes their null pointer."""
+    return replaced(Tensor, "data", _with_numbers)
+
+
+def _with_numbers(data: Any) -> property:
+    def write(tensor: Tensor, value: Any) -> None:
+        data.__set__(tensor, value.numbers() if isinstance(value, LazyLogits) else value)
+
+    return property(data.__get__, write, data.__delete__, data.__doc__)
 
 
 def _materialized(argument: Any) -> Any:

@@ -180,7 +180,7 @@ class KernelStep(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return that torch's kernels are in force again, that functions were called that nobody expected, or a remark."""
+        """Return that torch's kernels are in force again, that functions were called unexpectedly, or a remark."""
         if self._is_idle:
             detail = "torch's kernels kept: tensors too small to gain"
             return StepResult(self.name, "measured", detail, code="too_small")
