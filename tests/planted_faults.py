@@ -135,7 +135,7 @@ FAULTS = (
         "tests/loops/test_changes.py",
     ),
     Fault(
-        "kernels/loss/cross_entropy.py",
+        "kernels/head/cross_entropy.py",
         "if weight is not None or not 0",
         "if not 0",
         "tests/loops/test_changes.py",

@@ -53,7 +53,7 @@ ROOMS = (
         "kernels.linear",
         "kernels.rnn",
         "kernels.norm",
-        "kernels.loss",
+        "kernels.head",
         "kernels.activation",
         "kernels.dropout",
         "kernels.embedding",
@@ -93,7 +93,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch.abandoned": "locks are for processes, and released in those that they fork",
         "distributed.launch_local.kept_server": "the process that forks the next run's workers",
         "patching.operators.operators": "a call in another thread may still be on its way to a function of a run",
-        "patching.operators.upcasts": "what is known of a tensor ends with it",
         "patching.patch_table": "the table itself",
         "patching.user_code": "a warning is given once in a process",
     },
@@ -118,11 +117,11 @@ BUDGETS = {
     "runtime": 2_175,  # 1_700 is the goal
     "steps": 3_775,  # 3_300 is the goal
     "policy": 150,
-    "kernels": 10_000,  # 9_600 is the goal
+    "kernels": 11_350,  # 10_800 is the goal
     "autotune": 730,
     "optimizers": 650,  # 600 is the goal
-    "patching": 3_400,  # 3_100 is the goal
-    "precision": 2_125,  # 2_000 is the goal
+    "patching": 3_200,  # 3_100 is the goal
+    "precision": 2_100,  # 2_000 is the goal
     "data": 1_400,
     "distributed": 12_100,  # 9_800 is the goal
     "profiling": 300,

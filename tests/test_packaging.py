@@ -436,7 +436,7 @@ from nano_loop.kernels import build
 from nano_loop.kernels.activation import activations
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
-from nano_loop.kernels.loss import cross_entropy
+from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.norm import norms
 from nano_loop.runtime.mkl_functions import resolve_mkl_functions
 

@@ -196,7 +196,8 @@ class Declarations:
         changes_bits=True,
     )
     fast_cross_entropy: bool | Literal["auto"] = step(
-        "Computes cross-entropy over many classes in two passes over the logits: less time, and a third of the memory.",
+        "Computes cross-entropy over many classes in one pass over the logits, and of a language model's head without "
+        "them: less time, and a fraction of the memory.",
         changes_bits=True,
     )
     fast_embedding: bool | Literal["auto"] = step(

@@ -166,6 +166,17 @@ def without_policy() -> Iterator[None]:
             _graphs.without_policy.append((start, next_node_number()))
 
 
+@contextmanager
+def by_rules(rules: Rules) -> Iterator[None]:
+    """Compute the body as in a call into a set-up model by these rules."""
+    before = call_state.accelerated, call_state.rules
+    call_state.accelerated, call_state.rules = True, rules
+    try:
+        yield
+    finally:
+        call_state.accelerated, call_state.rules = before
+
+
 def note_graph(start: int, end: int, rules: Rules = NO_RULES) -> None:
     """Note that the nodes from `start` to before `end` were made inside a call into a set-up model, by these rules."""
     if call_state.has_no_policy:

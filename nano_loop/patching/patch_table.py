@@ -87,6 +87,12 @@ def values_in_force() -> list[Any]:
         return [change.value for change in [*_changes.values()]]  # an object that is freed meanwhile ends changes
 
 
+def value_in_force(key: Hashable) -> Any:
+    """Return the value of a change, or None if it is not in force."""
+    with _lock:
+        return _changes[key].value if key in _changes else None
+
+
 @contextmanager
 def listed(table: set[Any], entry: Any) -> Iterator[None]:
     """Have an entry in a table; by `shared_change` if there may be several users."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
 from typing import Any
@@ -71,6 +71,33 @@ def in_mode() -> bool:
 def in_dispatch_mode() -> bool:
     """Whether a mode sees the operators of this thread, as one that traces does. torch has no public check."""
     return bool(torch._C._len_torch_dispatch_stack())
+
+
+def without_memory(
+    kind: type[torch.Tensor], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a tensor of a subclass on the CPU that has no memory. What asks for its address to write gets an error.
+
+    What a subclass does not answer itself reaches its ``__torch_dispatch__``. There is no public way to make one.
+    """
+    device = torch.device("cpu")
+    tensor: torch.Tensor = torch.Tensor._make_wrapper_subclass(kind, shape, strides, dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
+
+
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Return a context in which subclasses of tensors do not see functions, as in their base class's own."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks pack what this thread's operators save for their backward, as an activation checkpoint's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+#: The attribute that `version` reads.
+VERSION = "_version"
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ _CASTS = ("copy_", "to_copy", "to", "contiguous", "clone")
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "einsum")
 #: The functions of nano_loop that are no operators, by their names in a trace, without the "Backward" behind some.
 FUNCTIONS = {
-    "_RecurrentLayer": PRODUCTS,
+    **dict.fromkeys(("_RecurrentLayer", "_Chunked", "_Placed", "_Materialized"), PRODUCTS),
     **dict.fromkeys(("_Losses", "_Means", "_RmsNorm", "_Rows", "_Bags"), ELEMENTWISE),
 }
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")

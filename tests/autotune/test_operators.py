@@ -17,8 +17,8 @@ from nano_loop.kernels import override
 from nano_loop.kernels.attention import attention, flash_attention, torch_attention
 from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.convolution.gradient_plans import Plan
+from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product, linear, product
-from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norm_arguments, norms
 from nano_loop.kernels.override import COMPILED, REFERENCE, ROUNDED, TORCH
 from nano_loop.kernels.rnn import rnn

@@ -12,7 +12,6 @@ from nano_loop.kernels import build
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.rnn import rnn
-from nano_loop.patching.operators import upcasts
 
 _CACHES = (build.level, build.why_none, build.compiled, build._announce_compilation)
 
@@ -102,7 +101,6 @@ def everything_in_c():
                 if re.fullmatch(r"_?MIN_[A-Z]+", name) and isinstance(getattr(module, name), int):
                     patch.setattr(module, name, 1)
         rounding_every_product(patch)
-        patch.setattr(upcasts, "WORTH_NOTING", 1)
         patch.setattr(rnn, "_FEWEST_STEPS", dict.fromkeys(rnn._FEWEST_STEPS, (4, 4)))
         patch.setattr(rnn, "_FEWEST_BESIDE_ONEDNN", 4)
         patch.setattr(rnn, "is_faster_than_onednn", lambda call: True)

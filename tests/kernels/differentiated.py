@@ -14,6 +14,7 @@ from torch import distributed, nn
 from torch.nn.utils.rnn import PackedSequence
 
 import nano_loop
+from kernels.heads import small_heads
 from nano_loop.distributed.data_parallel import gradients
 from nano_loop.distributed.data_parallel.sync_batch_norm import synchronized_on_cpu
 from nano_loop.kernels.attention import blocked_attention
@@ -151,6 +152,14 @@ def loss_of(dtype=None, smoothing=0.1):
     return lambda: Layer(function, nn.Linear(6, 1000))
 
 
+def loss_by_rows():
+    def function(x, layer):
+        classes = (x @ layer.weight.t() / 2).log_softmax(-1).gather(-1, torch.tensor([[3], [0], [999], [3]]))
+        return x * (classes.squeeze(-1) * torch.tensor([0.5, 0, 1, 2])).sum() / 7
+
+    return Layer(function, nn.Linear(6, 1000, bias=False))
+
+
 def pooled(x, layer):
     images = layer(x)
     return images * images.mean((2, 3), keepdim=True)
@@ -191,7 +200,8 @@ CONVOLVED = functools.partial(
     Row, shape=(4, 16, 6, 5), operators=("convolution", "convolution_backward"), calls="weight_gradient"
 )
 HEADS, LARGE_HEADS = (1, 2, 8, 16), (1, 2, 32, 32)
-RMS, LOSSES = ("rms_norm._RmsNorm",), ("cross_entropy._Losses",)
+CHUNKED, HEAD = ("chunks._Chunked", "logits._Placed"), functools.partial(Row, around=small_heads)
+RMS, LOSSES = ("rms_norm._RmsNorm",), ("cross_entropy._Losses", "cross_entropy._Place")
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 RNNS = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn_tanh": nn.RNN, "rnn_relu": functools.partial(nn.RNN, nonlinearity="relu")}
 PROJECTED = lambda size, hidden, **settings: nn.LSTM(size, 3 * hidden, proj_size=hidden, **settings)  # noqa: E731
@@ -240,11 +250,15 @@ ROWS = {
     "cross-entropy without smoothing": Row(loss_of(smoothing=0.0), (4, 6), LOSSES, calls="gradient_float_to_float"),
     "cross-entropy in bf16": Row(loss_of(), (4, 6), LOSSES, calls="gradient_bf16_to_bf16", options=BF16),
     "cross-entropy of a copy": Row(
-        loss_of(torch.float32),
+        loss_of(torch.float32), (4, 6), LOSSES, calls="gradient_float_to_float", options=BF16
+    ),
+    "head": HEAD(loss_of(), (4, 6), CHUNKED, ("linear",), "gradient_float_to_float"),
+    "head in bf16": HEAD(loss_of(torch.float32), (4, 6), (*CHUNKED, "logits._Derived"), options=BF16),
+    "head, by rows": HEAD(loss_by_rows, (4, 6), (*CHUNKED, "logits._Derived"), ("matmul",)),
+    "head, read whole": HEAD(
+        lambda: Layer(lambda x, layer: x * layer(x).sin().mean(), nn.Linear(6, 1000)),
         (4, 6),
-        (*LOSSES, "cross_entropy._Place", "upcasts._Upcast"),
-        calls="gradient_bf16_to_bf16",
-        options=BF16,
+        ("logits._Placed", "logits._Materialized"),
     ),
     "attention in blocks": IN_BLOCKS(attending(), HEADS),
     "attention in blocks, of three dimensions": IN_BLOCKS(attending(3), HEADS),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.compared.losses import REDUCTIONS, by_torch, logits_of, ours, with_gradient
-from nano_loop.kernels.loss.cross_entropy import KERNEL, cross_entropy
+from nano_loop.kernels.head.cross_entropy import KERNEL, cross_entropy
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from kernels.compared.products import factors
 from nano_loop import accelerated
 from nano_loop.kernels import override
 from nano_loop.kernels.attention import fp32_attention
+from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product
-from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norm_arguments, rms_norm
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.steps.kernels import models

@@ -12,8 +12,8 @@ from nano_loop.kernels.attention import attention, fp32_attention
 from nano_loop.kernels.convolution import depthwise, gradient_plans
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.embedding import lookup
+from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product, linear
-from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norm_arguments, rms_norm
 from nano_loop.steps.kernels import KERNEL_STEPS, models
 

@@ -94,6 +94,11 @@ INSIDE = [
     (torch.overrides.BaseTorchFunctionMode, [private.in_mode], [private.in_dispatch_mode]),
     (lambda: FlopCounterMode(display=False), [private.in_mode, private.in_dispatch_mode], []),
     (profiling, [of_optimizers.is_profiling], []),
+    (
+        lambda: torch.autograd.graph.saved_tensors_hooks(hook, hook),
+        [private.has_saved_tensor_hooks],
+        [private.in_mode],
+    ),
 ]
 
 
@@ -181,6 +186,29 @@ def test_hooks_of_tensors_are_called_so_and_seen_and_their_dict_goes_when_it_is_
     assert of_autograd.has_tensor_hooks(tensor)
     tensor.register_post_accumulate_grad_hook(print)
     assert [[*getattr(tensor, name).values()] for name in of_autograd.TENSOR_HOOKS] == [[print], [print]]
+
+
+class Without(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return "a function"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return "an operator"
+
+
+def test_tensor_without_memory_says_what_is_asked_of_it_and_gives_no_address():
+    tensor = private.without_memory(Without, (2, 3), (3, 1), torch.float32)
+    assert tensor + 1 == "a function"
+    with private.as_plain_tensors():
+        assert tensor.shape == (2, 3)
+        with pytest.raises(RuntimeError):
+            tensor.data_ptr()
+        with pytest.raises(RuntimeError, match="cast an operator"):
+            tensor + 1
+    with private.as_plain_tensors(), pytest.raises(RuntimeError):
+        torch.utils.dlpack.to_dlpack(tensor)
 
 
 # --- torch.compile ---

@@ -75,7 +75,8 @@ DEFINE(float, float, from_float)
 DEFINE(bf16, uint16_t, from_bf16)
 
 /* The gradient of the losses by the logits: softmax less the target, times the row's factor; 0 for ignored rows. The
-   exponentials are divided by their sum: the logarithm of a sum of many has fewer digits behind the point. */
+   exponentials are divided by their sum: the logarithm of a sum of many has fewer digits behind the point. It may be
+   written over the logits. */
 #define DEFINE_GRADIENT(NAME, TYPE, FROM, OUTPUT, TO)                                                                  \
     void gradient_##NAME(const TYPE *logits, const int64_t *targets, int64_t rows, int64_t width, int64_t ignored,     \
                          double smoothing, const float *maxima, const float *sums, const float *factors,               \
@@ -90,8 +91,8 @@ DEFINE(bf16, uint16_t, from_bf16)
             }                                                                                                          \
             double factor = factors[i], shared = factor * smoothing / (double)width, part = factor / sums[i];          \
             float maximum = maxima[i], scale = (float)part, offset = (float)shared;                                    \
-            for (int64_t at = 0; at < width; at++) out[at] = TO(exponential(FROM(row[at]) - maximum) * scale - offset);\
             double expected = factor * (1 - smoothing) + shared, target = exponential(FROM(row[targets[i]]) - maximum);\
+            for (int64_t at = 0; at < width; at++) out[at] = TO(exponential(FROM(row[at]) - maximum) * scale - offset);\
             out[targets[i]] = TO((float)(target * part - expected));                                                   \
         }                                                                                                              \
     }

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from nano_loop.patching.operators.upcasts import held
 from nano_loop.precision.autocast.dtype_errors import explain
 from nano_loop.precision.autocast.output_activations import Activations, noting
 
@@ -26,7 +25,7 @@ class CallUnderAutocast:
         See `cpu_autocast`.
     """
 
-    __slots__ = ("_before", "_dtype", "_outer", "_outer_casts", "activations")
+    __slots__ = ("_before", "_dtype", "_outer", "activations")
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -35,7 +34,6 @@ class CallUnderAutocast:
 
     def __enter__(self) -> CallUnderAutocast:
         self._outer, noting.activations = noting.activations, self.activations
-        self._outer_casts, held.casts = held.casts, self.activations.casts
         enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         self._before = enabled, dtype, torch.is_autocast_cache_enabled()
         torch.autocast_increment_nesting()
@@ -52,6 +50,5 @@ class CallUnderAutocast:
         torch.set_autocast_dtype("cpu", dtype)
         torch.set_autocast_cache_enabled(keeps_casts)
         noting.activations = self._outer
-        held.casts = self._outer_casts
         if error is not None:
             explain(error)

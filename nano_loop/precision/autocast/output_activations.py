@@ -22,7 +22,6 @@ from torch import Tensor
 
 from nano_loop.patching.nested_tensors import shares_memory
 from nano_loop.patching.operators.operators import overridden_together
-from nano_loop.patching.operators.upcasts import copy_in, keep_source
 from nano_loop.patching.torch_private import below_autocast, in_functorch, version
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, to_fp32
 
@@ -57,14 +56,13 @@ class _Noted(NamedTuple):
 
 
 class Activations:
-    """The activations of one call into a model, and its casts to fp32."""
+    """The activations of one call into a model."""
 
-    __slots__ = ("_elements", "_noted", "casts")
+    __slots__ = ("_elements", "_noted")
 
     def __init__(self) -> None:
         self._noted: deque[_Noted] = deque()
         self._elements = 0
-        self.casts: list[Any] = []
 
     def note(self, operator: Any, input: Tensor, others: tuple[Any, ...], result: Tensor) -> None:
         """Note a call of an operator. It is made for each of them, so it is short."""
@@ -78,10 +76,7 @@ class Activations:
         """Return an output of the model in fp32: computed so if it is the result of an activation, else cast."""
         noted = self._call_that_computed(output) if self._noted else None
         if noted is None:
-            cast = copy_in(self.casts, output) if self.casts else None
-            cast = to_fp32(output) if cast is None else cast
-            keep_source(cast, output)
-            return cast
+            return to_fp32(output)
         with torch.set_grad_enabled(output.requires_grad):
             others = [torch.float32 if other in LOW_DTYPES else other for other in noted.others]  # a dtype to return
             whole = noted.operator(self.in_fp32(noted.input), *others)

@@ -41,6 +41,8 @@ class Kernels(NamedTuple):
         The line where plain operators replace functions that cannot be compiled, before the reason. None: none do.
     contexts : tuple of callable
         Return the contexts in which the kernels are replaced, besides those of `overrides`.
+    remark : callable
+        Returns what the report says besides at the end of the run, or None.
     """
 
     kernel: CompiledKernel
@@ -50,6 +52,7 @@ class Kernels(NamedTuple):
     absent: SkipReason
     says_without_kernel: str | None = None
     contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+    remark: Callable[[], str | None] = lambda: None
 
     @property
     def calls_torchs_kernels(self) -> bool:
@@ -177,13 +180,14 @@ class KernelStep(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return that torch's kernels are in force again, or that functions were called that nobody expected."""
+        """Return that torch's kernels are in force again, that functions were called unexpectedly, or a remark."""
+        if self._is_idle:
+            detail = "torch's kernels kept: tensors too small to gain"
+            return StepResult(self.name, "measured", detail, code="too_small")
         if self.row.is_for_all_code and self._in_force is not None and self.kernels.kernel.calls != self._calls_before:
             return StepResult(self.name, "applied", self.kernels.says)
-        if not self._is_idle:
-            return None
-        detail = "torch's kernels kept: tensors too small to gain"
-        return StepResult(self.name, "measured", detail, code="too_small")
+        remark = self.kernels.remark()
+        return None if remark is None else StepResult(self.name, "applied", f"{self.kernels.says}; {remark}")
 
     def _look(self) -> None:
         """Put torch's kernels back if no call has used a function since this was called last."""

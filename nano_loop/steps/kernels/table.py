@@ -7,11 +7,10 @@ from nano_loop.kernels.attention import attention, blocked_attention, flash_atte
 from nano_loop.kernels.convolution import convolution, weight_gradient
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.embedding import lookup, row_gradient
+from nano_loop.kernels.head import cross_entropy, head, layers, logits
 from nano_loop.kernels.linear import fp32_product, linear, product
-from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.norm import norms, rms_norm
 from nano_loop.kernels.rnn import recurrence, rnn
-from nano_loop.patching.operators.upcasts import upcasts_noted
 from nano_loop.steps.kernels import models
 from nano_loop.steps.kernels.kernel_step import Kernels, Row
 from nano_loop.steps.step import ABSENT, SMALL, SkipReason
@@ -76,16 +75,18 @@ CONVOLUTION = Row(
     ),
 )
 
-# torch needs tensors of several times the size of the logits. Logits and targets of other shapes, and class weights,
-# are torch's.
+# torch needs tensors of several times the size of the logits. Those of a large head are not computed but in chunks of
+# rows. Logits that are there, of other shapes or with class weights, are torch's.
 _CROSS_ENTROPY = Kernels(
     cross_entropy.KERNEL,
-    cross_entropy.OVERRIDES,
+    (*cross_entropy.OVERRIDES, *layers.OVERRIDES),
     is_for=models.has_many_classes,
-    says="one pass over the logits for the loss, one for the gradient",
+    says="one pass over the logits for the loss and its gradient, and of a large head in chunks of rows",
     absent=SkipReason("few_classes", f"no layer has {models.MANY_CLASSES:,} outputs or more", SMALL),
+    contexts=(head.logits_kept, logits.data_setter_replaced),
+    remark=head.remark,
 )
-CROSS_ENTROPY = Row("fast_cross_entropy", _CROSS_ENTROPY._replace(contexts=(upcasts_noted,)), _CROSS_ENTROPY)
+CROSS_ENTROPY = Row("fast_cross_entropy", _CROSS_ENTROPY, _CROSS_ENTROPY)
 
 # Large products of bf16, and in fp32 those that were measured to be faster in C.
 LINEAR = Row(

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from kernels.compared.oracle import Row, drawn
-from nano_loop.kernels.loss.cross_entropy import KERNEL, cross_entropy
+from nano_loop.kernels.head.cross_entropy import KERNEL, cross_entropy
 
 REDUCTIONS = ("none", "mean", "sum")
 

@@ -13,8 +13,8 @@ from kernels.compared.oracle import bounded, rms
 from nano_loop.kernels.activation import activations
 from nano_loop.kernels.attention import fp32_attention
 from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product
-from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import empty
 from nano_loop.kernels.norm import norm_arguments, norms
 from nano_loop.kernels.rnn import recurrence, recurrent_layer
@@ -187,7 +187,8 @@ def losses(recorder, rows, width, dtype, smoothing=0.0, scale=3.0, seed=0):
     for found, numbers in ((sums, exact_sums), (loss, of_rows.detach())):
         recorder.expect(found, numbers, DIGITS[torch.float32] * max([1.0, *numbers.abs().tolist()]))
     for to in {torch.float32, dtype}:
-        found = cross_entropy.backward(factors, maxima, sums, logits, target, -100, smoothing, to)
+        into = torch.empty_like(logits, dtype=to)
+        found = cross_entropy.backward(factors, maxima, sums, logits, target, -100, smoothing, into)
         recorder.expect(found, gradient, DIGITS[to] * 2)
 
 

@@ -18,7 +18,6 @@ from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.norm import norm_arguments
 from nano_loop.kernels.rnn import rnn
-from nano_loop.patching.operators import upcasts
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.steps.kernels import KERNEL_STEPS, models
 
@@ -26,7 +25,7 @@ BY_NAME = {kind.name: kind for kind in KERNEL_STEPS}
 #: What makes sizes of any kind large enough, and the functions in C the first guess.
 THRESHOLDS = {
     BY_NAME["fast_activation"]: [(activations, "MIN_ELEMENTS", 1)],
-    BY_NAME["fast_cross_entropy"]: [(upcasts, "WORTH_NOTING", 1)],
+    BY_NAME["fast_cross_entropy"]: [],
     BY_NAME["fast_linear"]: [
         *((linear, "MIN_MULTIPLICATIONS", 1), (models, "LARGE", 1)),
         (product.KERNEL, "is_first_guess", True),
@@ -305,7 +304,7 @@ LSTMS = {
 
 WORDS, EMBEDDED = 5000, 16
 IN_BF16, IN_FP32 = ["cross_entropy_bf16", "gradient_bf16_to_bf16"], ["cross_entropy_float", "gradient_float_to_float"]
-CHECKPOINTED = ["cross_entropy_bf16", *IN_BF16]
+CHECKPOINTED = [*IN_FP32, *IN_FP32]
 
 
 class Words(nn.Module):
@@ -392,7 +391,7 @@ def data():
     return torch.randint(WORDS, (2, 4, 16), generator=generator)
 
 
-def of_words(loss, functions=IN_BF16, outside=None, is_held=False, bound=1e-6):
+def of_words(loss, functions=IN_FP32, outside=None, is_held=False, bound=1e-6):
     """A case with a loss in the model, or outside of it; its output is held then, or dropped."""
 
     def computed(model, number):
@@ -417,9 +416,9 @@ def of_words(loss, functions=IN_BF16, outside=None, is_held=False, bound=1e-6):
 # Logits are bf16 in both, and sums in fp32 have another order. Where two operators read the cast, either the sum of
 # their gradients is rounded to bf16 or each.
 LOSSES = {
-    **{loss.__name__: of_words(loss) for loss in (of_cast, of_cast_by_to, of_bf16)},
-    **{loss.__name__: of_words(loss, IN_FP32) for loss in (of_shifted, of_changed)},
-    "of_two": of_words(of_two, [name for name in IN_BF16 for _ in range(2)], bound=2**-11),
+    "of_bf16": of_words(of_bf16, IN_BF16),
+    **{loss.__name__: of_words(loss) for loss in (of_cast, of_cast_by_to, of_shifted, of_changed)},
+    "of_two": of_words(of_two, [*IN_FP32, *IN_FP32], bound=2**-11),
     "with_penalty": of_words(with_penalty, bound=2**-11),
     "recomputed": of_words(recomputed, CHECKPOINTED),
     **{

@@ -2,8 +2,9 @@
 
 torch casts the logits to fp32, stores their logarithmic softmax, fills a tensor with zeros for its gradient, computes
 the gradient of the logits from both, and casts that back: tensors of 200 MB for 1,024 words of a vocabulary of 50,257,
-five of them. Here, a C function (``cross_entropy.c``) reads the logits once for the loss, and once for the gradient,
-which it writes in the dtype of the logits. Only the logits are kept in between.
+five of them. Here, C functions (``cross_entropy.c``) read the logits once for the loss, and once for the gradient,
+which is written at once, in the dtype of the logits. It alone is kept for the backward, so a program may write to the
+logits.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override as overrides
 
 from nano_loop.kernels import override
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.double_backward import gradients_of
+from nano_loop.kernels.head.chunks import Elementwise, RowFunction
 from nano_loop.kernels.memory import BF16, FP32, INT64, computes_now, empty, is_plain
 from nano_loop.kernels.override import COMPILED, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
-from nano_loop.patching.operators.upcasts import Upcast, upcast_of
 from nano_loop.patching.ownership import Rules, rules_now, rules_of_node
 from nano_loop.patching.torch_private import below_autocast
 from nano_loop.patching.torch_private_autograd import node_number
@@ -147,18 +149,14 @@ def cross_entropy(
     if not supports(logits, target):
         return None
     rows = logits if logits.dim() == 2 else logits.movedim(1, -1).flatten(0, -2)
-    upcast = upcast_of(rows, logits) if logits.dtype is torch.float32 else None
-    source = None if upcast is None else upcast.source()
-    # In a tuple, they are no inputs of the function.
-    narrow = None if source is None else (source.detach().view(rows.shape), upcast, _Place.apply(rows))  # type: ignore[no-untyped-call]
-    losses: Tensor | None = _Losses.apply(  # type: ignore[no-untyped-call]
-        rows, target.reshape(-1).contiguous(), ignore_index, label_smoothing, narrow
-    )
-    if losses is None:
+    flat = target.reshape(-1).contiguous()
+    function = CrossEntropy(flat, None, None, ignore_index, label_smoothing)
+    if not function.has_classes(rows.size(1)):
         return None
-    if reduction not in (_MEAN, _SUM):
-        return losses.view(target.shape)
-    return losses.sum() if reduction == _SUM else losses.sum() / target.ne(ignore_index).sum()
+    divisor = denominator(flat, None, ignore_index, ("none", "mean", "sum")[reduction])
+    place = [_Place.apply(rows)] if torch.is_grad_enabled() else []  # type: ignore[no-untyped-call]
+    losses: Tensor = _Losses.apply(rows, function, divisor, place)  # type: ignore[no-untyped-call]
+    return losses.view(target.shape) if divisor is None else losses
 
 
 def supports(logits: Tensor, target: Tensor) -> bool:
@@ -174,44 +172,137 @@ def supports(logits: Tensor, target: Tensor) -> bool:
     )
 
 
+def denominator(target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor | None:
+    """Return by what the sum of losses is divided, or None for no reduction."""
+    if reduction == "none":
+        return None
+    counts = target.ne(ignored)
+    if reduction == "sum":
+        return torch.ones((), device="cpu")
+    return counts.sum().float() if weight is None else (weight[target * counts] * counts).sum()
+
+
+class CrossEntropy(RowFunction):
+    """The loss of each row.
+
+    Parameters
+    ----------
+    target : torch.Tensor
+        The classes, of one dimension, which nobody writes to.
+    before : callable or None
+        What is computed of the logits before.
+    weight : torch.Tensor or None
+        Those of the classes.
+    ignored : int
+        The target of rows that have no loss.
+    smoothing : float
+        The part of the target that all classes share.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        before: Elementwise | None,
+        weight: Tensor | None = None,
+        ignored: int = -100,
+        smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(self._by_torch, before)
+        self.target, self.weight, self.ignored, self.smoothing = target, weight, ignored, float(smoothing)
+        has_loss = target.ne(ignored)
+        self.places = None if bool(has_loss.all()) else has_loss.nonzero().squeeze(1)
+        self._sums: tuple[Tensor, Tensor] | None = None  # of the rows whose gradient is next
+
+    def has_classes(self, count: int) -> bool:
+        """Whether all targets are classes, or ignored. torch raises for others."""
+        target = self.target if self.places is None else self.target[self.places]
+        return not target.numel() or (int(target.min()) >= 0 and int(target.max()) < count)
+
+    def _by_torch(self, logits: Tensor, places: slice | Tensor) -> tuple[Tensor]:
+        losses: Tensor = _OPERATOR.decompose(
+            logits.float(), self.target[places], self.weight, 0, self.ignored, self.smoothing
+        )
+        return (losses,)
+
+    def _is_compiled(self, logits: Tensor) -> bool:
+        is_simple = self.before is None and (self.weight is None or not self.smoothing)
+        return is_simple and logits.dtype in _KINDS and KERNEL.unavailable is None
+
+    @overrides
+    def outputs(self, logits: Tensor, places: slice | Tensor, has_gradient: bool = False) -> tuple[Tensor, ...]:
+        if not self._is_compiled(logits):
+            return super().outputs(logits, places)
+        target = self.target[places]
+        computed = forward(logits, target, self.ignored, self.smoothing)
+        assert computed is not None
+        losses, maxima, sums = computed
+        self._sums = (maxima, sums) if has_gradient else None
+        return (losses if self.weight is None else losses * self._weights(target),)
+
+    @overrides
+    def gradient(self, logits: Tensor, places: slice | Tensor, factors: Tensor, into: Tensor | None = None) -> Tensor:
+        if not self._is_compiled(logits):
+            return super().gradient(logits, places, factors)
+        if self._sums is None:
+            self.outputs(logits, places, has_gradient=True)
+        target, sums = self.target[places], self._sums
+        assert sums is not None
+        self._sums = None
+        factors = factors if self.weight is None else factors * self._weights(target)
+        into = logits if into is None else into
+        return backward(factors, *sums, logits, target, self.ignored, self.smoothing, into)
+
+    def logarithms(self, gradient: Tensor, factor: Tensor) -> Tensor:
+        """Return the logarithms of the classes' probabilities from the logits' gradient, times a factor."""
+        target = self.target.where(self.target.ne(self.ignored), 0).unsqueeze(1)
+        results = (gradient.float() / factor).add_(self.smoothing / gradient.size(1))
+        return (
+            results.scatter_add_(1, target, results.new_full(target.shape, 1 - self.smoothing)).clamp_min_(1e-38).log_()
+        )
+
+    def _weights(self, target: Tensor) -> Tensor:
+        assert self.weight is not None
+        return self.weight[target.where(target.ne(self.ignored), 0)]
+
+
 class _Losses(torch.autograd.Function):
-    """The loss of each row, in fp32; nothing for a target that is not a class."""
+    """The loss of each row of logits that are there, or a quotient of their sum, in fp32."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        ignored: int,
-        smoothing: float,
-        narrow: tuple[Tensor, Upcast, Tensor] | None,
-    ) -> Tensor | None:
-        values, ctx.upcast, ctx.place = narrow or (logits, None, None)
-        computed = forward(values, target, ignored, smoothing)
-        if computed is None:
-            return None
-        losses, maxima, sums = computed
-        ctx.save_for_backward(values, target, maxima, sums)
-        ctx.dtype, ctx.numbers = logits.dtype, (ignored, smoothing)
-        return losses
+        ctx: Any, logits: Tensor, function: CrossEntropy, divisor: Tensor | None, place: list[Tensor]
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        all_rows = slice(None)
+        has_gradient = bool(place) and ctx.needs_input_grad[0]
+        (losses,) = function.outputs(logits, all_rows, has_gradient)
+        ctx.factor = torch.ones((), device="cpu") if divisor is None else divisor.reciprocal()
+        if has_gradient:
+            factors = ctx.factor.expand(len(losses)).contiguous()
+            gradient = function.gradient(logits, all_rows, factors, torch.empty_like(logits))
+            ctx.save_for_backward(gradient, *place)
+        ctx.function = function
+        return losses if divisor is None else losses.sum() / divisor
 
     @staticmethod
-    def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
-        (values, target, maxima, sums), (ignored, smoothing) = ctx.saved_tensors, ctx.numbers
+    def backward(ctx: Any, factors: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradient, place = ctx.saved_tensors
+        if factors is None:
+            return None, None, None, None
 
         def compute() -> tuple[Tensor]:
-            unseen = ctx.upcast is not None and ctx.upcast.gradient_is_unobserved
-            dtype = values.dtype if unseen else ctx.dtype
-            gradient = backward(factors, maxima, sums, values, target, ignored, smoothing, dtype)
-            return (ctx.upcast.hand_over(gradient) if unseen else gradient,)
+            if factors.dim() == 0:
+                return (gradient if factors.item() == 1 else gradient * factors,)
+            return (gradient * factors.unsqueeze(1),)
 
         def by_torch(logits: Tensor) -> Tensor:
-            logits = logits.float() if ctx.place is None else logits + values
-            losses: Tensor = _OPERATOR.decompose(logits, target, None, 0, ignored, smoothing)
-            return losses
+            losses: Tensor = ctx.function.compute(logits + ctx.function.logarithms(gradient, ctx.factor), slice(None))[
+                0
+            ]
+            factor: Tensor = ctx.factor
+            return losses if factors.dim() else losses.sum() * factor
 
-        inputs = values if ctx.place is None else ctx.place
-        return gradients_of(ctx, (inputs,), (factors,), compute, by_torch)
+        return gradients_of(ctx, (place,), (factors,), compute, by_torch)
 
 
 class _Place(torch.autograd.Function):
@@ -245,12 +336,12 @@ def backward(
     target: Tensor,
     ignored: int,
     smoothing: float,
-    dtype: torch.dtype,
+    into: Tensor,
 ) -> Tensor:
-    """Return the gradient of the logits, in a dtype, from that of each row's loss and the results of `forward`."""
-    logits, target, maxima, sums = (tensor.contiguous() for tensor in (logits, target, maxima, sums))
-    gradient = torch.empty_like(logits, dtype=dtype)
-    call = (logits, target, *logits.shape, ignored, float(smoothing))
-    name = f"gradient_{_KINDS[logits.dtype]}_to_{_KINDS[dtype]}"
-    KERNEL(name, *call, maxima, sums, factors.contiguous(), gradient)
-    return gradient
+    """Return the gradient of the logits from that of each row's loss and the results of `forward`.
+
+    It is in `into`, which may be `logits`.
+    """
+    call = (logits, target, *logits.shape, ignored, smoothing)
+    KERNEL(f"gradient_{_KINDS[logits.dtype]}_to_{_KINDS[into.dtype]}", *call, maxima, sums, factors, into)
+    return into

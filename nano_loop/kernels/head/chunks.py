@@ -1,0 +1,185 @@
+"""What is computed of each row of logits, in chunks of rows, with its gradient: losses, and reductions of a vocabulary.
+
+A chunk of logits is computed, used and freed. Where the result is one number, as the mean of a loss, its gradient is
+computed with it, so that logits are computed once; else they are computed again in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.double_backward import gradients_of, is_followed
+from nano_loop.kernels.head.head import Gradients, Head
+from nano_loop.kernels.memory import empty
+from nano_loop.patching.torch_private import as_plain_tensors, below_autocast
+from nano_loop.patching.torch_private_autograd import has_tensor_hooks, reaches
+
+#: Takes rows of logits, of shape (R, V), and returns as many numbers: each row from its own.
+Elementwise = Callable[[Tensor], Tensor]
+
+_LEAF = torch.zeros((), requires_grad=True)  # its gradient stays None
+
+
+class RowFunction:
+    """What is computed of rows of logits: tensors with a row for each. Only the first has a gradient.
+
+    Parameters
+    ----------
+    compute : callable
+        Takes rows of what `before` returns and their places, and returns the tensors. It calls operators of torch.
+    before : callable or None
+        What is computed of the logits before.
+
+    Attributes
+    ----------
+    places : torch.Tensor or None
+        Those of the rows that are computed, in order. The others are 0. None: all.
+    """
+
+    places: Tensor | None = None
+
+    def __init__(
+        self, compute: Callable[[Tensor, slice | Tensor], tuple[Tensor, ...]], before: Elementwise | None
+    ) -> None:
+        self.compute, self.before = compute, before
+
+    def outputs(self, logits: Tensor, places: slice | Tensor, has_gradient: bool = False) -> tuple[Tensor, ...]:
+        """Compute rows, whose logits are of shape (R, V), and whose gradient may be the next that is asked for."""
+        with torch.no_grad(), below_autocast():
+            return self.compute(logits if self.before is None else self.before(logits), places)
+
+    def gradient(self, logits: Tensor, places: slice | Tensor, factors: Tensor) -> Tensor:
+        """Return the gradient of the rows' logits from that of the first output. It may have their memory."""
+        with torch.enable_grad(), below_autocast():
+            leaf = logits.detach().requires_grad_()
+            output = self.compute(leaf if self.before is None else self.before(leaf), places)[0]
+            return torch.autograd.grad(output, leaf, factors.to(output.dtype), materialize_grads=True)[0]
+
+
+class Plan:
+    """A computation in chunks.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        The rows of a head's input by the places of the results, of one dimension.
+    function : RowFunction
+        What is computed of them.
+    divisor : torch.Tensor or None
+        By what the sum of the first output is divided, which is the result then. None: all outputs are.
+    dim : int
+        The dimension of the vocabulary in the tensor of which it is computed.
+    """
+
+    def __init__(self, rows: Tensor, function: RowFunction, divisor: Tensor | None = None, dim: int = -1) -> None:
+        self.rows, self.function, self.divisor, self.dim = rows, function, divisor, dim
+        self.has_gradient = torch.is_grad_enabled()
+        # Of most losses, the rows are all rows in their order, of which slices need no copy.
+        self._is_whole = torch.equal(rows, torch.arange(len(rows), device="cpu"))
+
+    def chunks(self, size: int, places: Tensor | None) -> Iterator[tuple[slice | Tensor, slice | Tensor]]:
+        """Yield places, of those that are passed or of all, and the rows there, a chunk of some size at a time."""
+        count = len(self.rows) if places is None else len(places)
+        if count == len(self.rows):
+            places = None
+        for start in range(0, count, size):
+            span = slice(start, min(start + size, count))
+            if places is None:
+                yield span, span if self._is_whole else self.rows[span]
+            else:
+                yield places[span], self.rows[places[span]]
+
+    def compute(self, head: Head, needs: tuple[bool, bool, bool]) -> tuple[tuple[Tensor, ...], Gradients | None]:
+        """Return the results, and the gradients where they are needed and the result is a number."""
+        function, divisor, results = self.function, self.divisor, None
+        gradients = Gradients(head, needs) if divisor is not None and self.has_gradient and any(needs) else None
+        for places, rows in self.chunks(head.chunk, function.places):
+            logits = head.logits(rows)
+            outputs = function.outputs(logits, places, gradients is not None)
+            if results is None:
+                results = tuple(output.new_zeros((len(self.rows), *output.shape[1:])) for output in outputs)
+            for whole, output in zip(results, outputs, strict=True):
+                whole[places] = output
+            if gradients is not None and divisor is not None:
+                factors = divisor.reciprocal().expand(len(outputs[0])).contiguous()
+                gradients.add(rows, function.gradient(logits, places, factors))
+            del logits
+        if results is None:
+            results = (empty(len(self.rows)).zero_(),)
+        return (results if divisor is None else (results[0].sum() / divisor,)), gradients
+
+    def gradients_of(self, head: Head, gradient: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
+        """Compute the gradients, for which logits are computed again: of the rows that have one."""
+        gradients = Gradients(head, needs)
+        if self.divisor is not None:
+            gradient = (gradient / self.divisor).expand(len(self.rows))
+        has_one = gradient.ne(0).view(len(gradient), -1).any(1)
+        if self.function.places is not None:
+            has_one &= torch.zeros_like(has_one).index_fill_(0, self.function.places, True)
+        for places, rows in self.chunks(head.chunk, has_one.nonzero().squeeze(1)):
+            logits = head.logits(rows)
+            gradients.add(rows, self.function.gradient(logits, places, gradient[places].contiguous()))
+            del logits
+        return gradients
+
+    def by_torch(self, logits: Tensor) -> Tensor:
+        """Compute the result from the whole tensor of which it is computed."""
+        rows = logits.movedim(self.dim, -1)
+        output = self.function.compute(rows.reshape(-1, rows.size(-1)), slice(None))[0]
+        return output if self.divisor is None else output.sum() / self.divisor
+
+
+class _Chunked(torch.autograd.Function):
+    """What a plan computes of lazy logits, whose gradient goes past them to their layer unless somebody looks at it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, leaf: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[1:4]
+        outputs, ctx.made = plan.compute(logits.head, (of_hidden, of_weight, of_bias))
+        ctx.plan = plan
+        # As torch's layer: no input whose weight has no gradient, and no bias.
+        ctx.save_for_backward(logits, hidden if of_weight else None, weight if of_hidden else None)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        plan, needs = ctx.plan, ctx.needs_input_grad
+        logits, *_ = ctx.saved_tensors  # which raises as torch does: a second time, and for what was written to
+        if gradient is None:
+            return (None,) * len(needs)
+        if is_followed(gradient) or not _is_plain(ctx) or any(map(_is_watched, logits.chain())):
+            return gradients_of(ctx, (logits.computed_again(),), (gradient,), lambda: None, plan.by_torch)
+        made, ctx.made = ctx.made, None
+        if made is None:
+            return (None, *plan.gradients_of(logits.head, gradient, needs[1:4]).scaled(None), None, None)
+        return (None, *made.scaled(gradient), None, None)
+
+
+def _is_plain(ctx: Any) -> bool:
+    """Whether the backward under way is that of ``backward()``, without ``inputs``, which alone returns no gradients.
+
+    `torch.autograd.grad` and ``backward(inputs=...)`` may return that of logits. They reach no leaf that they do not
+    name, and nobody can name the one that each result has besides.
+    """
+    return reaches(ctx.next_functions[-1][0])
+
+
+def _is_watched(tensor: Any) -> bool:
+    """Whether somebody may see the gradient of a tensor: by a hook of it or of its node."""
+    with as_plain_tensors():
+        return tensor.is_watched or tensor.retains_grad or has_tensor_hooks(tensor)
+
+
+def in_chunks(logits: Any, plan: Plan) -> tuple[Tensor, ...]:
+    """Return what a plan computes of lazy logits, in the graph of their layer's input, weight and bias, if any."""
+    if not logits.sources:
+        return plan.compute(logits.head, (False, False, False))[0]
+    return _Chunked.apply(logits, *logits.sources, plan, _LEAF)  # type: ignore[no-any-return, no-untyped-call]

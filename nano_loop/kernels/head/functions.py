@@ -1,0 +1,378 @@
+"""The functions of torch that take lazy logits: what stays lazy, and what is computed in chunks of rows.
+
+Each takes torch's function and its arguments, and returns NotImplemented where the real tensor has to be computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.head.chunks import Elementwise, RowFunction
+from nano_loop.kernels.head.cross_entropy import CrossEntropy, denominator
+from nano_loop.kernels.head.logits import LazyLogits
+from nano_loop.kernels.memory import is_plain
+
+
+def _takes_lazy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that leaves it to torch where the first argument is not lazy any more, or has no rows."""
+
+    @functools.wraps(function)
+    def checked(func: Any, first: Any = None, *args: Any, **kwargs: Any) -> Any:
+        first = kwargs.pop("input", None) if first is None else first
+        if not isinstance(first, LazyLogits) or not first.is_lazy or not first.rows.numel():
+            return NotImplemented
+        return function(func, first, *args, **kwargs)
+
+    return checked
+
+
+# --- what stays lazy ---
+
+
+@_takes_lazy
+def _itself(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented if args or kwargs else lazy
+
+
+@_takes_lazy
+def _contiguous(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or lazy.vocabulary != lazy.dim() - 1:
+        return NotImplemented
+    if lazy.rows.is_contiguous():
+        return lazy
+    return lazy.derived(Tensor.contiguous, rows=lazy.rows.contiguous(), is_copy=True)
+
+
+@_takes_lazy
+def _detached(func: Any, lazy: LazyLogits, *_: Any) -> Any:
+    return lazy.detached()
+
+
+class Upcast:
+    """A cast to fp32 of what is computed before, if anything is."""
+
+    def __init__(self, before: Elementwise | None) -> None:
+        self.before = before
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the cast."""
+        return (logits if self.before is None else self.before(logits)).float()
+
+
+@_takes_lazy
+def _cast(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """Return a cast to fp32, or the tensor itself where nothing changes."""
+    wanted = lazy.dtype
+    for argument in (*args, *(kwargs.get(name) for name in ("dtype", "device"))):
+        if isinstance(argument, torch.dtype):
+            wanted = argument
+        elif argument is not None and (not isinstance(argument, (str, torch.device)) or str(argument) != "cpu"):
+            return NotImplemented
+    if kwargs.keys() - {"dtype", "device", "non_blocking"}:
+        return NotImplemented
+    return lazy if wanted is lazy.dtype else _in_fp32(lazy) if wanted is torch.float32 else NotImplemented
+
+
+@_takes_lazy
+def _float(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented if args or kwargs else lazy if lazy.dtype is torch.float32 else _in_fp32(lazy)
+
+
+def _in_fp32(lazy: LazyLogits) -> LazyLogits:
+    return lazy.derived(Tensor.float, dtype=torch.float32, before=Upcast(lazy.before), is_copy=True)
+
+
+@_takes_lazy
+def _viewed(func: Any, lazy: LazyLogits, *shape: Any, **kwargs: Any) -> Any:
+    """Return a view that has the vocabulary at its end, as before."""
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    if kwargs or lazy.vocabulary != lazy.dim() - 1 or not sizes or not all(type(size) is int for size in sizes):
+        return NotImplemented
+    *lead, last = sizes
+    if last == -1:
+        is_whole = -1 not in lead and torch.Size(lead).numel() == lazy.rows.numel()
+        last = lazy.head.width if is_whole else -1
+    if last != lazy.head.width:
+        return NotImplemented
+    return _reshaped(
+        lazy, getattr(lazy.rows, func.__name__)(lead), lambda tensor: getattr(tensor, func.__name__)(sizes)
+    )
+
+
+def _reshaped(lazy: LazyLogits, rows: Tensor, operation: Elementwise) -> LazyLogits:
+    """Return the same logits in other dimensions before the vocabulary's: a view where that of the rows is one."""
+    is_copy = rows.untyped_storage().data_ptr() != lazy.rows.untyped_storage().data_ptr()
+    return lazy.derived(operation, rows=rows, vocabulary=rows.dim(), is_copy=is_copy)
+
+
+@_takes_lazy
+def _viewed_as(func: Any, lazy: LazyLogits, other: Tensor) -> Any:
+    name = func.__name__.removesuffix("_as")
+    return _viewed(getattr(Tensor, name), lazy, *other.shape)
+
+
+@_takes_lazy
+def _flattened(func: Any, lazy: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    first, last = start_dim % lazy.dim(), end_dim % lazy.dim()
+    if lazy.vocabulary != lazy.dim() - 1 or last >= lazy.vocabulary:
+        return NotImplemented
+    return _reshaped(lazy, lazy.rows.flatten(first, last), lambda tensor: tensor.flatten(first, last))
+
+
+@_takes_lazy
+def _rearranged(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """Return what a function returns that changes dimensions, or takes some rows: a view, or a tuple of views.
+
+    It is asked of a tensor whose elements are the numbers of their rows, and which has no memory for the vocabulary.
+    """
+    changed = func(lazy.rows.unsqueeze(lazy.vocabulary).expand([*lazy.shape]), *args, **kwargs)
+
+    def lazy_of(view: Tensor, place: int | None) -> LazyLogits | None:
+        sizes = enumerate(zip(view.shape, view.stride(), strict=True))
+        dims = [dim for dim, (size, step) in sizes if size == lazy.head.width and step == 0]
+        if len(dims) != 1:
+            return None
+
+        def operation(tensor: Tensor) -> Tensor:
+            whole = func(tensor, *args, **kwargs)
+            return whole if place is None else whole[place]  # type: ignore[no-any-return]
+
+        return lazy.derived(operation, rows=view.select(dims[0], 0), vocabulary=dims[0])
+
+    if isinstance(changed, Tensor):
+        return NotImplemented if (result := lazy_of(changed, None)) is None else result
+    results = [lazy_of(view, place) for place, view in enumerate(changed)]
+    return NotImplemented if any(result is None for result in results) else tuple(results)
+
+
+@_takes_lazy
+def _indexed(func: Any, lazy: LazyLogits, key: Any) -> Any:
+    """Return some rows: by slices, numbers and None, or by one tensor."""
+    keys = key if isinstance(key, tuple) else (key,)
+    if all(item is None or item is Ellipsis or type(item) in (int, slice) for item in keys):
+        return _rearranged(func, lazy, key)
+    is_rows = type(key) is Tensor and key.dtype in (torch.bool, torch.int64) and lazy.vocabulary == lazy.dim() - 1
+    if not is_rows or (key.dtype is torch.bool and key.dim() > lazy.rows.dim()) or not lazy.rows.dim():
+        return NotImplemented
+    rows, key = lazy.rows[key], key.clone()
+    return lazy.derived(lambda tensor: tensor[key], rows=rows, vocabulary=rows.dim(), is_copy=True)
+
+
+@_takes_lazy
+def _iterated(func: Any, lazy: LazyLogits) -> Any:
+    parts = _rearranged(Tensor.unbind, lazy, 0)
+    return parts if parts is NotImplemented else iter(parts)
+
+
+class LogSoftmax:
+    """The logarithm of a softmax of what is computed before."""
+
+    def __init__(self, before: Elementwise | None) -> None:
+        self.before = before
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return it."""
+        return (logits if self.before is None else self.before(logits)).log_softmax(-1)
+
+
+@_takes_lazy
+def _softmax(func: Any, lazy: LazyLogits, dim: Any = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    """Return a softmax over the vocabulary, or its logarithm."""
+    kwargs.pop("_stacklevel", None)
+    if kwargs or any(type(item) is not int for item in args) or type(dim) is not int:
+        return NotImplemented
+    if dim % lazy.dim() != lazy.vocabulary or dtype not in (None, torch.float32):
+        return NotImplemented
+    lazy = lazy if dtype in (None, lazy.dtype) else _in_fp32(lazy)
+    before = lazy.before
+    is_log = func.__name__ == "log_softmax"
+    of_rows = LogSoftmax(before) if is_log else lambda z: (z if before is None else before(z)).softmax(-1)
+    return lazy.derived(
+        lambda tensor: tensor.log_softmax(dim) if is_log else tensor.softmax(dim), before=of_rows, is_copy=True
+    )
+
+
+@_takes_lazy
+def _elementwise(func: Any, lazy: LazyLogits, *others: Any, **kwargs: Any) -> Any:
+    """Return what is computed of each number alone, from numbers and from lazy logits of the same rows."""
+    if kwargs or not all(type(item) in (int, float) or _goes_with(item, lazy) for item in others):
+        return NotImplemented
+    tensors = [item for item in others if isinstance(item, LazyLogits)]
+    # Functions of a graph hold no lazy tensors, which hold their head.
+    numbers = [None if isinstance(item, LazyLogits) else item for item in others]
+    befores = [item.before for item in (lazy, *tensors)]
+
+    def applied(first: Tensor, *rest: Tensor) -> Tensor:
+        following = iter(rest)
+        return func(first, *(next(following) if number is None else number for number in numbers))  # type: ignore[no-any-return]
+
+    def before(logits: Tensor) -> Tensor:
+        return applied(*(logits if item is None else item(logits) for item in befores))
+
+    return lazy.derived(applied, *tensors, before=before, is_copy=True)
+
+
+def _goes_with(other: Any, lazy: LazyLogits) -> bool:
+    if not isinstance(other, LazyLogits) or other.head is not lazy.head or not other.is_lazy:
+        return False
+    return other.rows is lazy.rows and other.vocabulary == lazy.vocabulary and other.dtype is lazy.dtype
+
+
+# --- what is computed in chunks ---
+
+
+@_takes_lazy
+def _reduced(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """Return a reduction of the vocabulary, or its largest elements."""
+    name = func.__name__
+    args, count = (args[1:], (args[0],)) if name == "topk" and args else (args, ())
+    count = count or ((kwargs.pop("k"),) if "k" in kwargs else ())
+    dim = args[0] if args else kwargs.pop("dim", -1 if name == "topk" else None)
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    keeps = bool((args[1] if len(args) > 1 else kwargs.pop("keepdim", False)) and name != "topk")
+    if (
+        type(dim) is not int
+        or dim % lazy.dim() != lazy.vocabulary
+        or kwargs
+        or len(args) > (1 if name == "topk" else 2)
+    ):
+        return NotImplemented
+
+    def compute(logits: Tensor, _: Any) -> tuple[Tensor, ...]:
+        results = func(logits, *count, -1)
+        return (results,) if isinstance(results, Tensor) else tuple(results)
+
+    function = RowFunction(compute, lazy.before)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and name != "argmax"):
+        results = (lazy.detached() if name == "argmax" else lazy).reduced(function)
+    shaped = [_as_rows(item, lazy, keeps) for item in results]
+    return shaped[0] if len(shaped) == 1 else getattr(torch.return_types, name)(shaped)
+
+
+def _as_rows(result: Tensor, lazy: LazyLogits, keeps: bool = False) -> Tensor:
+    """Return results of rows in the shape of the lazy tensor, the vocabulary replaced or gone."""
+    whole = result.view(*lazy.rows.shape, *result.shape[1:])
+    if whole.dim() > lazy.rows.dim():
+        return whole.movedim(-1, lazy.vocabulary)
+    return whole.unsqueeze(lazy.vocabulary) if keeps else whole
+
+
+@_takes_lazy
+def _gathered(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """Return some classes of each row: of a logarithm of a softmax, one is a loss less its sign."""
+    names = ("dim", "index") if func.__name__ == "gather" else ("indices", "dim")
+    named = dict(zip(names, args, strict=False)) | kwargs
+    dim, index = named.pop("dim", None), named.pop("index", named.pop("indices", None))
+    if named or type(dim) is not int or dim % lazy.dim() != lazy.vocabulary or not is_plain(index, (torch.int64,)):
+        return NotImplemented
+    last = index.movedim(dim, -1) if index.dim() == lazy.dim() else index
+    if last.shape[:-1] != lazy.rows.shape:
+        return NotImplemented
+    index = last.reshape(len(lazy.rows.flatten()), -1).clone()
+    if not bool(((index >= 0) & (index < lazy.head.width)).all()):
+        return NotImplemented
+    if isinstance(lazy.before, LogSoftmax) and index.size(1) == 1:
+        (parent,) = lazy.parents
+        (losses,) = parent.reduced(CrossEntropy(index.squeeze(1), _logits_before(lazy.before.before)))
+        result = -losses.unsqueeze(1).to(lazy.dtype)
+    else:
+        function = RowFunction(lambda logits, places: (logits.gather(1, index[places]),), lazy.before)
+        (result,) = lazy.reduced(function)
+    return _as_rows(result, lazy)
+
+
+def _logits_before(before: Elementwise | None) -> Elementwise | None:
+    """Return what the loss has to compute of logits before, which it reads in bf16, too."""
+    return None if isinstance(before, Upcast) and before.before is None else before
+
+
+@_takes_lazy
+def _loss(
+    func: Any,
+    lazy: LazyLogits,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Return cross-entropy, or the negative logarithmic likelihood of a logarithm of a softmax."""
+    is_nll = func.__name__ == "nll_loss"
+    if is_nll and not isinstance(lazy.before, LogSoftmax):
+        return NotImplemented
+    classes = min(1, lazy.dim() - 1)
+    if lazy.vocabulary != classes or size_average is not None or reduce is not None or not 0 <= label_smoothing <= 1:
+        return NotImplemented
+    if (
+        not is_plain(target, (torch.int64,))
+        or target.shape != lazy.rows.shape
+        or reduction not in ("none", "mean", "sum")
+    ):
+        return NotImplemented
+    if weight is not None and (
+        not is_plain(weight, (torch.float32,)) or weight.requires_grad or weight.shape != (lazy.head.width,)
+    ):
+        return NotImplemented
+    dtype = torch.float32 if torch.is_autocast_enabled("cpu") else lazy.dtype
+    source = lazy.parents[0] if is_nll else lazy
+    flat = target.flatten().clone()
+    function = CrossEntropy(flat, _logits_before(source.before), weight, ignore_index, label_smoothing)
+    if not function.has_classes(lazy.head.width):
+        return NotImplemented
+    (loss,) = source.reduced(function, denominator(flat, weight, ignore_index, reduction))
+    return (loss.view(target.shape) if reduction == "none" else loss).to(dtype)
+
+
+_REARRANGED = dict.fromkeys(
+    (
+        "transpose",
+        "swapaxes",
+        "permute",
+        "movedim",
+        "unsqueeze",
+        "squeeze",
+        "select",
+        "narrow",
+        "split",
+        "chunk",
+        "unbind",
+    ),
+    _rearranged,
+)
+_ELEMENTWISE = dict.fromkeys(
+    (
+        *("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide", "divide"),
+        *("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "neg", "__neg__", "exp", "log", "tanh", "square"),
+    ),
+    _elementwise,
+)
+_REDUCED = dict.fromkeys(("argmax", "max", "amax", "topk", "logsumexp", "sum", "mean"), _reduced)
+
+FUNCTIONS = MappingProxyType(
+    {
+        **_REARRANGED,
+        **_ELEMENTWISE,
+        **_REDUCED,
+        **dict.fromkeys(("detach", "data"), _detached),
+        **dict.fromkeys(("view", "reshape"), _viewed),
+        **dict.fromkeys(("view_as", "reshape_as"), _viewed_as),
+        **dict.fromkeys(("softmax", "log_softmax"), _softmax),
+        **dict.fromkeys(("gather", "take_along_dim"), _gathered),
+        **dict.fromkeys(("cross_entropy", "nll_loss"), _loss),
+        "cpu": _itself,
+        "contiguous": _contiguous,
+        "to": _cast,
+        "float": _float,
+        "flatten": _flattened,
+        "__getitem__": _indexed,
+        "__iter__": _iterated,
+    }
+)

@@ -1,0 +1,284 @@
+"""The last layer over a vocabulary: what its logits are computed from, by rows, and what these rows' gradients become.
+
+A large linear layer in a call into a set-up model returns `nano_loop.kernels.head.logits.LazyLogits`. Before a step of
+an optimizer changes the weight of logits that are still alive, the smaller of logits and old weight is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_loop.errors import error_message
+from nano_loop.kernels.memory import empty
+from nano_loop.patching.objects.optimizers import hook_before_steps
+from nano_loop.patching.ownership import Rules, by_rules
+from nano_loop.patching.patch_table import shared_change, value_in_force
+from nano_loop.patching.torch_private import base_of, below_autocast, version
+from nano_loop.patching.user_code import users_place
+
+#: Number of logits that are computed at a time, and the minimum number of rows: each chunk of rows is added to the
+#: weight's gradient, which is read and written then.
+CHUNK_ELEMENTS, FEWEST_ROWS = 1 << 25, 384
+#: Number of rows of the weight's gradient to which a product is added that has to be a tensor before.
+_BLOCK = 1 << 13
+
+_NOTED = "noted heads"
+
+
+class _Noted:
+    """What runs note of heads.
+
+    Attributes
+    ----------
+    heads : dict
+        References to those whose logits may be asked for, by id.
+    whole : set of str
+        The lines of programs that have asked for all logits.
+    shapes : dict
+        Whether logits of layers have been read in chunks, by the owner of their rules and their shape.
+    """
+
+    def __init__(self) -> None:
+        self.heads: dict[int, weakref.ref[Head]] = {}
+        self.whole: set[str] = set()
+        self.shapes: dict[tuple[int, torch.Size], bool] = {}
+
+
+def noted() -> _Noted:
+    """Return what the runs of this process have noted. Outside of runs, it is noted for nobody."""
+    return value_in_force(_NOTED) or _Noted()
+
+
+class Memory:
+    """The numbers of a lazy tensor that is no view, once they are computed; its detached twins have the same."""
+
+    tensor: Tensor | None = None
+    version = 0
+
+    def set(self, tensor: Tensor) -> None:
+        """Put the numbers there."""
+        self.tensor, self.version = tensor, version(tensor)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody has written to them."""
+        return self.tensor is not None and version(self.tensor) != self.version
+
+
+class Head:
+    """What the logits of one call of a head are computed from. They are what they were when it was called.
+
+    Parameters
+    ----------
+    hidden : torch.Tensor
+        Of shape (..., D). Its rows are those of the logits.
+    weight : torch.Tensor
+        Of shape (V, D).
+    bias : torch.Tensor or None
+        Of shape (V,).
+    rules : Rules
+        Those of the call.
+
+    Attributes
+    ----------
+    hidden, weight, bias : torch.Tensor or None
+        Without a graph, the first of shape (N, D).
+    shape : torch.Size
+        That of the input.
+    rules : Rules
+        The same.
+    memory : Memory
+        That of all logits, once they have been computed.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules) -> None:
+        self.shape = hidden.shape
+        self.hidden = hidden.detach().reshape(-1, hidden.size(-1))
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.rules = rules
+        self.memory = Memory()
+        self._is_old = False
+        self._versions = self._versions_now()
+        # A cast by autocast, or what else was computed, is not what a step changes.
+        self._is_kept = weight.grad_fn is not None and base_of(weight) is weight
+        key, heads = id(self), noted().heads
+        heads[key] = weakref.ref(self, lambda _: heads.pop(key, None))
+
+    @property
+    def width(self) -> int:
+        """The size of the vocabulary."""
+        return self.weight.size(0)
+
+    @property
+    def chunk(self) -> int:
+        """The number of rows that are computed at a time."""
+        return max(CHUNK_ELEMENTS // self.width, FEWEST_ROWS)
+
+    def _versions_now(self) -> tuple[int, ...]:
+        return tuple(version(tensor) for tensor in (self.hidden, self.weight, self.bias) if tensor is not None)
+
+    def logits(self, rows: slice | Tensor) -> Tensor:
+        """Return the logits of some rows, of shape (R, V), in new memory."""
+        if self._is_old and self.memory.tensor is not None and not self.memory.is_written:
+            return self.memory.tensor.view(-1, self.width)[rows].clone()
+        if self._is_old or self._versions_now() != self._versions:
+            got = "logits were asked for after the input, the weight or the bias of their layer was written to"
+            allowed = "they are computed when they are asked for, and kept only before a step of an optimizer"
+            raise RuntimeError(error_message(got, allowed, "Read logits before, or pass fast_cross_entropy=False"))
+        hidden = self.hidden[rows]
+        with torch.no_grad(), below_autocast(), by_rules(self.rules):
+            if self.bias is None:
+                return torch.ops.aten.mm(hidden, self.weight.t())  # type: ignore[no-any-return]
+            return torch.ops.aten.addmm(self.bias, hidden, self.weight.t())  # type: ignore[no-any-return]
+
+    def all_logits(self, rows: Tensor) -> Tensor:
+        """Return the logits of all rows, in the shape of their numbers and the vocabulary's."""
+        return self.logits(slice(None)).view(*rows.shape, self.width)
+
+    def keep(self, copies: dict[int, Tensor]) -> None:
+        """Keep the smaller of logits and old weight, which other heads may have put into `copies` already."""
+        if self._is_kept:
+            return
+        self._is_kept = True
+        if self.memory.tensor is None and len(self.hidden) <= self.weight.size(1):
+            self.memory.set(self.logits(slice(None)))
+        if self.memory.tensor is not None:
+            self._is_old = True
+            return
+        self.weight = _copy(self.weight, copies)
+        self.bias = None if self.bias is None else _copy(self.bias, copies)
+        self._versions = self._versions_now()
+
+
+def remark() -> str | None:
+    """Return what the report says of logits that were asked for whole."""
+    whole = sorted(noted().whole)
+    return f"{', '.join(whole)} asked for all logits" if whole else None
+
+
+def may_be_head(rules: Rules, weight: Tensor) -> bool:
+    """Whether a layer may be a head: not one whose first output in a training was asked for whole, as in its midst."""
+    return noted().shapes.get((rules.owner, weight.shape), True)
+
+
+def note_chunked(head: Head) -> None:
+    """Note that logits are read in chunks."""
+    noted().shapes[head.rules.owner, head.weight.shape] = True
+
+
+def note_whole(head: Head, has_gradient: bool) -> None:
+    """Note the line of the program that asks for logits whole."""
+    if has_gradient:
+        noted().shapes.setdefault((head.rules.owner, head.weight.shape), False)
+    place = users_place()
+    if place is not None:
+        noted().whole.add(f"{os.path.basename(place.filename)}:{place.number}")
+
+
+def _copy(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
+    """Return a copy of a tensor, which is one of those that are there, by addresses, or is put there."""
+    address = tensor.data_ptr()
+    if address not in copies:
+        copies[address] = tensor.clone()
+        copies[copies[address].data_ptr()] = copies[address]  # which nobody changes
+    return copies[address]
+
+
+def _keep_all(notes: _Noted) -> None:
+    """Keep what all logits that may still be asked for are computed from."""
+    weights: dict[int, Tensor] = {}
+    for reference in [*notes.heads.values()]:
+        if (head := reference()) is not None:
+            head.keep(weights)
+
+
+@contextmanager
+def _kept() -> Iterator[_Noted]:
+    notes = _Noted()
+    hook = hook_before_steps(lambda *_: _keep_all(notes))
+    try:
+        yield notes
+    finally:
+        hook.remove()
+        _keep_all(notes)
+
+
+def logits_kept() -> Any:
+    """Return a context in which logits stay what they were when steps of optimizers change weights, and at its end."""
+    return shared_change(_NOTED, _kept)
+
+
+class Gradients:
+    """The gradients of a head's input, weight and bias, to which those of logits are added by rows.
+
+    Parameters
+    ----------
+    head : Head
+        The head.
+    needs : tuple of bool
+        Which of the three are needed.
+    """
+
+    def __init__(self, head: Head, needs: tuple[bool, bool, bool]) -> None:
+        hidden, weight, bias = needs
+        self._head = head
+        # In fp32 without a policy, a product is added where it is made, and the first one fills the memory.
+        self._adds = head.rules.policy is None and head.weight.dtype is torch.float32
+        self._is_first = True
+        self._hidden = torch.zeros_like(head.hidden) if hidden else None
+        self._weight = empty(*head.weight.shape) if weight else None
+        self._bias = empty(head.width).zero_() if bias else None
+
+    def add(self, rows: slice | Tensor, gradient: Tensor) -> None:
+        """Add the gradient of the logits of some rows, of shape (R, V)."""
+        head = self._head
+        with torch.no_grad(), below_autocast(), by_rules(head.rules):
+            if self._hidden is not None:
+                part = torch.ops.aten.mm(gradient, head.weight)
+                if isinstance(rows, slice):
+                    self._hidden[rows] += part
+                else:
+                    self._hidden.index_add_(0, rows, part)
+            if self._weight is not None:
+                self._add_to_weight(head.hidden[rows], gradient)
+            if self._bias is not None:
+                self._bias += gradient.sum(0, dtype=torch.float32)
+        self._is_first = False
+
+    def _add_to_weight(self, hidden: Tensor, gradient: Tensor) -> None:
+        weight = self._weight
+        assert weight is not None
+        if self._adds:
+            if self._is_first:
+                torch.ops.aten.mm.out(gradient.t(), hidden, out=weight)
+            else:
+                weight.addmm_(gradient.t(), hidden)
+            return
+        for start in range(0, len(weight), _BLOCK):
+            part = torch.ops.aten.mm(gradient[:, start : start + _BLOCK].t(), hidden)
+            block = weight[start : start + _BLOCK]
+            if self._is_first:
+                block.copy_(part)
+            else:
+                block.add_(part)
+
+    def scaled(self, factor: Tensor | None) -> list[Tensor | None]:
+        """Return the three gradients, times a number, or None where one is not needed. They are used up."""
+        if self._weight is not None and self._is_first:
+            self._weight.zero_()
+        hidden = None if self._hidden is None else self._hidden.view(self._head.shape)
+        results = (hidden, self._weight, self._bias)
+        if factor is not None and factor.item() != 1:
+            for gradient in results:
+                if gradient is not None:
+                    gradient.mul_(factor)
+        of = (self._head.hidden, self._head.weight, self._head.bias)
+        pairs = zip(results, of, strict=True)
+        return [None if gradient is None or like is None else gradient.to(like.dtype) for gradient, like in pairs]

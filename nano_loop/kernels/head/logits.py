@@ -1,0 +1,352 @@
+"""Logits that nobody has computed: of what a loss or a reduction reads in chunks of rows, or else the real tensor.
+
+A `LazyLogits` has no memory. Functions that need a row at a time compute chunks of rows
+(`nano_loop.kernels.head.chunks`). Views, casts and what is computed of each row alone stay lazy. Everything else gets
+the real tensor, which is computed once: functions of torch by ``__torch_function__``, and operators that are
+called from C++ by ``__torch_dispatch__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from nano_loop.kernels.double_backward import gradients_of
+from nano_loop.kernels.head.chunks import Elementwise, Plan, RowFunction, in_chunks
+from nano_loop.kernels.head.head import Head, Memory, note_chunked, note_whole
+from nano_loop.kernels.memory import computes_now
+from nano_loop.patching.attributes import replaced
+from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.ownership import Rules
+from nano_loop.patching.torch_private import (
+    VERSION,
+    arguments_of,
+    as_plain_tensors,
+    has_saved_tensor_hooks,
+    in_functorch,
+    without_memory,
+)
+from nano_loop.patching.torch_private_autograd import TENSOR_HOOKS, in_backward
+
+#: What a lazy tensor answers itself, as long as nobody has written to it: what it is in the graph, and its shape.
+_OWN = frozenset(
+    (
+        *("shape", "dtype", "device", "layout", "ndim", "size", "dim", "numel", "nelement", "stride", "is_contiguous"),
+        *("element_size", "itemsize", "nbytes", "storage_offset", "is_floating_point", "is_complex", "__len__"),
+        *("requires_grad", "grad_fn", "is_leaf", "retains_grad", "grad", "output_nr", "retain_grad", "register_hook"),
+        *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "is_inference"),
+        *("is_neg", "is_conj", "get_device", "is_same_size", "names", *TENSOR_HOOKS, VERSION, "__hash__"),
+        *("__class__", "__dict__", "is_complex", "is_signed"),
+    )
+)
+
+_NODES = ("_PlacedBackward", "_DerivedBackward")
+#: After these, the tensor's own node of the graph is in use.
+_PLACES = frozenset(("grad_fn", "retain_grad", "register_hook"))
+
+
+class LazyLogits(Tensor):
+    """Logits of a head, or what is computed of each row of them, that have not been computed.
+
+    Attributes
+    ----------
+    head : Head
+        What the logits are computed from.
+    rows : torch.Tensor
+        The rows of the head's input, in the shape of this tensor without its vocabulary.
+    vocabulary : int
+        The dimension of the vocabulary.
+    before : callable or None
+        What is computed of each row of logits.
+    parents : tuple of LazyLogits
+        Those of which it was computed, by `operation`.
+    sources : tuple of torch.Tensor or None
+        The head's input, weight and bias with their graph. Empty without a gradient.
+    is_placed : bool
+        Whether its node of the graph has been used.
+    is_watched : bool
+        Whether somebody has its node of the graph.
+    memory : Memory or None
+        Where its numbers are to be. None for a view.
+    """
+
+    functions: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    head: Head
+    rows: Tensor
+    vocabulary: int
+    before: Elementwise | None
+    parents: tuple[LazyLogits, ...]
+    operation: Callable[..., Tensor] | None
+    sources: tuple[Tensor | None, ...]
+    is_placed: bool
+    is_watched: bool
+    memory: Memory | None
+    tensor: Tensor | None
+
+    # --- the real tensor ---
+
+    def materialize(self) -> Tensor:
+        """Return the real tensor, with its place in the graph. It is computed once."""
+        if self.tensor is None:
+            with torch.enable_grad(), as_plain_tensors():
+                self.is_placed |= self._is_moved
+                if not self._shares_memory or self.is_placed:
+                    self.tensor = _Materialized.apply(self, self.numbers)  # type: ignore[no-untyped-call]
+                else:
+                    assert self.operation is not None
+                    self.tensor = self.operation(*(parent.materialize() for parent in self.parents))
+        assert self.tensor is not None
+        return self.tensor
+
+    def computed_again(self) -> Tensor:
+        """Return a real tensor as it was at first, with its place in the graph."""
+        with torch.enable_grad(), as_plain_tensors():
+            if self.operation is None:
+                if in_functorch():  # whose transforms do not see the graph outside of them
+                    return self.head.all_logits(self.rows)
+                return _Materialized.apply(self, lambda: self.head.all_logits(self.rows))  # type: ignore[no-any-return, no-untyped-call]
+            return self.operation(*(parent.computed_again() for parent in self.parents))
+
+    def numbers(self) -> Tensor:
+        """Return the real tensor without a graph. It is computed once."""
+        with torch.no_grad(), as_plain_tensors():
+            memory = self.memory
+            if memory is None:
+                assert self.operation is not None
+                return self.operation(*(parent.numbers() for parent in self.parents))
+            if memory.tensor is None:
+                if self.operation is None:
+                    note_whole(self.head, bool(self.sources))
+                    memory.set(self.head.all_logits(self.rows))
+                else:  # of what they were at first: somebody may have written to them
+                    memory.set(self.operation(*(parent.computed_again().detach() for parent in self.parents)))
+            assert memory.tensor is not None
+            return memory.tensor
+
+    @property
+    def _is_moved(self) -> bool:
+        """Whether a custom autograd function, as that of a module's backward hooks, has returned it as its output."""
+        with as_plain_tensors():
+            node: Any = self.grad_fn
+            return self.requires_grad and (node is None or node.name() not in _NODES)
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self.memory is None
+
+    @property
+    def _is_replaced(self) -> bool:
+        """Whether the real tensor, and not this one, is in the graph of what has been computed."""
+        tensor = self.tensor
+        if tensor is None:
+            return False
+        return (
+            self.is_written or (self._shares_memory and not self.is_placed) or (tensor.is_leaf and tensor.requires_grad)
+        )
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody has written to the real tensor."""
+        return self.memory.is_written if self.memory is not None else any(p.is_written for p in self.parents)
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether neither it nor one of which it was computed is there, and it is where it was put into the graph."""
+        return not self._is_moved and all(lazy.memory is None or lazy.memory.tensor is None for lazy in self.chain())
+
+    def chain(self) -> Iterator[LazyLogits]:
+        """Yield this tensor and those of which it was computed."""
+        yield self
+        for parent in self.parents:
+            yield from parent.chain()
+
+    # --- lazy results ---
+
+    def derived(
+        self,
+        operation: Callable[..., Tensor],
+        *others: LazyLogits,
+        rows: Tensor | None = None,
+        vocabulary: int | None = None,
+        dtype: torch.dtype | None = None,
+        before: Elementwise | None = None,
+        is_copy: bool = False,
+    ) -> LazyLogits:
+        """Return what an operation computes of this tensor, and of others with the same rows; lazy, too."""
+        with as_plain_tensors():
+            lazy = made(
+                self.head,
+                self.rows if rows is None else rows,
+                self.vocabulary if vocabulary is None else vocabulary,
+                self.dtype if dtype is None else dtype,
+                Memory() if is_copy else None,
+            )
+            lazy.parents, lazy.operation = (self, *others), operation
+            lazy.before = self.before if before is None else before
+            placed: LazyLogits = _Derived.apply(self, *others, [lazy])  # type: ignore[no-untyped-call]
+            if torch.is_grad_enabled():
+                placed.sources = next((item.sources for item in (self, *others) if item.sources), ())
+            return placed
+
+    def detached(self) -> LazyLogits:
+        """Return a twin without a graph, which has the same memory."""
+        with as_plain_tensors():
+            lazy = made(self.head, self.rows, self.vocabulary, self.dtype, self.memory)
+        lazy.parents, lazy.operation = tuple(parent.detached() for parent in self.parents), self.operation
+        lazy.before = self.before
+        return lazy
+
+    def reduced(self, function: RowFunction, divisor: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return what a function computes of the rows, in chunks."""
+        self.is_placed = True
+        note_chunked(self.head)
+        return in_chunks(self, Plan(self.rows.flatten(), function, divisor, self.vocabulary))
+
+    # --- what torch asks ---
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            name = getattr(func.__self__, "__name__", "") + ("_" if name == "__set__" else "")
+        first = args[0] if args else None
+        if isinstance(first, LazyLogits) and name in _OWN and not first._is_replaced:
+            first.is_placed |= name in _PLACES
+            first.is_watched |= name == "grad_fn"
+            with as_plain_tensors():
+                return func(*args, **kwargs)
+        if func is torch.autograd.grad or name == "backward":
+            with as_plain_tensors():
+                return func(*map_tensors(_in_graph, args), **map_tensors(_in_graph, kwargs))
+        fused = cls.functions.get(name)
+        # A checkpoint computes again, when the real tensor may be there.
+        if fused is not None and computes_now() and not has_saved_tensor_hooks() and not in_backward():
+            result = fused(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*map_tensors(_materialized, args), **map_tensors(_materialized, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        numbers: dict[int, tuple[Tensor, LazyLogits]] = {}
+
+        def numbers_of(argument: Any) -> Any:
+            if not isinstance(argument, LazyLogits):
+                return argument
+            plain = argument.numbers().detach()
+            numbers[id(plain)] = plain, argument
+            return plain
+
+        result = func(*map_tensors(numbers_of, args), **map_tensors(numbers_of, kwargs or {}))
+        for argument, value in zip(arguments_of(func), args, strict=False):
+            if isinstance(value, LazyLogits) and argument.alias_info is not None and argument.alias_info.is_write:
+                torch.autograd.graph.increment_version(value.numbers())
+                value.tensor, value.is_placed = None, True  # C++ puts it at another place in the graph
+        return map_tensors(lambda item: numbers[id(item)][1] if id(item) in numbers else item, result)
+
+
+def made(head: Head, rows: Tensor, vocabulary: int, dtype: torch.dtype, memory: Memory | None = None) -> LazyLogits:
+    """Return lazy logits of these rows without a place in the graph."""
+    shape, strides = [*rows.shape], [step * head.width for step in rows.stride()]
+    shape.insert(vocabulary, head.width)
+    strides.insert(vocabulary, 1)
+    if memory is not None:  # as torch lays out what it computes of a view
+        strides = [*torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()]
+    lazy: Any = without_memory(LazyLogits, shape, strides, dtype)
+    lazy.head, lazy.rows, lazy.vocabulary, lazy.memory = head, rows, vocabulary, memory
+    lazy.before = lazy.operation = lazy.tensor = None
+    lazy.parents, lazy.sources, lazy.is_placed, lazy.is_watched = (), (), False, False
+    return lazy  # type: ignore[no-any-return]
+
+
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules) -> Tensor:
+    """Return the lazy output of a head."""
+    head = Head(hidden, weight, bias, rules)
+    rows = torch.arange(len(head.hidden), device="cpu").view(hidden.shape[:-1])
+    lazy = made(head, rows, rows.dim(), weight.dtype, head.memory)
+    placed: LazyLogits = _Placed.apply(hidden, weight, bias, [lazy])  # type: ignore[no-untyped-call]
+    if placed.requires_grad:
+        placed.sources = hidden, weight, bias
+    return placed
+
+
+def data_setter_replaced() -> AbstractContextManager[None]:
+    """Return a context in which ``x.data = logits`` takes their numbers. torch's setter takes their null pointer."""
+    return replaced(Tensor, "data", _with_numbers)
+
+
+def _with_numbers(data: Any) -> property:
+    def write(tensor: Tensor, value: Any) -> None:
+        data.__set__(tensor, value.numbers() if isinstance(value, LazyLogits) else value)
+
+    return property(data.__get__, write, data.__delete__, data.__doc__)
+
+
+def _materialized(argument: Any) -> Any:
+    return argument.materialize() if isinstance(argument, LazyLogits) else argument
+
+
+def _in_graph(argument: Any) -> Any:
+    """Return what stands for a tensor in the graph: itself, or the real one."""
+    return _materialized(argument) if isinstance(argument, LazyLogits) and argument._is_replaced else argument
+
+
+class _Placed(torch.autograd.Function):
+    """Puts the output of a head into the graph. The gradient is that of a linear layer."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, holder: list[LazyLogits]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(hidden if of_weight else None, weight if of_hidden else None)
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        if gradient is None:
+            return None, None, None, None
+        rows = gradient.reshape(-1, gradient.size(-1))
+        of_hidden = None if weight is None else torch.ops.aten.matmul(gradient, weight)
+        of_weight = None if hidden is None else torch.ops.aten.mm(rows.t(), hidden.reshape(-1, hidden.size(-1)))
+        return of_hidden, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class _Derived(torch.autograd.Function):
+    """Puts what is computed of lazy tensors into the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *parents, holder = args
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*parents)
+        ctx.operation = holder[0].operation
+        return holder[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        parents = ctx.saved_tensors
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
+        inputs = [parent.computed_again() for parent in parents]
+        return gradients_of(ctx, inputs, (gradient,), lambda: None, ctx.operation)
+
+
+class _Materialized(torch.autograd.Function):
+    """Returns the real tensor of a lazy one, whose gradient it has."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyLogits, numbers: Callable[[], Tensor]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return numbers().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        return gradient, None

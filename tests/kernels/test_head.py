@@ -1,0 +1,557 @@
+"""A head and its loss are computed in chunks of rows, however the loss is written, and logits are what they were."""
+
+import copy
+import sys
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from kernels import heads as heads_of_tests
+from kernels.heads import WORDS, Language, batch, model_of, small_heads
+from nano_loop import accelerated, nano
+from nano_loop.kernels.head import head
+from nano_loop.kernels.head.logits import LazyLogits
+from nano_loop.patching.operators.operators import gives_kernels
+
+
+@pytest.fixture(autouse=True)
+def heads():
+    with small_heads():
+        yield
+
+
+def known(targets):
+    return targets.clamp(min=0)
+
+
+def mask(targets):
+    return targets.ne(-100)
+
+
+# --- ways to write the loss; the first ones stay chunked ---
+
+
+def nano_gpt(logits, y):
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1), ignore_index=-100)
+
+
+def transformers(logits, y):
+    y = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+    logits = logits.float().view(-1, WORDS)
+    return F.cross_entropy(logits, y, ignore_index=-100, reduction="sum") / y.ne(-100).sum()
+
+
+def shifted(logits, y):
+    logits, y = logits.float()[..., :-1, :].contiguous(), y[..., 1:].contiguous()
+    return nn.CrossEntropyLoss()(logits.view(-1, WORDS), y.view(-1))
+
+
+def shifted_by_slices(logits, y):
+    return F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), y[:, 1:].reshape(-1))
+
+
+def flattened(logits, y):
+    return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.flatten(0, 1), y.flatten())
+
+
+def transposed(logits, y):
+    return F.cross_entropy(logits.transpose(1, 2), y)
+
+
+def permuted(logits, y):
+    return (F.cross_entropy(logits.permute(0, 2, 1), y, reduction="none") * mask(y)).sum() / mask(y).sum()
+
+
+def weighted(logits, y):
+    return F.cross_entropy(logits.view(-1, WORDS), y.view(-1), weight=torch.linspace(0.5, 2, WORDS).to(logits.dtype))
+
+
+def weighted_and_smoothed(logits, y):
+    weight = torch.linspace(0.5, 2, WORDS).to(logits.dtype)
+    return F.cross_entropy(logits.view(-1, WORDS), y.view(-1), weight=weight, label_smoothing=0.2)
+
+
+def likelihood(logits, y):
+    return F.nll_loss(F.log_softmax(logits, dim=-1).view(-1, WORDS), y.view(-1))
+
+
+def likelihood_module(logits, y):
+    return nn.NLLLoss(reduction="sum")(nn.LogSoftmax(dim=-1)(logits).flatten(0, 1), y.flatten()) / 9
+
+
+def trl(logits, y):
+    logs = logits.log_softmax(-1)
+    return -(torch.gather(logs, 2, known(y).unsqueeze(2)).squeeze(2) * mask(y)).sum() / mask(y).sum()
+
+
+def trl_selective(logits, y):
+    selected = torch.gather(logits, dim=-1, index=known(y).unsqueeze(-1)).squeeze(-1)
+    sums = torch.stack([torch.logsumexp(each, dim=-1) for each in logits])
+    return -((selected - sums) * mask(y)).sum() / mask(y).sum()
+
+
+def trl_by_rows(logits, y):
+    logs = [
+        F.log_softmax(row, dim=-1).gather(dim=-1, index=of.unsqueeze(-1)).squeeze(-1)
+        for row, of in zip(logits, known(y), strict=True)
+    ]
+    return -(torch.stack(logs) * mask(y)).mean()
+
+
+def with_z_loss(logits, y):
+    return nano_gpt(logits, y) + 1e-2 * logits.logsumexp(-1).pow(2).mean()
+
+
+def with_temperature(logits, y):
+    return F.cross_entropy((logits / 0.7).view(-1, WORDS), y.view(-1))
+
+
+def capped(logits, y):
+    return F.cross_entropy((torch.tanh(logits / 5) * 5).view(-1, WORDS), y.view(-1))
+
+
+def with_entropy(logits, y):
+    return nano_gpt(logits, y) - (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def of_known_rows(logits, y):
+    return F.cross_entropy(logits[mask(y)], y[mask(y)])
+
+
+def of_each_sequence(logits, y):
+    return sum(F.cross_entropy(row, of) for row, of in zip(logits, y, strict=True)) / len(y)
+
+
+def of_two(logits, y):
+    return nano_gpt(logits, y) + F.cross_entropy(logits.view(-1, WORDS), y.view(-1).flip(0), reduction="mean") / 2
+
+
+def with_largest(logits, y):
+    return nano_gpt(logits, y) + logits.max(-1).values.mean() + logits.topk(3, -1)[0].mean()
+
+
+def masked_before(logits, y):
+    keeps = torch.arange(WORDS) % 10 != 7
+    return F.cross_entropy(logits.masked_fill(~keeps, -1e4).view(-1, WORDS), known(y).view(-1) // 10 * 10)
+
+
+def written_before(logits, y):
+    logits[..., 7] = -1e4
+    return F.cross_entropy(logits.view(-1, WORDS), y.view(-1))
+
+
+def distilled(logits, y):
+    teacher = torch.linspace(0, 3, WORDS, dtype=logits.dtype).softmax(0)
+    return F.kl_div(F.log_softmax(logits, -1), teacher.expand_as(logits), reduction="batchmean") / 7
+
+
+def checkpointed(logits, y):
+    return checkpoint(nano_gpt, logits, y, use_reentrant=False)
+
+
+CHUNKED = (
+    *(nano_gpt, transformers, shifted, shifted_by_slices, flattened, transposed, permuted, weighted),
+    *(weighted_and_smoothed, likelihood, likelihood_module, trl, trl_selective, trl_by_rows, with_z_loss),
+    *(with_temperature, capped, with_entropy, of_known_rows, of_each_sequence, of_two, with_largest),
+)
+WHOLE = (masked_before, written_before, distilled, checkpointed)
+
+
+def gradients(model, loss, *options):
+    words, targets = batch()
+    value = loss(model(words), targets)
+    value.backward()
+    return [value.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def errors(found, exact):
+    return [((each.double() - right).norm() / right.norm()).item() for each, right in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"tied": True, "bias": False}], ids=str)
+@pytest.mark.parametrize("where", ["in the loop", "in the model"])
+@pytest.mark.parametrize("loss", [*CHUNKED, *WHOLE])
+def test_loss_and_gradients_are_as_exact_as_torchs(loss, where, settings):
+    exact = gradients(model_of(**settings).double(), loss)
+    theirs = gradients(model_of(**settings), loss)
+    model, (words, targets) = model_of(loss if where == "in the model" else None, **settings), batch()
+    with accelerated(model, verbose=False):
+        output = model(words, targets) if model.loss else model(words)
+        assert isinstance(output, LazyLogits) is (model.loss is None)
+        value = output if model.loss else loss(output, targets)
+        assert value.__class__ is torch.Tensor
+        value.backward()
+        assert bool(head.noted().whole) is (loss in WHOLE)
+    ours = [value.detach(), *(parameter.grad for parameter in model.parameters())]
+    for mine, other in zip(errors(ours, exact), errors(theirs, exact), strict=True):
+        assert mine <= 1.5 * other + 2e-7
+
+
+@pytest.mark.parametrize("loss", CHUNKED)
+@pytest.mark.parametrize("frozen", ["head", "all but the head"])
+def test_frozen_parts_get_no_gradient(loss, frozen):
+    def build():
+        model = model_of()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("head") is (frozen != "head"))
+        return model
+
+    words, targets = batch()
+    models = build(), build()
+    loss(models[0](words), targets).backward()
+    with accelerated(models[1], verbose=False):
+        loss(models[1](words), targets).backward()
+        assert not head.noted().whole
+    for theirs, ours in zip(*(model.parameters() for model in models), strict=True):
+        assert (ours.grad is None) is (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7)
+
+
+READINGS = {
+    "argmax": lambda logits: logits.argmax(-1),
+    "argmax, kept": lambda logits: torch.argmax(logits, dim=2, keepdim=True),
+    "max": lambda logits: torch.stack([each.double() for each in torch.max(logits, -1)]),
+    "topk": lambda logits: logits.topk(5)[1],
+    "logsumexp": lambda logits: torch.logsumexp(logits, -1, keepdim=True),
+    "accuracy": lambda logits: (logits.detach().argmax(dim=-1) == batch()[1]).float().mean(),
+    "of a transposed": lambda logits: logits.transpose(1, 2).argmax(1),
+}
+OF_ALL = {
+    "last": lambda logits: logits[:, -1, :],
+    "one class": lambda logits: logits[..., 3],
+    "sum": lambda logits: logits.sum(),
+    "probabilities": lambda logits: logits.softmax(-1),
+    "copy": lambda logits: copy.deepcopy(logits.detach()),
+}
+
+
+@pytest.mark.parametrize("when", ["before the loss", "after the loss", "after the step", "after the run"])
+@pytest.mark.parametrize("reading", [*READINGS, *OF_ALL])
+def test_logits_that_are_read_are_what_they_were(reading, when):
+    read = (READINGS | OF_ALL)[reading]
+
+    def trained(model):
+        optimizer, (words, targets) = torch.optim.AdamW(model.parameters(), lr=0.1), batch()
+        logits = model(words)
+        found = read(logits).clone() if when == "before the loss" else None
+        loss = nano_gpt(logits, targets)
+        found = read(logits).clone() if when == "after the loss" else found
+        loss.backward()
+        optimizer.step()
+        found = read(logits).clone() if when == "after the step" else found
+        return found, logits
+
+    expected, logits = trained(model_of())
+    expected = read(logits) if expected is None else expected
+    model = model_of()
+    with accelerated(model, verbose=False):
+        found, logits = trained(model)
+        assert reading in OF_ALL or not head.noted().whole
+    found = read(logits) if found is None else found
+    torch.testing.assert_close(found.clone(), expected.clone(), rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_an_epoch_are_what_they_were_with_one_old_weight_a_step():
+    def trained(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        kept = []
+        for step in range(3):
+            words, targets = batch(step)
+            for _ in range(2):
+                logits = model(words)
+                kept.append(logits.detach())
+                nano_gpt(logits, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return kept
+
+    expected, model = trained(model_of()), model_of()
+    with accelerated(model, verbose=False):
+        found = trained(model)
+        weights = {each.head.weight.data_ptr() for each in found}
+        assert len(weights) == len(found) / 2
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.clone(), other, rtol=1e-5, atol=1e-5)
+
+
+def test_losses_that_are_kept_hold_nothing_of_the_head():
+    model, (words, targets) = model_of(nano_gpt), batch()
+    with accelerated(model, verbose=False):
+        losses = [model(words, targets) for _ in range(2)]
+        assert head.noted().heads
+        for loss in losses:
+            loss.backward()
+        assert not head.noted().heads
+
+
+def test_weight_that_is_written_before_the_logits_are_read_is_an_error():
+    model, (words, _) = model_of(), batch()
+    with accelerated(model, verbose=False):
+        logits = model(words)
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="Read logits before"):
+            logits.sum()
+
+
+# --- gradients ---
+
+
+def seen_by_grad(logits, loss):
+    return torch.autograd.grad(loss(), logits, retain_graph=True)[0]
+
+
+def seen_by_retain_grad(logits, loss):
+    logits.retain_grad()
+    loss().backward()
+    return logits.grad
+
+
+def seen_by_retain_grad_after_the_loss(logits, loss):
+    value = loss()
+    logits.retain_grad()
+    value.backward()
+    return logits.grad
+
+
+def seen_by_a_hook(logits, loss):
+    seen, value = [], loss()
+    logits.register_hook(seen.append)
+    value.backward()
+    return seen[0]
+
+
+def seen_by_a_hook_that_doubles(logits, loss):
+    logits.register_hook(lambda gradient: 2 * gradient)
+    loss().backward()
+    return torch.zeros(())
+
+
+def seen_by_backward_with_inputs(logits, loss):
+    loss().backward(inputs=[logits])
+    return logits.grad
+
+
+OBSERVERS = [each for name, each in [*globals().items()] if name.startswith("seen_by")]
+
+
+@pytest.mark.parametrize("of", ["logits", "a view", "a copy"])
+@pytest.mark.parametrize("observe", OBSERVERS)
+def test_who_looks_at_the_gradient_of_logits_sees_it(observe, of):
+    def observed(model):
+        words, targets = batch()
+        logits = model(words)
+        logits = {"logits": logits, "a view": logits.view(-1, WORDS), "a copy": logits / 2}[of]
+        seen = observe(logits, lambda: F.cross_entropy(logits.view(-1, WORDS), targets.view(-1)))
+        return [seen, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+    expected, model = observed(model_of()), model_of()
+    with accelerated(model, verbose=False):
+        found = observed(model)
+    assert len(found) == len(expected)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-7)
+
+
+def scaled_twice(model):
+    words, targets = batch()
+    for part in (words, words.flip(0)):
+        (nano_gpt(model(part), targets) / 2).backward()
+
+
+def backward_twice(model):
+    words, targets = batch()
+    loss = nano_gpt(model(words), targets)
+    loss.backward(retain_graph=True)
+    (3 * loss).backward()
+
+
+def of_two_heads(model):
+    words, targets = batch()
+    hidden = model.inner(model.embedding(words))
+    first, second = model.head(hidden), model.head(hidden.tanh())
+    (nano_gpt(first, targets) + nano_gpt(second, targets.flip(0)) + (first + second).square().mean()).backward()
+
+
+def with_a_penalty(model):
+    words, targets = batch()
+    logits = model(words)
+    (nano_gpt(logits, targets) + 1e-2 * logits[..., :3].square().mean()).backward()
+
+
+def with_a_second_derivative(model):
+    words, targets = batch()
+    loss = nano_gpt(model(words), targets)
+    found = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    (loss + sum(each.square().sum() for each in found)).backward()
+
+
+def with_torch_func(model):
+    words, targets = batch()
+    weights = {name: each.detach() for name, each in model.named_parameters()}
+
+    def loss(weights):
+        return nano_gpt(torch.func.functional_call(model, weights, (words,)), targets)
+
+    for name, gradient in torch.func.grad(loss)(weights).items():
+        model.get_parameter(name).grad = gradient
+
+
+def with_a_checkpoint(model):
+    words, targets = batch()
+    checkpoint(lambda words: nano_gpt(model(words), targets), words, use_reentrant=False).backward()
+
+
+def with_hooks_on_the_head(model):
+    words, targets = batch()
+    handles = [
+        model.head.register_forward_hook(lambda module, inputs, output: output * 2),
+        model.head.register_full_backward_hook(lambda module, inwards, outwards: (inwards[0] / 2,)),
+    ]
+    nano_gpt(model(words), targets).backward()
+    for handle in handles:
+        handle.remove()
+
+
+def with_generation_between(model):
+    words, targets = batch()
+    nano_gpt(model(words), targets).backward()
+    with torch.no_grad():
+        for _ in range(3):
+            following = model(words)[:, -1].softmax(-1).argmax(-1, keepdim=True)
+            words = torch.cat((words[:, 1:], following), 1)
+    nano_gpt(model(words), targets).backward()
+
+
+def masked_after_the_loss(model):
+    words, targets = batch()
+    logits = model(words)
+    loss = nano_gpt(logits, targets)
+    with torch.no_grad():
+        logits[..., 0] = -torch.inf
+    assert logits[..., 0].isinf().all()
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        *(scaled_twice, backward_twice, of_two_heads, with_a_penalty, with_a_second_derivative, with_torch_func),
+        *(with_a_checkpoint, with_hooks_on_the_head, with_generation_between, masked_after_the_loss),
+    ],
+)
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_gradients_are_torchs(train, is_lazy, monkeypatch):
+    models = model_of(), model_of()
+    if not is_lazy:
+        monkeypatch.undo()
+    train(models[0])
+    with accelerated(models[1], fast_cross_entropy=True, verbose=False):
+        train(models[1])
+    for theirs, ours in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_rows_without_a_label_are_never_computed(monkeypatch):
+    rows = []
+    logits = head.Head.logits
+    monkeypatch.setattr(head.Head, "logits", lambda self, of: (rows.append(len(out := logits(self, of))), out)[1])
+    model, (words, targets) = model_of(), batch()
+    with accelerated(model, verbose=False):
+        nano_gpt(model(words), targets).backward()
+        assert sum(rows) == mask(targets).sum()
+        nothing = nano_gpt(model(words), torch.full_like(targets, -100))
+        nothing.backward()
+        assert nothing.isnan()
+    assert sum(rows) == mask(targets).sum()
+
+
+def test_label_that_is_no_class_raises_torchs_error():
+    model, (words, targets) = model_of(), batch()
+    targets[0, 1] = WORDS
+    with accelerated(model, verbose=False), pytest.raises(IndexError, match=f"Target {WORDS}"):
+        nano_gpt(model(words), targets)
+
+
+def test_layer_in_the_midst_of_a_model_is_no_head():
+    model = nn.Sequential(nn.Linear(16, WORDS), nn.ReLU(), nn.Linear(WORDS, 3))
+    kinds = []
+    with accelerated(model, fast_cross_entropy=True, verbose=False):
+        for _ in range(2):
+            kinds.append(isinstance(model[0](torch.randn(4, 16)), LazyLogits))
+            model(torch.randn(4, 16)).sum().backward()
+    assert kinds == [True, False]
+
+
+def test_code_that_names_exact_types_gets_them():
+    def loss(logits, targets):
+        seen.append({torch.Tensor: 1}[type(logits)])
+        return nano_gpt(logits, targets)
+
+    class Asking(Language):
+        def forward(self, words):
+            out = super().forward(words)
+            return out if type(out) is torch.Tensor else None
+
+    seen, (words, targets) = [], batch()
+    model, asking = model_of(), Asking()
+    with accelerated(model, verbose=False), accelerated(asking, verbose=False):
+        assert asking(words) is not None
+        out = model(words)
+        if type(out) is torch.Tensor:
+            seen.append(2)
+        loss(out, targets).backward()
+    assert seen == [2, 1]
+
+
+@pytest.mark.parametrize("options", [{"exact": True}, {"fast_cross_entropy": False}, {"precision": "64"}])
+def test_options_that_leave_it_to_torch_return_plain_tensors(options):
+    model, (words, _) = model_of(), batch()
+    if "precision" in options:
+        model = model.double()
+    with accelerated(model, verbose=False, **options):
+        assert not isinstance(model(words), LazyLogits)
+
+
+def test_small_logits_are_plain():
+    model, (words, _) = model_of(), batch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nano_loop.kernels.head.layers.LEAST_LOGITS", 1 << 23)
+        with accelerated(model, verbose=False):
+            assert not isinstance(model(words), LazyLogits)
+
+
+def trained_by_rank(model, optimizer):
+    words, targets = batch(torch.distributed.get_rank())
+    with small_heads():
+        nano_gpt(model(words), targets).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.slow
+def test_two_ranks_average_the_gradients_of_the_head():
+    for module in (sys.modules[__name__], heads_of_tests):
+        cloudpickle.register_pickle_by_value(module)
+    models = model_of(), model_of()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    (sum(nano_gpt(models[0](words), targets) for words, targets in map(batch, range(2))) / 2).backward()
+    optimizers[0].step()
+    train = nano(num_processes=2, auto_lr=False, verbose=False)(trained_by_rank)
+    for ours, theirs in zip(train(models[1], optimizers[1]), models[0].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_report_names_the_line_that_asks_for_all_logits():
+    model, (words, _) = model_of(), batch()
+    with accelerated(model, verbose=False) as run:
+        model(words).sum()
+    assert "test_head.py:" in str(run.report["fast_cross_entropy"])
+
+
+pytestmark = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
