@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kernels.differentiated import LOSSES, ROWS
+from kernels.differentiated import ROWS
 from nano_loop import accelerated
 from nano_loop.patching.operators.operators import gives_kernels
 
@@ -16,8 +16,8 @@ pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),  # torch's own
 ]
-#: Rows in fp32, without those of the loss, by the first one of each autograd function: the others are slow.
-IN_FP32 = [name for name, row in ROWS.items() if "precision" not in row.options and row.functions != LOSSES]
+#: Rows in fp32, by the first one of each autograd function: the others are slow.
+IN_FP32 = [name for name, row in ROWS.items() if "precision" not in row.options]
 FIRST = {function: name for name in reversed(IN_FP32) for function in ROWS[name].functions}.values()
 EACH_ROW = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FIRST)) for name in IN_FP32]
