@@ -11,6 +11,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from torch.optim import Optimizer
@@ -35,12 +37,23 @@ PATIENCE = 64
 _Setting = TypeVar("_Setting", bound=Hashable)
 
 
+@dataclass(eq=False)
+class _Member(Generic[_Setting]):
+    """A run that takes part in a trial: see `StepTrial.join`."""
+
+    take: Callable[[_Setting], object]
+    budget: Budget
+    longer: float
+    settled: Callable[[], object] | None
+
+
 class StepTrial(Generic[_Setting]):
     """A setting of a loop: the one that it has, until the other has been faster in the loop's own steps.
 
-    A step that is slower than usual in the other setting counts as the cost. A measurement begins, and goes on, while
-    the budget has the time of such a step. What is found is kept for later runs on this machine that step parameters of
-    the same shapes in about the same time.
+    The steps of the first optimizer that steps are timed, of those of the runs that have joined; of another one after
+    it has not stepped for a long time. A step that is slower than usual in the other setting counts as the cost. A
+    measurement begins, and goes on, while the budget has the time of such a step. What is found is kept for later runs
+    on this machine that step parameters of the same shapes in about the same time.
 
     Parameters
     ----------
@@ -48,16 +61,8 @@ class StepTrial(Generic[_Setting]):
         What is tried.
     settings : tuple
         That of the loop now, and the other.
-    take : callable
-        Lets the loop go on in a setting.
-    optimizer : torch.optim.Optimizer
-        Each of its steps ends a turn of the loop.
-    budget : Budget
-        Says how many seconds may still be lost. Its clock tells of the end of steps.
     machine : Machine
         The machine of which is known what was found before.
-    slowest : float
-        How many times as long as usual the first step in the other setting is taken to be.
     present : callable, optional
         Returns the setting in force, which the program may change. That ends the trial.
     pays, wins, most : float, float, int
@@ -84,58 +89,67 @@ class StepTrial(Generic[_Setting]):
         self,
         name: str,
         settings: tuple[_Setting, _Setting],
-        take: Callable[[_Setting], object],
-        optimizer: Optimizer,
-        budget: Budget,
         machine: Machine,
         *,
-        slowest: float,
         present: Callable[[], _Setting] | None = None,
         pays: float = PAYS,
         wins: float = NEARLY_ALWAYS,
         most: int = _MOST,
     ) -> None:
-        self.setting, self._other = self._now, _ = self.settings = settings
-        self.medians: dict[_Setting, float] = {}
-        self.measured, self.unsure = 0, ""
+        self.settings, self._now = settings, settings[0]
         self.is_under_way = False
         self._turns = ExitStack()  # what other trials of the thread wait for
-        self._apply, self._present, self._budget, self._clock = take, present, budget, budget.clock
-        self._slowest, self._pays, self._wins, self._most = slowest, pays, wins, most
-        self._optimizer = weakref.ref(optimizer)
+        self._present, self._pays, self._wins, self._most = present, pays, wins, most
         self._choices, self._name = choices_for(machine), f"{name} {settings}"
+        self._members: list[_Member[_Setting]] = []
+        self._timed: _Member[_Setting] | None = None
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None  # of the timed member
         self._waits: Waits | None = None
         self._waited = 0  # steps of others since the last one of its optimizer
-        self._end: float | None = None
         self._recent: deque[float] = deque(maxlen=_USUAL)
         self._usual = 0.0
-        self._power: int | None = None  # of 2, of the usual time for which the file was asked
-        self._settled: float | None = None  # the least usual time since a measurement
-        self._times = self._no_times()
-        self._cancel = budget.clock.after(self.note)
+        self._reset()
 
-    @property
-    def is_given_up(self) -> bool:
-        """Whether its optimizer has not stepped for a long time."""
-        return self._waited > PATIENCE
+    def join(
+        self,
+        take: Callable[[_Setting], object],
+        budget: Budget,
+        longer: float,
+        settled: Callable[[], object] | None = None,
+    ) -> Callable[[], object]:
+        """Let a run of this thread take part, until the result of this is called. Its setting stays.
 
-    def close(self) -> None:
-        """Note no more steps. The setting stays."""
-        self._cancel()
-        self._stop()
+        Parameters
+        ----------
+        take : callable
+            Lets the run go on in a setting.
+        budget : Budget
+            Says how many seconds may still be lost while steps of the run's optimizers are timed.
+        longer : float
+            How much longer the first step in the other setting is taken to be, in units of the usual time.
+        settled : callable, optional
+            Called when a setting was found.
+        """
+        if not self._members:
+            self._reset()
+            self._now = self.setting
+        member = _Member(take, budget, longer, settled)
+        self._members.append(member)
+        return partial(self._leave, member)
 
     def note(self, optimizer: Optimizer) -> None:
         """Note the end of a step of an optimizer."""
-        if threading.get_ident() != self._clock.thread:
+        if not self._is_here():
             return
         if self._present is not None and self._present() != self._now:
-            self.close()
-        elif optimizer is not self._optimizer():
-            self._waited += 1
-            if self.is_given_up and self.is_under_way:
-                self._wait()
+            self._members.clear()
+            self._stop()
         elif not may_depend_on_times():
             self.forget()
+        elif not self._is_timed(optimizer):
+            self._waited += 1
+            if self._waited > PATIENCE:
+                self._time_another()
         else:
             seconds = math.inf if self._end is None else time.perf_counter() - self._end
             self._waited = 0
@@ -147,10 +161,37 @@ class StepTrial(Generic[_Setting]):
 
     def forget(self) -> None:
         """Go on in the first setting, as before any measurement, unless the program has changed it."""
-        if not self._clock.is_here or (self._present is not None and self._present() != self._now):
-            return
+        if self._is_here() and (self._present is None or self._present() == self._now):
+            self._reset()
+            self._wait()
+
+    def _reset(self) -> None:
         self.setting, self._other = self.settings
-        self.medians, self._settled, self._end, self._times = {}, None, None, self._no_times()
+        self.medians: dict[_Setting, float] = {}
+        self.measured, self.unsure = 0, ""
+        self._end: float | None = None
+        self._power: int | None = None  # of 2, of the usual time for which the file was asked
+        self._settled: float | None = None  # the least usual time since a measurement
+        self._times = self._no_times()
+
+    def _leave(self, member: _Member[_Setting]) -> None:
+        if member in self._members:
+            self._members.remove(member)
+        if member is self._timed:
+            self._time_another()
+
+    def _is_here(self) -> bool:
+        return bool(self._members) and self._members[0].budget.clock.is_here
+
+    def _is_timed(self, optimizer: Optimizer) -> bool:
+        if self._timed is None:
+            members = (member for member in self._members if optimizer in member.budget.clock.optimizers)
+            self._timed, self._optimizer = next(members, None), weakref.ref(optimizer)
+        return self._timed is not None and self._optimizer() is optimizer
+
+    def _time_another(self) -> None:
+        """Time the optimizer that steps next."""
+        self._timed, self._end, self._waited, self._times = None, None, 0, self._no_times()
         self._wait()
 
     def _watch(self, seconds: float) -> None:
@@ -167,7 +208,7 @@ class StepTrial(Generic[_Setting]):
         known = self._known()
         if known is not None:
             self._settle(*known)
-        elif self._has_time() and not users(turns := ("trial of steps", self._clock.thread)):
+        elif self._has_time() and not users(turns := ("trial of steps", threading.get_ident())):
             self._turns.enter_context(shared_change(turns, nullcontext))
             self.is_under_way = True
             self._waits = self._waits or Waits()
@@ -176,8 +217,8 @@ class StepTrial(Generic[_Setting]):
     def _take(self, seconds: float) -> None:
         """Note the time of a step in a measurement, and choose the setting of the next step."""
         self._times[self._now].append(seconds)
-        if self._now == self._other:
-            self._budget.spend(max(seconds - self._usual, 0.0))
+        if self._now == self._other and self._timed is not None:
+            self._timed.budget.spend(max(seconds - self._usual, 0.0))
         if self._is_decided():
             self._decide()
         elif self._next() == self._other and not self._has_time():
@@ -187,8 +228,9 @@ class StepTrial(Generic[_Setting]):
 
     def _has_time(self) -> bool:
         times = self._times[self._other]
-        longest = max(times) if times else self._usual * self._slowest
-        return self._budget.left(in_advance=False) > max(longest - self._usual, 0.0)
+        longer = sum(member.longer for member in self._members)
+        longest = max(times) if times else self._usual * (1 + longer)
+        return self._timed is not None and self._timed.budget.left(in_advance=False) > max(longest - self._usual, 0.0)
 
     def _next(self) -> _Setting:
         """Return the setting of the next step: they take turns, in rounds whose order changes."""
@@ -220,6 +262,9 @@ class StepTrial(Generic[_Setting]):
             self.setting, self._other = self._other, self.setting
         self.medians, self._settled, self._times = medians, self._usual, self._no_times()
         self._wait()
+        for member in [*self._members]:
+            if member.settled is not None:
+                member.settled()
 
     def _no_times(self) -> dict[_Setting, list[float]]:
         return {setting: [] for setting in self.settings}
@@ -255,5 +300,6 @@ class StepTrial(Generic[_Setting]):
 
     def _set(self, setting: _Setting) -> None:
         if setting != self._now:
-            self._apply(setting)
+            for member in self._members:
+                member.take(setting)
             self._now = setting

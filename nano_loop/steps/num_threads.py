@@ -21,7 +21,7 @@ _DETERMINISTIC = "torch.use_deterministic_algorithms is on"
 
 
 class NumThreads(Step):
-    """Lets steps of the first optimizer that is set up be computed by one thread and by more in turn."""
+    """Lets steps of an optimizer be computed by one thread and by more in turn."""
 
     name = "num_threads"
     needs = "optimizers"
@@ -57,17 +57,9 @@ class NumThreads(Step):
         if self._trial is None:
             settings = torch.get_num_threads(), 1
             self.undoing.enter_context(shared_change(_key(), lambda: _varied(settings)))
-            self._trial = StepTrial(
-                self.name,
-                settings,
-                torch.set_num_threads,
-                parts.optimizers[0],
-                self.budget,
-                self.machine,
-                slowest=max(settings),
-                present=torch.get_num_threads,
-            )
-            self.undoing.callback(self._trial.close)
+            self._trial = StepTrial(self.name, settings, self.machine, present=torch.get_num_threads)
+            self.undoing.callback(self._trial.join(torch.set_num_threads, self.budget, max(settings) - 1))
+            self.undoing.callback(self.clock.after(self._trial.note))
         return f"1 or {max(self._trial.settings)}, measured in the first steps"
 
     @override

@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
@@ -22,7 +20,6 @@ from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
-from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import shared_change
@@ -123,8 +120,8 @@ class Products(Step):
         self._models: Any = WeakIdKeyDictionary()
         self._names: dict[str, None] = {}  # of their classes
         self._all_round: bool | None = None
-        self._trial: _Trial | None = None
-        self._medians: dict[bool, float] = {}  # see `stop_rounding`
+        self._trial: StepTrial[bool] | None = None
+        self._medians: dict[bool, float] = {}  # see `_settle`
         self._unsure = ""  # the remark about these
 
     @property
@@ -158,17 +155,15 @@ class Products(Step):
         for model in parts.models:
             self._models[model], self._names[class_name(model)] = True, None
         if self._trial is None and parts.optimizers and self._may_measure():
-            self._trial = self.undoing.enter_context(_trial_of_thread())
-            self.undoing.callback(self._trial.leave, self)
-            self.undoing.callback(self.clock.after(partial(self._trial.note, self)))
+            self._trial = self.undoing.enter_context(_trial_of_thread(self.machine))
+            self.undoing.callback(self._looks.close)
+            self.undoing.callback(self.clock.after(self._trial.note))
         self.forget_times()
         return self.options.kind.summary
 
     @override
     def forget_times(self) -> None:
         """Let all products round that are large, until it is seen again which do and whether that pays."""
-        if self._trial is not None:
-            self._trial.leave(self)
         for model in [*self._models]:
             self._kinds |= {kind for kind in _KINDS if kind.is_for(model) and self._is_ready(kind)}
             interceptor = self.interceptors.for_model(model, self.name)
@@ -178,7 +173,7 @@ class Products(Step):
         self._looks.close()
         self._looks.callback(self.clock.in_steps(_WATCHES_FROM, self._policy.watch))
         self._looks.callback(self.clock.in_steps(LEARNS_AT, self._learn))
-        self.let_round(True)
+        self._let_round(True)
 
     def _is_ready(self, kind: _Kind) -> bool:
         in_bf16 = self._policy.dtype is torch.bfloat16
@@ -193,18 +188,20 @@ class Products(Step):
         cost = self._policy.learn()
         self._replace_kernels()
         if self._trial is not None and self._may_round():
-            self._trial.join(self, cost)
+            self._looks.callback(self._trial.join(self._let_round, self.budget, cost, self._settle))
 
-    def let_round(self, rounds: bool) -> None:
-        """Let products round that may, or let all be fp32 for now. See `_Trial`."""
+    def _let_round(self, rounds: bool) -> None:
+        """Let products round that may, or let all be fp32 for now."""
         self._policy.is_paused = not rounds
         self._replace_kernels()
 
-    def stop_rounding(self, trial: StepTrial[bool]) -> None:
-        """Let all products be fp32. See `_Trial`."""
-        self._medians, self._unsure = trial.medians, trial.unsure
-        self._policy.end()
-        self._replace_kernels()
+    def _settle(self) -> None:
+        """Let all products be fp32 from now on, if steps in fp32 were faster."""
+        if self._trial is not None and not self._trial.setting:
+            self._medians, self._unsure = self._trial.medians, self._trial.unsure
+            self._policy.end()
+            self._replace_kernels()
+        self._looks.close()
 
     def _may_round(self) -> bool:
         return any(self._policy.may_any_round(kind.name) for kind in self._kinds)
@@ -248,74 +245,12 @@ def _has_fp32(model: nn.Module) -> bool:
     return any(parameter.dtype is torch.float32 for parameter in parameters_of(model))
 
 
-class _Trial:
-    """The runs of a thread of which steps in fp32 and with products that round are tried in turn.
+def _trial_of_thread(machine: Machine) -> AbstractContextManager[StepTrial[bool]]:
+    """Return a context with the trial of this thread: of its runs together.
 
-    They are tried together, for a replaced kernel costs its microseconds until none of them rounds.
+    A replaced kernel costs its microseconds until none of them rounds.
     """
-
-    def __init__(self) -> None:
-        self._costs: dict[Products, float] = {}
-        self._trial: StepTrial[bool] | None = None
-        self._timed: Products | None = None  # the member of whose optimizer it is
-
-    def join(self, member: Products, cost: float) -> None:
-        """Let a member take part whose products would take so long in fp32, in units of a step."""
-        self._costs[member] = cost
-
-    def leave(self, member: Products) -> None:
-        """Let a member take no part. The trial ends if its steps are timed."""
-        self._costs.pop(member, None)
-        if member is self._timed:
-            self._end()
-            self._let_round(True)
-        member.let_round(True)
-
-    def note(self, member: Products, optimizer: Optimizer) -> None:
-        """Note the end of a step of a member's optimizer."""
-        if self._timed is None:
-            if member in self._costs and may_depend_on_times():
-                self._begin(member, optimizer)
-        elif self._trial is not None:
-            if member is not self._timed:
-                self._trial.note(optimizer)  # that of another clock
-            if self._trial.medians:
-                self._settle(self._trial)
-            elif self._trial.is_given_up:
-                self.leave(self._timed)
-
-    def _begin(self, member: Products, optimizer: Optimizer) -> None:
-        self._timed = member
-        self._trial = StepTrial(
-            "rounding",
-            (True, False),
-            self._let_round,
-            optimizer,
-            member.budget,
-            member.machine,
-            slowest=1 + sum(self._costs.values()),
-            pays=_PAYS,
-            wins=_WINS,
-            most=ROUNDS,
-        )
-
-    def _let_round(self, rounds: bool) -> None:
-        for member in [*self._costs]:
-            member.let_round(rounds)
-
-    def _settle(self, trial: StepTrial[bool]) -> None:
-        members = [*self._costs]
-        self._costs.clear()
-        self._end()
-        for member in members if not trial.setting else ():
-            member.stop_rounding(trial)
-
-    def _end(self) -> None:
-        if self._trial is not None:
-            self._trial.close()
-        self._trial = self._timed = None
-
-
-def _trial_of_thread() -> AbstractContextManager[_Trial]:
-    """Return a context with the trial of this thread, which lasts as long as any run takes part."""
-    return shared_change(("trial of products", threading.get_ident()), lambda: nullcontext(_Trial()))
+    key, settings = ("trial of products", threading.get_ident()), (True, False)
+    return shared_change(
+        key, lambda: nullcontext(StepTrial("rounding", settings, machine, pays=_PAYS, wins=_WINS, most=ROUNDS))
+    )

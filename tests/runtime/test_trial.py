@@ -30,16 +30,9 @@ class Loop:
         self.optimizer, self.other = (torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1) for _ in range(2))
         self.clock = StepClock()
         self.clock.add([self.optimizer, self.other])
-        self.trial = StepTrial(
-            "num_threads",
-            (MORE, 1),
-            torch.set_num_threads,
-            self.optimizer,
-            Budget(self.clock),
-            None,
-            slowest=MORE,
-            present=torch.get_num_threads,
-        )
+        self.trial = StepTrial("num_threads", (MORE, 1), None, present=torch.get_num_threads)
+        self.leave = self.trial.join(torch.set_num_threads, Budget(self.clock), MORE - 1)
+        self.clock.after(self.trial.note)
 
     def steps(self, count, seconds, noise=lambda: 1.0):
         """Take steps, whose seconds are by number of threads."""
@@ -61,7 +54,7 @@ def made(monkeypatch):
 
     yield make
     for loop in loops:
-        loop.trial.close()
+        loop.leave()
     torch.set_num_threads(before)
 
 
@@ -169,8 +162,11 @@ def test_what_an_earlier_run_has_found_holds_at_once_until_steps_take_longer(mad
 
 def test_one_setting_is_tried_at_a_time_and_given_up_when_its_optimizer_steps_no_more(loop):
     """As where a program goes on with another model."""
-    taken = []
-    second = StepTrial("x", ("a", "b"), taken.append, loop.other, Budget(loop.clock), None, slowest=1.0)
+    taken, clock = [], StepClock()
+    second = StepTrial("x", ("a", "b"), None)
+    leave = second.join(taken.append, Budget(clock), 0.0)
+    clock.add([loop.other])
+    clock.after(second.note)
     for _ in range(500):
         loop.steps(1, {1: 0.5, MORE: 1.0})
         if loop.trial.is_under_way:
@@ -180,11 +176,28 @@ def test_one_setting_is_tried_at_a_time_and_given_up_when_its_optimizer_steps_no
         loop.other.step()
     assert loop.trial.is_under_way
     assert not taken
+    loop.now += 1.0
+    loop.other.step()
+    assert not loop.trial.is_under_way
+    assert torch.get_num_threads() == MORE
     for _ in range(100):
         loop.now += 1.0
         loop.other.step()
-    assert loop.trial.is_given_up
-    assert torch.get_num_threads() == MORE
     assert second.measured == 1
     assert {*taken} == {"a", "b"}
-    second.close()
+    assert loop.trial.measured == 1  # by the optimizer that steps now
+    assert torch.get_num_threads() == MORE
+    leave()
+
+
+def test_runs_change_together_until_the_last_has_left(loop):
+    taken, settled = [], []
+    leave = loop.trial.join(taken.append, Budget(loop.clock), 0.0, lambda: settled.append(loop.trial.setting))
+    loop.steps(300, {1: 0.5, MORE: 1.0})
+    assert (loop.numbers[-1], taken[-1], settled) == (1, 1, [1])
+    loop.leave()
+    assert loop.trial.medians
+    leave()
+    assert loop.trial.setting == 1  # what was found can still be asked for
+    loop.trial.join(taken.append, Budget(loop.clock), 0.0)
+    assert (loop.trial.setting, loop.trial.medians) == (MORE, {})
