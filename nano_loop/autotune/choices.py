@@ -18,7 +18,7 @@ from nano_loop.storage.cache_folder import JsonFile, cache_folder
 from nano_loop.version import __version__
 
 #: Of the file, and of the algorithms: a choice among fewer algorithms is not used.
-_FORMAT = 5
+_FORMAT = 6
 
 
 class Choice(NamedTuple):

@@ -226,7 +226,7 @@ class Products(Step):
             fp32, rounded = (duration(self._medians[setting]) for setting in (False, True))
             detail = f"fp32 for {names}: {fp32} per step, and {rounded} with bf16 inside of products{self._unsure}"
             return StepResult(self.name, "measured", detail, code="slower")
-        untried = self._policy.large - self._policy.tried - {LSTM}  # these are always measured
+        untried = self._policy.large - self._policy.tried
         if CONVOLUTION in untried and not self.options.channels_last:
             detail = f'convolutions of {names} are fp32, since they round in NHWC alone: pass channels_last="auto"'
             return StepResult(self.name, "measured", detail, code="nchw")

@@ -62,8 +62,8 @@ def test_nothing_new_writes_nothing_and_what_was_taken_over_is_not_saved(tmp_pat
         "[" * 100_000,
         "[]",
         json.dumps({"format": 0, "choices": {"a": FASTER}}),
-        json.dumps({"format": 5, "choices": [FASTER]}),
-        json.dumps({"format": 5, "choices": {"a": ["fp32"], "b": [1, "x", {}], "c": ["x", "x", {"x": "fast"}]}}),
+        json.dumps({"format": 6, "choices": [FASTER]}),
+        json.dumps({"format": 6, "choices": {"a": ["fp32"], "b": [1, "x", {}], "c": ["x", "x", {"x": "fast"}]}}),
     ],
 )
 def test_damaged_file_counts_as_empty_and_is_replaced(tmp_path, text):

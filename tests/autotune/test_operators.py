@@ -75,7 +75,7 @@ def lstm_call(steps=20, batch=5, has_biases=True, is_trained=True, products="fp3
     states = [normal(1, batch, 16).float() for _ in range(2)]
     inputs = normal(steps, batch, 6).float().requires_grad_(is_trained)
     call = rnn._supports(LSTM, False, torch.lstm, inputs, states, weights, has_biases, 1, 0.5, True, False, False)
-    return rnn._as_asked(call, call.details._replace(products=products))
+    return call._replace(numbers_in=products)
 
 
 def loss_call(rows=40, reduction=1, smoothing=0.0):

@@ -343,7 +343,7 @@ def test_log_of_casts_lists_the_products_of_each_module_and_what_they_pack(every
         ([CONVOLUTION], [], "auto", "untried"),
         ([CONVOLUTION, PRODUCT], [PRODUCT], False, "nchw"),
         ([PRODUCT], [], False, "untried"),
-        ([LSTM], [], False, "not_faster"),
+        ([LSTM], [LSTM], False, "not_faster"),
         ([CONVOLUTION, PRODUCT], [CONVOLUTION, PRODUCT], False, "not_faster"),
     ],
 )

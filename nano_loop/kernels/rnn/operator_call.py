@@ -32,8 +32,6 @@ class OperatorCall(NamedTuple):
         Those of the directions of all layers.
     is_trained : bool
         Whether there will be a backward.
-    products : {"fp32", "bf16", "rounded"}
-        Of which dtype all is, or that products of fp32 tensors round what they multiply to bf16.
     """
 
     mode: int
@@ -48,7 +46,6 @@ class OperatorCall(NamedTuple):
     bidirectional: bool
     batch_first: bool = False
     is_trained: bool = False
-    products: str = "fp32"
 
     @property
     def is_projected(self) -> bool:
@@ -63,11 +60,13 @@ class OperatorCall(NamedTuple):
     @property
     def of_torch(self) -> tuple[Any, ...]:
         """The arguments of torch's operator of an LSTM of sequences of equal length."""
-        return (self.inputs, [*self.states], [*self.weights], *self[5:-2])
+        return (self.inputs, [*self.states], [*self.weights], *self[5:-1])
 
     @property
     def multiplications(self) -> int:
-        """Those of one layer and direction."""
+        """Those of one layer and direction of an LSTM of sequences of equal length; 0 of all else."""
+        if self.mode != LSTM or self.batch_sizes is not None or self.inputs.dim() != _SEQUENCES:
+            return 0
         first, second, _ = self.inputs.shape
         return first * second * sum(weight.numel() for weight in self.weights[:_MATRIX])
 

@@ -17,12 +17,23 @@ from torch import Tensor
 from nano_loop.kernels import denormals, override
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import computes_now, has_tangent, is_plain
-from nano_loop.kernels.override import COMPILED, REFERENCE, ROUNDED, TORCH, Algorithm, Call, Compute, Override, choose
+from nano_loop.kernels.override import (
+    COMPILED,
+    FP32,
+    REFERENCE,
+    ROUNDED,
+    TORCH,
+    Algorithm,
+    Call,
+    Compute,
+    Override,
+    choose,
+)
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.kernels.rnn.operator_call import OperatorCall, are_shapes_right, offsets_of, offsets_of_equal
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Recurrence
 from nano_loop.patching.operators.operators import Kernel, overridden
-from nano_loop.patching.ownership import NO_RULES, ProductPolicy, Rules, belongs_to_set_up_model, rules_now
+from nano_loop.patching.ownership import NO_RULES, Rules, belongs_to_set_up_model, rules_now
 from nano_loop.patching.torch_private import below_autocast, below_torch_functions
 from nano_loop.policy import product_precision
 
@@ -46,50 +57,83 @@ _DTYPES = torch.float32, torch.bfloat16
 _COMPOSED = ("linear", "sigmoid", "sigmoid_", "tanh", "tanh_", "relu")
 
 
+class _Details:
+    """What a call is besides its tensors: the arguments, and what its layers have in common.
+
+    Parameters
+    ----------
+    arguments : OperatorCall
+        The arguments of torch's operator.
+    layer : Recurrence, optional
+        What the layers have in common, if that is known.
+    """
+
+    def __init__(self, arguments: OperatorCall, layer: Recurrence | None = None) -> None:
+        self.arguments = arguments
+        if layer is not None:
+            self.layer = layer
+
+    @functools.cached_property
+    def layer(self) -> Recurrence | None:
+        """The layer, or None where torch computes the call. The first who asks is inside the call."""
+        return _layer(self.arguments, rules_now() or NO_RULES)
+
+
 def _supports(mode: int, is_packed: bool, kernel: Kernel, inputs: Tensor, *args: Any) -> Call:
     batch_sizes, (states, weights, *numbers) = (args[0], args[1:]) if is_packed else (None, args)
     states = tuple(states) if mode == LSTM else (states,)
     is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights))
     call = OperatorCall(mode, inputs, batch_sizes, states, tuple(weights), *numbers)._replace(is_trained=is_trained)
-    return Call("lstm", (inputs, *states, *weights), kernel=kernel, details=call)
-
-
-def _computed(of: Call) -> tuple[Tensor, ...] | None:
-    """Compute one of torch's operators, or return None where torch's kernel has to."""
-    call, rules = of.details, rules_now() or NO_RULES
-    layer = _layer(call, rules)
-    if layer is None:
-        return None
-    if call.is_onednns:
-        choice = _beside_onednn(call, layer, rules.policy)
-        if choice is None:
-            return None
-        call, layer, guess = choice
-        algorithms: dict[str, Compute] = {TORCH: _by_torch, COMPILED: functools.partial(_of_some_steps, layer=layer)}
-        if call.products == "bf16":
-            algorithms[REFERENCE] = _by_torch_in_fp32
-        if choose(rules, _as_asked(of, call), lambda: algorithms, guess) != COMPILED:
-            return None
-        if call.products == ROUNDED and rules.policy is not None:
-            rules.policy.note(product_precision.LSTM, call.multiplications, 0)
-    with below_torch_functions():
-        return _by_layers(call, layer)
-
-
-def _as_asked(of: Call, call: OperatorCall) -> Call:
-    """Return a call as its algorithm is asked for."""
-    return of._replace(
-        numbers=(call.batch_first, call.has_biases, call.bidirectional, call.num_layers, call.is_trained),
-        details=call,
-        leaves=len(of.tensors) if call.is_trained else 0,
-        numbers_in=call.products,
+    tensors = inputs, *states, *weights
+    return Call(
+        "lstm",
+        tensors,
+        (call.batch_first, call.has_biases, call.bidirectional, call.num_layers, is_trained),
+        kernel,
+        call.multiplications,
+        _Details(call),
+        len(tensors) if is_trained else 0,
         rough=(0, 1),
         timed=_timed,
     )
 
 
+def _computed(of: Call) -> tuple[Tensor, ...] | None:
+    """Compute one of torch's operators, or return None where torch's kernel has to."""
+    call, layer = of.details.arguments, of.details.layer
+    if layer is None:
+        return None
+    if call.is_onednns:
+        if layer.in_bf16 and not layer.rounds:
+            return None
+        algorithms: dict[str, Compute] = {TORCH: _by_torch, COMPILED: _by_layers}
+        if layer.in_bf16:
+            is_faster = product.KERNEL.is_first_guess and of.multiplications >= MIN_MULTIPLICATIONS
+            algorithms[REFERENCE] = _by_torch_in_fp32
+        else:
+            is_faster = is_faster_than_onednn(call)
+        asked = of._replace(numbers_in="bf16" if layer.in_bf16 else "fp32")
+        if choose(rules_now() or NO_RULES, asked, lambda: algorithms, COMPILED if is_faster else TORCH) != COMPILED:
+            return None
+    with below_torch_functions():
+        return _by_layers(of)
+
+
+def _can_round(of: Call) -> bool:
+    """Whether an LSTM in fp32 is computed in C from rounded factors."""
+    layer = of.details.layer
+    is_fp32 = layer is not None and not layer.in_bf16
+    return is_fp32 and of.details.arguments.is_onednns and product.KERNEL.unavailable is None
+
+
+def _rounded(of: Call) -> tuple[Tensor, ...]:
+    details = _Details(of.details.arguments, of.details.layer._replace(in_bf16=True))
+    with below_torch_functions():
+        return _by_layers(of._replace(details=details))
+
+
 def _arguments(of: Call) -> OperatorCall:
-    call, (inputs, *others) = of.details, of.tensors
+    call, (inputs, *others) = of.details.arguments, of.tensors
     count = len(call.states)
     arguments: OperatorCall = call._replace(inputs=inputs, states=(*others[:count],), weights=(*others[count:],))
     return arguments
@@ -97,11 +141,12 @@ def _arguments(of: Call) -> OperatorCall:
 
 def _timed(of: Call) -> Call | None:
     """Return some steps of a call, without the dropout, which draws from the generator."""
-    call = _arguments(of)
+    call, layer = _arguments(of), of.details.layer
     time = 1 if call.batch_first else 0
-    steps = max(_TIMED_STEPS, _TIMED_MULTIPLICATIONS * call.inputs.size(time) // call.multiplications)
-    inputs = call.inputs.narrow(time, 0, min(steps, call.inputs.size(time)))
-    of = of._replace(tensors=(inputs, *of.tensors[1:]), details=call._replace(dropout=0.0))
+    steps = max(_TIMED_STEPS, _TIMED_MULTIPLICATIONS * call.inputs.size(time) // of.multiplications)
+    call = call._replace(inputs=call.inputs.narrow(time, 0, min(steps, call.inputs.size(time))), dropout=0.0)
+    details = _Details(call, layer._replace(offsets=offsets_of_equal(call)))
+    of = of._replace(tensors=(call.inputs, *of.tensors[1:]), details=details)
     return of if GATES[LSTM] * max(tensor.numel() for tensor in of.tensors) <= override.MOST_ELEMENTS else None
 
 
@@ -113,12 +158,6 @@ def _by_torch(of: Call) -> Any:
 def _by_torch_in_fp32(of: Call) -> Any:
     with below_autocast():
         return _by_torch(of)
-
-
-def _of_some_steps(of: Call, layer: Recurrence) -> tuple[Tensor, ...]:
-    """Compute a call with other steps than those of the layer, as where some are measured."""
-    call = _arguments(of)
-    return _by_layers(call, layer._replace(offsets=offsets_of_equal(call)))
 
 
 def denormals_flushed() -> AbstractContextManager[None]:
@@ -141,20 +180,27 @@ def _without_denormals(original: Kernel | None) -> Callable[..., Any]:
     return backward
 
 
+_ROUNDED = Algorithm(ROUNDED, _rounded, FP32, is_exact=False, supports=_can_round, kernel=recurrence.KERNEL.name)
 #: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
 OVERRIDES = tuple(
     Override(
         f"{name}.{overload}",
-        (Algorithm(COMPILED, _computed, _DTYPES, kernel=recurrence.KERNEL.name, is_raced=False),),
+        (
+            *([_ROUNDED] if mode == LSTM and overload == "input" else []),
+            Algorithm(COMPILED, _computed, _DTYPES, kernel=recurrence.KERNEL.name, is_raced=False),
+        ),
         functools.partial(_supports, mode, overload == "data"),
+        by_torch=_by_torch,
         dispatch_key="AutogradCPU",
+        product=product_precision.LSTM if mode == LSTM and overload == "input" else "",
     )
     for name, mode in (("rnn_relu", RELU), ("rnn_tanh", TANH), ("gru", GRU), ("lstm", LSTM))
     for overload in ("input", "data")
 )
 
 
-def _by_layers(call: OperatorCall, layer: Recurrence) -> tuple[Tensor, ...]:
+def _by_layers(of: Call) -> tuple[Tensor, ...]:
+    call, layer = _arguments(of), of.details.layer
     outputs = call.inputs.transpose(0, 1) if call.batch_first else call.inputs
     shape, directions = outputs.shape[:-1], 1 + call.bidirectional
     layers, states = call.layers, []
@@ -212,25 +258,6 @@ def is_large(call: OperatorCall, steps: int) -> bool:
     hidden, batch = call.weights[1].numel(), call.states[0].size(1)
     fewest = _FEWEST_BESIDE_ONEDNN if call.is_onednns else _FEWEST_STEPS[call.mode][not call.is_trained]
     return steps >= fewest and (call.is_trained or batch > 1 or hidden <= _MOST_OF_ONE)
-
-
-def _beside_onednn(
-    call: OperatorCall, layer: Recurrence, rounding: ProductPolicy | None
-) -> tuple[OperatorCall, Recurrence, str] | None:
-    """Return an LSTM of sequences of equal length as it may be computed in C, and the first guess, or None."""
-    multiplications, is_first_guess = call.multiplications, product.KERNEL.is_first_guess
-    in_bf16 = rounding is not None and rounding.dtype is torch.bfloat16
-    if layer.in_bf16:
-        call, is_faster = call._replace(products="bf16"), is_first_guess and multiplications >= MIN_MULTIPLICATIONS
-    elif rounding is not None and in_bf16 and rounding.may_round(product_precision.LSTM, multiplications):
-        call, layer = call._replace(products=ROUNDED), layer._replace(in_bf16=True)
-        rounds_fast = is_first_guess or product.KERNEL.uses_amx  # oneDNN's LSTM in fp32 is slower
-        is_faster = rounds_fast and product_precision.is_large(product_precision.LSTM, multiplications)
-    else:
-        is_faster = is_faster_than_onednn(call)
-    if layer.in_bf16 and not layer.rounds:
-        return None
-    return call, layer, COMPILED if is_faster else TORCH
 
 
 def is_faster_than_onednn(call: OperatorCall) -> bool:
