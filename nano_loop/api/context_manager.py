@@ -19,7 +19,7 @@ from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch_external.environment import found_launch, local_size
 from nano_loop.errors import NanoConfigError, error_message
-from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.patch_table import until_undone
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.ambient import Ambient
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport, print_lines
@@ -27,8 +27,6 @@ from nano_loop.runtime.run import Run
 from nano_loop.runtime.settings import Settings
 
 _printed = LastPrinted()  # by all calls in this process, of which many have the same place in a loop
-#: Ends the mode that is installed.
-_installed: list[ExitStack] = process_wide("installed modes", [])
 #: The run of `install`, also after `uninstall`.
 _last: list[Run] = []
 
@@ -182,7 +180,7 @@ def install(**options: Any) -> None:
         stack.callback(mode.warn_of_unused_options)
         stack.enter_context(_installed_in_children(options))
         _last[:] = [run]
-        _installed.append(stack.pop_all())
+        until_undone[install] = stack.pop_all()
     atexit.register(uninstall)  # before the interpreter takes modules apart
 
 
@@ -215,8 +213,7 @@ def _is_text(value: Any) -> bool:
 def uninstall() -> None:
     """End what `install` began, and undo all that was set up. Without it, do nothing."""
     atexit.unregister(uninstall)
-    if _installed:
-        _installed.pop().close()
+    until_undone.pop(install, ExitStack()).close()
 
 
 def report() -> SetupReport | None:

@@ -16,12 +16,11 @@ from nano_loop.data.images.pipelines import compositions
 from nano_loop.errors import NanoError
 from nano_loop.integrations.cuda_calls.patching import patch_cuda, unpatch_cuda
 from nano_loop.patching.objects.loaders import implicit_loaders_changed
-from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.patch_table import until_undone
 
 if TYPE_CHECKING:
     from nano_loop.data.images.folders import CachedImages
 
-_patches: list[ExitStack] = process_wide("patches of loaders", [])  # one at the most
 _lock = threading.RLock()
 
 
@@ -65,11 +64,10 @@ def patch_torch(cuda_to_cpu: bool = False, *, image_cache: Any = None, exact_ima
             if cuda_to_cpu:
                 patch_cuda()
                 stack.callback(unpatch_cuda)
-            _patches.append(stack.pop_all())
+            until_undone[patch_torch] = stack.pop_all()
 
 
 def unpatch_torch() -> None:
     """Undo `patch_torch`, and what it has replaced of CUDA. Without such a call before, it has no effect."""
     with _lock:
-        while _patches:
-            _patches.pop().close()
+        until_undone.pop(patch_torch, ExitStack()).close()

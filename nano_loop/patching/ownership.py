@@ -104,6 +104,8 @@ class CallState(threading.local):
         module and the arguments.
     watched : bool
         Whether the thread is inside a call that has gone through a watcher.
+    at_end : list or None
+        What the outermost backward of this thread is to do at its end, while an inner one runs; None outside of that.
     """
 
     interceptors: dict[int, tuple[Any, ...]] = process_wide("interceptors of calls, by module", {})
@@ -116,6 +118,7 @@ class CallState(threading.local):
         self.rules = NO_RULES
         self.watched = False
         self.has_no_policy = False  # whether products are in fp32 now, whatever the rules say
+        self.at_end: list[Callable[[], None]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a state in which nothing is intercepted, for cloudpickle sends a bound method with its globals."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,6 +46,8 @@ class _Change:
 # Reentrant, since a change may make other changes.
 _lock = threading.RLock()
 _changes: dict[Hashable, _Change] = process_wide("changes, by key", {})
+#: What the program itself undoes by another call, by the function that has made it.
+until_undone: dict[Callable[..., Any], ExitStack] = process_wide("changes that the program undoes", {})
 
 
 @contextmanager
@@ -79,6 +81,17 @@ def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value
             if not change.users:
                 del _changes[key]
                 change.context.__exit__(None, None, None)
+
+
+@contextmanager
+def listening(key: Hashable, make: Callable[[], AbstractContextManager[list[Any]]], listener: Any) -> Iterator[None]:
+    """Have an entry in the list that a change has as its value, until the body ends."""
+    with shared_change(key, make) as listeners:
+        listeners.append(listener)
+        try:
+            yield
+        finally:
+            listeners.remove(listener)
 
 
 def values_in_force() -> list[Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from nano_loop.patching.objects.optimizers import closure_of, hook_before_steps, requires_closure, with_closure
+from nano_loop.patching.objects.optimizers import called_before_steps, closure_of, requires_closure, with_closure
 from nano_loop.patching.ownership import without_policy
 from nano_loop.patching.patch_table import shared_change
 
@@ -114,16 +114,7 @@ def line_searches_in_fp32() -> AbstractContextManager[None]:
 
     Such steps compare losses, which differ by less than rounding does. A step has to begin in the context.
     """
-    return shared_change("line searches in fp32", _hooked)
-
-
-@contextmanager
-def _hooked() -> Iterator[None]:
-    hook = hook_before_steps(_with_closure_in_fp32)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return shared_change("line searches in fp32", lambda: called_before_steps(_with_closure_in_fp32))
 
 
 def _with_closure_in_fp32(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

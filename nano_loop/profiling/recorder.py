@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from nano_loop.config.protocol import Command
 from nano_loop.cpu.native_output import without_lines
-from nano_loop.patching.objects.optimizers import closure_of, hook_after_steps, hook_before_steps, with_closure
+from nano_loop.patching.objects.optimizers import called_after_steps, called_before_steps, closure_of, with_closure
 from nano_loop.profiling import PROFILED, STEPS, TIMED, UNCOUNTED, WARMUP
 from nano_loop.profiling.kinds import CLOSURE_EVENT, KINDS, OPTIMIZER_EVENT, times_of
 from nano_loop.runtime.run import active_run
@@ -38,8 +38,9 @@ class Recorder:
         self._seconds: list[float] = []  # of each step
         self._profile: Any = None
         self._open: list[Any] = []  # a mark for each optimizer that steps
-        hook_before_steps(self._mark)
-        hook_after_steps(self._note)
+        self._hooks = ExitStack()  # never closed: the process ends
+        self._hooks.enter_context(called_before_steps(self._mark))
+        self._hooks.enter_context(called_after_steps(self._note))
 
     def _is_here(self) -> bool:
         return (os.getpid(), threading.get_ident()) == self._place

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.patching.lifetime import undone_with
+from nano_loop.patching.objects.optimizers import called_before_steps
 
 #: Takes an optimizer and the arguments of its step. Returns None, or other arguments.
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
@@ -93,6 +94,13 @@ class StepClock:
         """Call a function after each step, until the result of this is called."""
         self._after = (*self._after, function)
         return partial(self._cancel, "_after", function)
+
+    @staticmethod
+    def before_any(function: Before) -> Cancel:
+        """Call a function before each step of any optimizer of the process, until the result of this is called."""
+        stack = ExitStack()
+        stack.enter_context(called_before_steps(function))
+        return stack.close
 
     def in_steps(self, count: int, function: Callable[[], object]) -> Cancel:
         """Call a function once, after so many steps from now."""

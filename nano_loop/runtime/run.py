@@ -185,7 +185,8 @@ class Run:
         if not self._is_inner:
             self.scope = RunScope(slot.ranks, self.in_all_threads)
             hint = _SET_UP if self._task is None else self._task.set_up
-            self.stepped = SteppedOptimizers(slot.ranks, self.scope, hint, self.apply, self._unmet, self._clock, ending)
+            self.stepped = SteppedOptimizers(slot.ranks, self.scope, hint, self.apply, self._unmet, self._clock)
+            ending.callback(self.stepped.close)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -15,7 +14,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import StepHook, closure_of, held_by, hook_before_steps, trained_by
+from nano_loop.patching.objects.optimizers import closure_of, held_by, trained_by
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult
@@ -46,8 +45,6 @@ class SteppedOptimizers:
         to do. Called at the first step of the run.
     clock : StepClock
         The run's.
-    undoing : contextlib.ExitStack
-        Takes the hook away when it is closed.
 
     Attributes
     ----------
@@ -66,7 +63,6 @@ class SteppedOptimizers:
         apply: Callable[[TrainingObjects], None],
         unmet: Callable[[], Iterable[tuple[str, str, str]]],
         clock: StepClock,
-        undoing: ExitStack,
     ) -> None:
         self.take: Callable[[Optimizer], bool] | None = None
         self.saw_inner_run = False
@@ -81,7 +77,7 @@ class SteppedOptimizers:
         self._idle: dict[int, str] = {}  # by the ids of those that have stepped without gradients, the report's line
         self._remarks: dict[str, None] = {}
         self._is_first = True
-        undoing.callback(self._close, hook_before_steps(self._before_step))
+        self._cancel = clock.before_any(self._before_step)
 
     def add(self, parts: TrainingObjects) -> None:
         """Note what one `setup` has set up."""
@@ -94,6 +90,12 @@ class SteppedOptimizers:
     def forget(self) -> None:
         """Look at the next step of each optimizer as at its first."""
         self._stepped.clear()
+
+    def close(self) -> None:
+        """Look at no more steps."""
+        self._cancel()
+        del self._unmet, self._apply  # of the run, which holds this object: a cycle would keep its models
+        self.take = None
 
     def final_result(self) -> StepResult | None:
         """Return a line about optimizers that were not set up, or have stepped without gradients, or None."""
@@ -109,11 +111,6 @@ class SteppedOptimizers:
         self._apply(TrainingObjects(optimizers=[optimizer]))
         self._optimizers[optimizer] = None  # also a wrapper, of which those inside were set up
         return True
-
-    def _close(self, hook: StepHook) -> None:
-        hook.remove()
-        del self._unmet, self._apply  # of the run, which holds this object: a cycle would keep its models
-        self.take = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         known = self._stepped.get(id(optimizer))

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -19,7 +20,7 @@ from nano_loop.config.protocol import Command, take_command
 from nano_loop.cpu import peak_memory
 from nano_loop.cpu.waits import BUSY, Waits
 from nano_loop.errors import NanoError
-from nano_loop.patching.objects.optimizers import held_by, hook_after_steps
+from nano_loop.patching.objects.optimizers import called_after_steps, held_by
 from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.run import Run, active_run
 
@@ -61,7 +62,8 @@ class _Timer:
         self._seconds: list[float] = []
         self._waits = Waits()
         self._began = self._last = time.perf_counter()
-        hook_after_steps(self._note)
+        self._hooks = ExitStack()  # never closed: the process ends
+        self._hooks.enter_context(called_after_steps(self._note))
         atexit.register(self._answer_at_end)
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:

@@ -42,7 +42,7 @@ from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import closure_of, held_by, hook_after_steps, hook_before_steps, with_closure
+from nano_loop.patching.objects.optimizers import called_after_steps, called_before_steps, closure_of, held_by, with_closure
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 from nano_loop.patching.torch_private_optimizers import is_profiling
 from nano_loop.patching.user_code import warn
@@ -93,8 +93,8 @@ class Averaging:
         self._at_step: Any = WeakIdKeyDictionary()  # averagings before the last step, by the optimizer
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
-        self._undoing.callback(hook_before_steps(self._before_step).remove)
-        self._undoing.callback(hook_after_steps(self._after_step).remove)
+        self._undoing.enter_context(called_before_steps(self._before_step))
+        self._undoing.enter_context(called_after_steps(self._after_step))
         self._undoing.enter_context(nested_backwards_noticed())
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:

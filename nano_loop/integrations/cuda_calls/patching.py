@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from nano_loop.cpu import peak_memory, read_machine
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.patch_table import until_undone
 
 _FILLED = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 #: Functions of torch that take a device.
@@ -55,7 +55,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "set_rng_state": lambda state, *_: torch.set_rng_state(state),
 }
 
-_patches: list[ExitStack] = process_wide("patches of CUDA", [])  # one at the most
 _lock = threading.Lock()
 
 
@@ -72,7 +71,7 @@ def patch_cuda() -> None:
     no effect.
     """
     with _lock:
-        if _patches:
+        if is_cuda_patched():
             return
         # torch.compile looks up torch's functions when it is imported, which each optimizer does: the original ones.
         torch.compiler.disable(_on_cpu)  # type: ignore[no-untyped-call]
@@ -80,19 +79,18 @@ def patch_cuda() -> None:
             for owner, name, make in _replacements():
                 if hasattr(owner, name):
                     stack.enter_context(replaced(owner, name, make))
-            _patches.append(stack.pop_all())
+            until_undone[patch_cuda] = stack.pop_all()
 
 
 def unpatch_cuda() -> None:
     """Put back all that `patch_cuda` has replaced. Without such a call before, it has no effect."""
     with _lock:
-        while _patches:
-            _patches.pop().close()
+        until_undone.pop(patch_cuda, ExitStack()).close()
 
 
 def is_cuda_patched() -> bool:
     """Whether `patch_cuda` is in force."""
-    return bool(_patches)
+    return patch_cuda in until_undone
 
 
 def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:

@@ -9,7 +9,6 @@ is replaced for as long as it matters.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -17,17 +16,11 @@ from typing import Any, cast
 import torch
 
 from nano_loop.patching.attributes import replaced
+from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private_autograd import in_backward, queue_callback
 
 
-class _NestedBackwards(threading.local):
-    """What the outermost backward of this thread is to do at its end, while an inner one runs; None outside of that."""
-
-    waiting: list[Callable[[], None]] | None = None
-
-
-_backwards = _NestedBackwards()
 #: Are called after each outermost backward of any thread.
 _watchers: list[Callable[[], None]] = process_wide("watchers of backwards", [])
 
@@ -38,10 +31,10 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     To be called inside a backward, and within `nested_backwards_noticed`, without which an inner backward is taken
     for the outermost.
     """
-    if _backwards.waiting is None:
+    if call_state.at_end is None:
         queue_callback(function)
     else:
-        _backwards.waiting.append(function)
+        call_state.at_end.append(function)
 
 
 def nested_backwards_noticed() -> AbstractContextManager[None]:
@@ -69,15 +62,15 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
                 watcher()
 
     def noticed(*args: Any, **kwargs: Any) -> None:
-        if _backwards.waiting is not None or not in_backward():
+        if call_state.at_end is not None or not in_backward():
             return original(*args, **kwargs)
         waiting: list[Callable[[], None]] = []
-        _backwards.waiting = waiting
+        call_state.at_end = waiting
         queue_callback(lambda: _run(waiting))  # here the outer backward is still the one that is running
         try:
             return original(*args, **kwargs)
         finally:
-            _backwards.waiting = None
+            call_state.at_end = None
 
     return backward
 

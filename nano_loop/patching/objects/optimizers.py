@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.patch_table import listening
 
 # --- closures ---
 
@@ -61,10 +61,6 @@ def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 _StepHook = Callable[[Optimizer, Any, Any], Any]
-_before_steps: list[_StepHook] = process_wide("hooks before steps", [])
-_after_steps: list[_StepHook] = process_wide("hooks after steps", [])
-_lock = threading.RLock()  # a model that is freed meanwhile ends its run
-_handles: dict[int, RemovableHandle] = process_wide("hooks of torch for those of steps", {})  # by the list's id
 
 
 class _Hook:
@@ -77,12 +73,12 @@ class _Hook:
     hooks.
     """
 
-    def __init__(self, functions: list[_StepHook]) -> None:
-        self._functions = functions
+    def __init__(self) -> None:
+        self.functions: list[_StepHook] = []
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         changed = None
-        for function in [*self._functions]:
+        for function in [*self.functions]:
             result = function(optimizer, args, kwargs)
             if result is not None:
                 changed = args, kwargs = result
@@ -92,34 +88,26 @@ class _Hook:
         return getattr, (nullcontext(), "__exit__")
 
 
-class StepHook:
-    """A function that is called at the steps of all optimizers of the process, until `remove`."""
-
-    def __init__(self, functions: list[_StepHook], function: _StepHook) -> None:
-        self._functions, self._function = functions, function
-        with _lock:
-            functions.append(function)
-            if id(functions) not in _handles:
-                is_before = functions is _before_steps
-                register = register_optimizer_step_pre_hook if is_before else register_optimizer_step_post_hook
-                _handles[id(functions)] = register(_Hook(functions))
-
-    def remove(self) -> None:
-        """Call the function no more."""
-        with _lock:
-            self._functions.remove(self._function)
-            if not self._functions:
-                _handles.pop(id(self._functions)).remove()
+@contextmanager
+def _hooked(register: Callable[[_Hook], RemovableHandle]) -> Iterator[list[_StepHook]]:
+    hook = _Hook()
+    handle = register(hook)
+    try:
+        yield hook.functions
+    finally:
+        handle.remove()
 
 
-def hook_before_steps(function: _StepHook) -> StepHook:
-    """Call a function before the steps of all optimizers of the process."""
-    return StepHook(_before_steps, function)
+def called_before_steps(function: _StepHook) -> AbstractContextManager[None]:
+    """Return a context in which a function is called before the steps of all optimizers of the process."""
+    register: Any = register_optimizer_step_pre_hook
+    return listening("before steps", partial(_hooked, register), function)
 
 
-def hook_after_steps(function: _StepHook) -> StepHook:
-    """Call a function after the steps of all optimizers of the process."""
-    return StepHook(_after_steps, function)
+def called_after_steps(function: _StepHook) -> AbstractContextManager[None]:
+    """Return a context in which a function is called after the steps of all optimizers of the process."""
+    register: Any = register_optimizer_step_post_hook
+    return listening("after steps", partial(_hooked, register), function)
 
 
 # --- layouts ---
