@@ -15,6 +15,7 @@ from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import listening
 from nano_loop.patching.torch_private import SETTER_OF_DETERMINISM
 
+
 def may_depend_on_times() -> bool:
     """Whether what is computed may depend on measured times now, also on those of earlier runs."""
     return not torch.are_deterministic_algorithms_enabled()

@@ -42,7 +42,13 @@ from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import called_after_steps, called_before_steps, closure_of, held_by, with_closure
+from nano_loop.patching.objects.optimizers import (
+    called_after_steps,
+    called_before_steps,
+    closure_of,
+    held_by,
+    with_closure,
+)
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 from nano_loop.patching.torch_private_optimizers import is_profiling
 from nano_loop.patching.user_code import warn

@@ -20,7 +20,6 @@ from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private_autograd import in_backward, queue_callback
 
-
 #: Are called after each outermost backward of any thread.
 _watchers: list[Callable[[], None]] = process_wide("watchers of backwards", [])
 
