@@ -113,12 +113,15 @@ _opened: dict[Path, Choices] = {}
 _without_file: dict[str, Choices] = {}
 
 
-def choices_for(machine: Machine) -> Choices:
-    """Return the choices for this processor, these versions, and the number of threads that torch has now.
+def choices_for(machine: Machine, threads: int | None = None) -> Choices:
+    """Return the choices for this processor, these versions, and a number of threads: the one that torch has now.
 
-    A process that starts a run for each epoch reads the file once.
+    0 is for what does not depend on it. A process that starts a run for each epoch reads the file once.
     """
-    name, folder = f"operators-{_key(machine)}.json", cache_folder()
+    name, folder = (
+        f"operators-{_key(machine, torch.get_num_threads() if threads is None else threads)}.json",
+        cache_folder(),
+    )
     if folder is None:
         choices = _without_file.setdefault(name, Choices(None))
     else:
@@ -136,12 +139,12 @@ def save_all(is_busy: bool = False) -> None:
         choices.save(is_busy)
 
 
-def _key(machine: Machine) -> str:
+def _key(machine: Machine, threads: int) -> str:
     environment = [f"{name}={os.environ.get(name, '')}" for name in _CHANGE_KERNELS]
     capability = torch.backends.cpu.get_cpu_capability()
     versions = [torch.__version__, __version__, sources_digest()]
     parts = [machine.name, *sorted(machine.instruction_sets), capability, *versions, *environment]
-    return hashlib.sha256("\0".join([*parts, str(torch.get_num_threads())]).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join([*parts, str(threads)]).encode()).hexdigest()[:16]
 
 
 #: What makes torch, oneDNN and nano_loop compute by other kernels.

@@ -33,6 +33,8 @@ class Options(Declarations):
         Each option as the user wrote it.
     from_environment : tuple of str
         The environment variables that overrode arguments, with their values.
+    learnt : tuple of str
+        The options that `nano-loop tune` has found, with their values.
 
     Raises
     ------
@@ -43,6 +45,7 @@ class Options(Declarations):
     # Set by the methods below.
     as_written: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     from_environment: tuple[str, ...] = field(default=(), init=False, repr=False)
+    learnt: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Validate the arguments one by one, then together, and normalize them."""
@@ -94,7 +97,17 @@ class Options(Declarations):
             If a value is not allowed, or contradicts another option.
         """
         options = Options(**self.as_dict() | dict(values))
-        return options._with(from_environment=self.from_environment)
+        return options._with(from_environment=self.from_environment, learnt=self.learnt)
+
+    def learnt_to(self, values: Mapping[str, Any]) -> Options:
+        """Return the options with other values of some of them, which `nano-loop tune` has found; see `changed`."""
+        texts = {name: shown(name, value) for name, value in values.items()}
+        return self.changed(values)._with(learnt=(*texts.values(),), as_written=self.as_written | texts)
+
+    @property
+    def set_by_environment(self) -> set[str]:
+        """The options that the environment has set."""
+        return {option_of(text.partition("=")[0]) for text in self.from_environment}
 
     def refuse_idle(self, cpus: int, is_launched: bool) -> None:
         """Raise a `NanoConfigError` if the program has written an option that cannot act.
@@ -110,8 +123,7 @@ class Options(Declarations):
             Whether the processes were started from outside.
         """
         values = self.as_dict() | {"num_processes": self.num_processes or 1, "cpus": cpus}
-        of_others = {option_of(text.partition("=")[0]) for text in self.from_environment}
-        of_others |= {"num_processes"} if is_launched else set()
+        of_others = self.set_by_environment | ({"num_processes"} if is_launched else set())
         problems = []
         for name, need in NEEDS.items():
             is_default = values[name] == CHECKS[name](DEFAULTS[name])

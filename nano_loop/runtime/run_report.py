@@ -60,12 +60,14 @@ class RunReport:
 
 
 def _empty_report(slot: RankSlot, options: Options) -> SetupReport:
-    """Return a report without entries of the run in which this process has `slot`."""
+    """Return a report of the run in which this process has `slot`, with what was known before it."""
+    learnt = StepResult("tune", "applied", f"{', '.join(options.learnt)}, which nano-loop tune has found")
     return SetupReport(
         title=_title(slot),
         machine=slot.machine.as_dict(),
         options=_plain(options.as_dict()),
         from_environment=options.from_environment,
+        results=[learnt] if options.learnt else [],
     )
 
 

@@ -14,6 +14,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.join_run import expected_ranks, prepare
 from nano_loop.distributed.launch_external.environment import found_launch, without_launch
 from nano_loop.errors import NanoError, error_message
+from nano_loop.runtime.learnt_options import with_learnt
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Settings:
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any], is_complete: bool = True) -> Settings:
-        """Read the options from the arguments of a call and from the environment, and inspect the machine.
+        """Read the options of a call from its arguments, the environment and `nano-loop tune`, and inspect the machine.
 
         Parameters
         ----------
@@ -47,7 +48,7 @@ class Settings:
         if is_complete:
             options.refuse_idle(cpus, is_launched=without_launch(os.environ) != os.environ)
         _refuse_missing_launch(options)
-        return cls(options, machine)
+        return cls(with_learnt(options, machine, arguments), machine)
 
     def changed(self, **values: Any) -> Settings:
         """Return settings with other values of some options."""

@@ -9,6 +9,7 @@ import pytest
 
 from nano_loop.cli.main import main
 from nano_loop.cli.output import SHAPE
+from nano_loop.cpu.waits import BUSY
 
 LOOP = """
 import sys, torch, nano_loop
@@ -75,6 +76,8 @@ def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
         assert found["line"].startswith(before)
         assert "num_threads=1" in found["line"]
         assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
+        learnt = [path.read_text() for path in (tmp_path / "cache/nano_loop").glob("operators-*.json")]
+        assert any('"tune ' in text for text in learnt) or found["waits"] >= BUSY
     assert "fast_dropout" not in {*found["options"]} - {*found["changes"]}  # of the first script
 
 

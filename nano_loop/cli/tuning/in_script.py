@@ -21,6 +21,7 @@ from nano_loop.cpu import peak_memory
 from nano_loop.cpu.waits import BUSY, Waits
 from nano_loop.errors import NanoError
 from nano_loop.patching.objects.optimizers import called_after_steps, held_by
+from nano_loop.runtime.learnt_options import script_of_process
 from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.run import Run, active_run
 
@@ -96,6 +97,7 @@ class _Timer:
             "seconds": _mean_without_pauses(later) if len(later) >= LEAST // 2 else None,
             "peak": peak_memory(),
             "waits": waits,
+            "script": script_of_process(),
             "has_convolutions": any(weight.dim() in (4, 5) for weight in weights),
             **_of_run(self._run, self._is_explicit),
         }

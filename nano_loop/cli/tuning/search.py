@@ -18,7 +18,7 @@ from nano_loop.cli.script_options import Script
 from nano_loop.cli.tuning import LEAST, WARMUP
 from nano_loop.cli.tuning.candidates import OF_NUMBERS, Changes, candidates
 from nano_loop.cli.tuning.result import Row, Tuning, as_text, differing
-from nano_loop.config.environment import option_of, variable_of
+from nano_loop.config.environment import variable_of
 from nano_loop.config.options import Options
 from nano_loop.cpu import read_machine
 from nano_loop.cpu.waits import BUSY
@@ -106,8 +106,8 @@ class Search:
         """Choose the candidates by what the script has answered as it is, and the time of a trial."""
         self._is_explicit, self._written = answer["is_explicit"], answer["written"]
         self._options = Options.from_call({**answer["options"], "verbose": True}, self._environ)  # the trials are quiet
-        fixed = {option_of(setting.partition("=")[0]) for setting in self._options.from_environment}
-        fixed |= set() if self._is_explicit else {*_OF_PROCESSES}
+        self._identity = answer["script"]
+        fixed = self._options.set_by_environment | (set() if self._is_explicit else {*_OF_PROCESSES})
         self._rows += [Row(changes) for changes in candidates(self._options, read_machine(), fixed, answer)]
         left = self._began + self._seconds - time.monotonic()
         share = left / (2 * len(self._rows))  # the first trial is done, and the comparison is not
@@ -243,11 +243,32 @@ class Search:
                 elif (other.loss or 0.0) > TOLERANCE:
                     other.note = f"not exact: the loss is off by {other.loss:.0%}"
 
+    def _learn(self) -> Iterator[str]:
+        """Keep the fastest options in each precision, for later runs of the script, and say which."""
+        own, rows = self._options.precision, [row for row in self._rows if row.seconds and not (row.note or row.plain)]
+        rows = [row for row in rows if "num_processes" not in row.options]
+        for precision in dict.fromkeys(row.options.get("precision", own) for row in rows):
+            base = {} if precision == own else {"precision": precision}
+            in_precision = [row for row in rows if row.options.get("precision", own) == precision]
+            before = next((row for row in in_precision if row.options == base), None)
+            faster = [row for row in in_precision if before is None or row.pays(before, PAYS)]
+            best = min(faster, key=lambda row: row.milliseconds or 0.0, default=before or self._own)
+            changes = {name: value for name, value in best.options.items() if name != "precision"}
+            # Here, since it imports torch, which takes a second.
+            from nano_loop.runtime.learnt_options import learn
+
+            times = [(before or best).milliseconds or 0.0, best.milliseconds or 0.0]
+            learn(read_machine(), self._identity, self._options.changed(base), changes, times)
+            if changes:
+                yield f"Later runs of this script with {as_text({'precision': precision})} take {as_text(changes)}."
+
     def _result(self, chosen: Row) -> Tuning:
         options = self._options.changed(chosen.options)
         before, after = self._written
         values = differing(options)
         waits = statistics.fmean(self._waits or [0.0])
+        # What was measured beside other programs, or not to the end, is for this once.
+        learnt = () if self.is_interrupted or waits >= BUSY or self._identity is None else self._learn()
         return Tuning(
             options=values,
             line=f"{before}{as_text(values)}{after}",
@@ -255,7 +276,7 @@ class Search:
             chosen=self._rows.index(chosen),
             seconds=time.monotonic() - self._began,
             changes=chosen.options,
-            remarks=[*self._remarks, *self._more_remarks(options.num_processes or 1, chosen, waits)],
+            remarks=[*self._remarks, *self._more_remarks(options.num_processes or 1, chosen, waits), *learnt],
             waits=waits,
             date=time.strftime("%Y-%m-%d %H:%M"),
         )

@@ -6,12 +6,14 @@ from nano_loop.cli.script_options import Script
 from nano_loop.cli.tuning import LEAST, search
 from nano_loop.cli.tuning.search import Search, TrialFailedError
 from nano_loop.errors import NanoConfigError, NanoError
+from nano_loop.runtime import learnt_options
 
 PLAIN = "plain"
 
 
 def answer(seconds, **others):
     more = {"report": {}, "options": {"precision": "bf16-mixed"}, "written": ["@nano(", ")"], "is_explicit": True}
+    more["script"] = "of a process"
     return (
         {"steps": 50, "seconds": seconds, "peak": 1, "waits": 0.0, "took": 1.0, "has_convolutions": False}
         | more
@@ -39,6 +41,8 @@ def searched(monkeypatch):
             return found if isinstance(found, dict) else answer(found)
 
         monkeypatch.setattr(Search, "answer", trial)
+        monkeypatch.setattr(learnt_options, "learn", lambda *found: searched.learnt.append(found))
+        searched.learnt = []
         return Search(Script("train.py", ["python"], {}), 10.0).run()
 
     return searched
@@ -69,6 +73,34 @@ def test_other_batches_are_told_and_not_chosen(searched):
     tuning = searched({"num_processes": [0.8]}, candidates=[{"num_processes": 2}])  # for one batch: 0.4
     assert tuning.chosen == 0
     assert any("2.50 times as fast as the choice, with other batches" in remark for remark in tuning.remarks)
+
+
+def test_fastest_in_each_precision_is_learnt_without_its_precision(searched):
+    """The answers' precision is bf16. Where a precision was not measured alone, the fastest with it is learnt."""
+    in_fp32 = {"precision": "32-true"}
+    both = [{"num_threads": 1}, {**in_fp32, "compile": True}, {"num_processes": 2}]
+    tuning = searched({"num_threads": [0.5], "compile": [0.9], "num_processes": [0.1]}, candidates=both)
+    found = {options.precision: (changes, times) for _, _, options, changes, times in searched.learnt}
+    assert {name: changes for name, (changes, _) in found.items()} == {
+        "bf16-mixed": {"num_threads": 1},
+        "32-true": {"compile": True},
+    }
+    assert found["bf16-mixed"][1] == pytest.approx([1000, 500])
+    assert {script for _, script, *_ in searched.learnt} == {"of a process"}
+    assert sum("Later runs" in remark for remark in tuning.remarks) == 2
+
+
+def test_options_as_they_are_are_learnt_in_place_of_others_that_were(searched):
+    searched({"num_threads": [1.5], "compile": [1.5]})
+    assert [changes for *_, changes, _ in searched.learnt] == [{}]
+
+
+@pytest.mark.parametrize("answers", [{"waits": 0.9}, {"script": None}, KeyboardInterrupt()])
+def test_nothing_is_learnt_beside_other_programs_without_a_file_or_of_half_a_search(searched, answers):
+    found = answer(0.5, **answers) if isinstance(answers, dict) else answers
+    of_own = {"": [answer(1.0, **answers)]} if isinstance(answers, dict) else {}
+    searched({"num_threads": [found], "compile": [found]} | of_own)
+    assert searched.learnt == []
 
 
 @pytest.mark.parametrize(("rounds", "chosen"), [([0.5], 2), ([0.999], 2), ([1.001], 0), ([0.5, 1.2], 2)])

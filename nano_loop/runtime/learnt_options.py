@@ -1,0 +1,85 @@
+"""The options that `nano-loop tune` has found to be the fastest for a script, which later runs of that script take."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nano_loop.autotune.choices import Choice, choices_for
+from nano_loop.config.declarations import MEASURING
+from nano_loop.config.options import Options
+from nano_loop.config.protocol import take_command
+from nano_loop.cpu import Machine
+from nano_loop.distributed.launch_external.environment import without_launch
+from nano_loop.errors import NanoError
+
+#: Options that decide nothing about what is fastest.
+_IDLE = {*MEASURING, "verbose", "timeout"}
+
+
+def script_of_process() -> str | None:
+    """Return what tells the script of this process from others, and from its other versions; None without a file."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None
+
+
+def learn(machine: Machine, script: str, options: Options, changes: Mapping[str, Any], times: Sequence[float]) -> None:
+    """Keep what has made a script faster, for later runs of it with these options.
+
+    Parameters
+    ----------
+    machine : Machine
+        The machine on which it is faster.
+    script : str
+        See `script_of_process`.
+    options : Options
+        The options of the script.
+    changes : mapping
+        The other values of some of them.
+    times : sequence of float
+        The milliseconds of a step with the options, and with the changes.
+    """
+    choices, text = choices_for(machine, threads=0), json.dumps(changes)
+    choices.put(_key(script, options), Choice(text, "{}", dict(zip(("{}", text), times, strict=True))))
+    choices.save()
+
+
+def with_learnt(options: Options, machine: Machine, written: Collection[str]) -> Options:
+    """Return the options of a call, faster if `nano-loop tune` has found how.
+
+    Each option that the program or the environment has set stays, and so does the precision: `learn` knows what is
+    fastest in that one.
+
+    Parameters
+    ----------
+    options : Options
+        The options.
+    machine : Machine
+        The machine.
+    written : collection of str
+        The options that the call names.
+    """
+    choices = choices_for(machine, threads=0)
+    # A script that a command measures, and processes that may read other files, take what is written.
+    if not len(choices) or take_command() is not None or without_launch(os.environ) != os.environ:
+        return options
+    script = script_of_process()
+    choice = None if script is None else choices.get(_key(script, options))
+    try:
+        changes = {} if choice is None else json.loads(choice.algorithm)
+        return options if {*written, *options.set_by_environment} & changes.keys() else options.learnt_to(changes)
+    except (ValueError, AttributeError, TypeError, NanoError):  # somebody has edited the file
+        return options
+
+
+def _key(script: str, options: Options) -> str:
+    values = {name: value for name, value in options.as_dict().items() if name not in _IDLE}
+    return f"tune {script} {hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:16]}"

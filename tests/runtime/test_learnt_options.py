@@ -1,0 +1,90 @@
+"""What `nano-loop tune` has found is taken by later runs of that script, unless it says otherwise."""
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import nano_loop
+from nano_loop.autotune import choices
+from nano_loop.config.options import Options
+from nano_loop.config.protocol import COMMAND, Command
+from nano_loop.cpu import read_machine
+from nano_loop.runtime.learnt_options import learn, script_of_process
+from nano_loop.runtime.settings import Settings
+
+FOUND = {"allocator": False, "channels_last": True}
+
+
+@pytest.fixture(autouse=True)
+def tuned(monkeypatch, tmp_path):
+    """A script for which the options have been found to be the fastest in fp32."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(choices, "_opened", {})
+    (tmp_path / "train.py").write_text("train()")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
+    learn(read_machine(), script_of_process(), Options.from_call({}, {}), FOUND, (2.0, 1.0))
+    monkeypatch.setattr(choices, "_opened", {})  # as in the next process
+    return SimpleNamespace(script=tmp_path / "train.py", file=next((tmp_path / "nano_loop").glob("*.json")))
+
+
+def read(**arguments):
+    options = Settings.read(arguments).options
+    return {name: getattr(options, name) for name in FOUND} == FOUND
+
+
+@pytest.mark.parametrize("arguments", [{}, {"verbose": False, "step_time": True}])
+def test_next_run_takes_them(arguments):
+    assert read(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"allocator": "auto"}, {"channels_last": True}, {"precision": "bf16"}, {"exact": True}]
+)
+def test_options_that_are_written_stay_and_others_were_not_measured(arguments):
+    options = Settings.read(arguments).options
+    assert not options.learnt
+    assert all(getattr(options, name) == getattr(Options(**arguments), name) for name in FOUND)
+
+
+def test_environment_stays(monkeypatch):
+    monkeypatch.setenv("NANO_LOOP_ALLOCATOR", "auto")
+    assert not read()
+
+
+def test_edited_script_and_one_that_is_measured_or_launched_are_as_written(tuned, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("nano_loop.config.protocol._taken", [Command("tune", "", {})])
+        assert not read()
+    with monkeypatch.context() as patch:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+            patch.setenv(name, value)
+        assert not read()
+    assert read()
+    tuned.script.write_text("train(more=True)")
+    assert not read()
+    tuned.script.unlink()
+    assert not read()
+    assert COMMAND not in os.environ
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '{"no_option": 1}', '{"allocator": 3}'])
+def test_damaged_choice_counts_as_none(tuned, text):
+    content = json.loads(tuned.file.read_text())
+    (key,) = content["choices"]
+    content["choices"][key][0] = text
+    tuned.file.write_text(json.dumps(content))
+    assert not read()
+
+
+def test_report_says_so():
+    model = nn.Linear(2, 1)
+    with nano_loop.accelerated(model, torch.optim.SGD(model.parameters(), 0.1), step_time=True, verbose=False) as run:
+        pass
+    assert run.report["tune"].status == "applied"
+    assert "channels_last=True" in run.report["tune"].detail
+    assert run.report.options["channels_last"] is True
