@@ -74,7 +74,10 @@ class _RankError(NanoError):
 
 
 class RankLateError(_RankError):
-    """Another rank has not come to where this one waits for it, within the timeout."""
+    """Another rank has not come to where this one waits for it, within the timeout.
+
+    It is raised by `nano_loop.distributed.shared_memory.shared_segment` on one host, else by `Ranks` and the rendezvous.
+    """
 
 
 class RankLeftError(_RankError):

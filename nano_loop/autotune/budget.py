@@ -14,7 +14,7 @@ STEPS, SHARE = 1.8, 0.018
 class Budget:
     """The time for all measurements of a run, in its thread: of operators, and of steps in other settings.
 
-    It begins with the third step.
+    It begins with the third step: in the first ones memory is taken and kernels are made.
 
     Parameters
     ----------

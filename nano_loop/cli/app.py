@@ -25,7 +25,7 @@ def doctor(as_json: bool, with_torch: bool) -> int:
 
     It also shows what of it this process may use. The exit code is 1 if a finding hurts, and 0 otherwise.
     """
-    from nano_loop.cli.diagnosis import diagnose  # 30 ms that other commands need not wait for
+    from nano_loop.cli.doctor import diagnose  # 30 ms that other commands need not wait for
 
     text, code = diagnose(as_json, with_torch, click.style)
     click.echo(text)

@@ -73,7 +73,7 @@ def _open_closed_streams() -> None:
 
 def _doctor(arguments: Sequence[str]) -> int:
     """Run `doctor` without the command line's library, which it may be asked about."""
-    from nano_loop.cli.diagnosis import diagnose
+    from nano_loop.cli.doctor import diagnose
 
     parser = argparse.ArgumentParser("nano-loop doctor")
     for flag in ("--json", "--torch"):

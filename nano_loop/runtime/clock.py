@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from torch.optim import Optimizer
@@ -25,9 +21,6 @@ Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 After = Callable[[Optimizer], object]
 #: Ends a subscription.
 Cancel = Callable[[], object]
-
-#: The first steps include warm-up costs: page faults, creation of oneDNN primitives, first reads of files.
-_WARMUP, _ENOUGH, _LAST = 3, 5, 1000
 
 
 class StepClock:
@@ -162,32 +155,3 @@ class StepClock:
                 _, function = self._due.pop(key)
                 function()
         self._next = min((step for step, _ in self._due.values()), default=math.inf)
-
-
-class StepTimes:
-    """The times of one optimizer's steps, from the end of one to the end of the next.
-
-    Parameters
-    ----------
-    clock : StepClock
-        The clock of its run.
-    optimizer : torch.optim.Optimizer
-        The optimizer.
-    """
-
-    def __init__(self, clock: StepClock, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._steps = 0
-        self._ends: deque[float] = deque(maxlen=_LAST + 1)
-        clock.after(self._note)
-
-    def median(self) -> float | None:
-        """Return the median time of the last thousand steps in seconds, or None if there were too few steps."""
-        seconds = [end - begin for begin, end in pairwise([*self._ends])]
-        return statistics.median(seconds) if len(seconds) >= _ENOUGH else None
-
-    def _note(self, optimizer: Optimizer) -> None:
-        if optimizer is self._optimizer():
-            self._steps += 1
-            if self._steps > _WARMUP:
-                self._ends.append(time.perf_counter())

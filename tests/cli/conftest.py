@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cpu.recording import unpack, write
 
-from nano_loop.cli.diagnosis import findings_of
+from nano_loop.cli.doctor import findings_of
 from nano_loop.cli.inspected import inspect_system
 from nano_loop.cpu import Host
 

@@ -8,7 +8,7 @@ import pytest
 
 from nano_loop.cli import checks
 from nano_loop.cli.app import app
-from nano_loop.cli.diagnosis import CHECKS, findings_of
+from nano_loop.cli.doctor import CHECKS, findings_of
 from nano_loop.cli.inspected import CacheFolder, Kernels, inspect_system
 from nano_loop.config.exports import EXPORTS, Exports
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nano_loop.cli import diagnosis
+from nano_loop.cli import doctor
 from nano_loop.cli.main import main
 from nano_loop.cli.output import SHAPE
 from nano_loop.version import __version__
@@ -17,7 +17,7 @@ def on(inspect, monkeypatch):
     def on(**change):
         torch = change.pop("torch", {})
         inspected = inspect(**change, torch=torch)
-        monkeypatch.setattr(diagnosis, "inspect_system", lambda torch=None: inspected)
+        monkeypatch.setattr(doctor, "inspect_system", lambda torch=None: inspected)
 
     return on
 
@@ -92,7 +92,7 @@ def test_json_has_the_shape_that_the_documentation_shows(on, capsys):
 
 
 def test_what_torch_says_is_shown_where_it_is_asked(on, capsys, monkeypatch):
-    monkeypatch.setattr(diagnosis, "inspect_torch", lambda: {"maps": ""})
+    monkeypatch.setattr(doctor, "inspect_torch", lambda: {"maps": ""})
     said = {"version": "2.13.0", "onednn": "3.12.0", "cpu_capability": "AVX512", "num_threads": 16}
     on(torch=said, libraries=("/site/torch/lib/libgomp-a34b.so.1",))
     assert main(["doctor", "--torch"]) == 0

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.runtime.clock import StepClock, StepTimes
+from nano_loop.runtime.clock import StepClock
+from nano_loop.steps.step_time import StepTimes
 
 
 def made(kind=torch.optim.SGD, **options):

@@ -23,10 +23,10 @@ from nano_loop.integrations.quiet_import import leaving_no_trace
 from nano_loop.kernels.dropout.bernoulli import by_torch
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import overridden, plainly
-from nano_loop.runtime.clock import StepTimes
 from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step_time import StepTimes
 
 #: Median time per step in seconds, by kind of run and by whether IPEX's kernels ran, for the runs of this process.
 _measured: dict[str, dict[str, float]] = {}
