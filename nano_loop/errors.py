@@ -76,7 +76,7 @@ class _RankError(NanoError):
 class RankLateError(_RankError):
     """Another rank has not come to where this one waits for it, within the timeout.
 
-    It is raised by `nano_loop.distributed.shared_memory.shared_segment` on one host, else by `Ranks` and the rendezvous.
+    On one host `nano_loop.distributed.shared_memory.shared_segment` raises it, else `Ranks` or the rendezvous does.
     """
 
 
