@@ -52,7 +52,7 @@ REMOVED_OTHERS = {
         "Unset it, and keep all but your own hosts from the ranks' ports, as by a private network or a VPN",
     ),
     "env --shell": ("it was removed: the lines are those of POSIX shells", "Leave it out, or write nano-loop run"),
-    "tune --again": ("it was removed: no result is kept", "Leave it out"),
+    "tune --again": ("it was removed: each search measures again", "Leave it out"),
     **{f"nano_loop.{name}": _TUNE for name in ("tune", "Tuning")},
     **{f"nano_loop.lightning.{name}": _PLUGIN for name in ("precision", "ProductsPrecision")},
     **{f"nano_loop.pytorch_lightning.{name}": _PLUGIN for name in ("precision", "ProductsPrecision")},

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +31,22 @@ def script_of_process() -> str | None:
         return None
 
 
-def learn(machine: Machine, script: str, options: Options, changes: Mapping[str, Any], times: Sequence[float]) -> None:
-    """Keep what has made a script faster, for later runs of it with these options.
+def learn(machine: Machine, script: str, options: Options, changes: Mapping[str, Any]) -> None:
+    """Keep what makes a script the fastest on a machine, for later runs of it with these options.
 
     Parameters
     ----------
     machine : Machine
-        The machine on which it is faster.
+        The machine.
     script : str
         See `script_of_process`.
     options : Options
         The options of the script.
     changes : mapping
         The other values of some of them.
-    times : sequence of float
-        The milliseconds of a step with the options, and with the changes.
     """
-    choices, text = choices_for(machine, threads=0), json.dumps(changes)
-    choices.put(_key(script, options), Choice(text, "{}", dict(zip(("{}", text), times, strict=True))))
+    choices = choices_for(machine, threads=0)
+    choices.put(_key(script, options), Choice(json.dumps(changes), "{}", {}))
     choices.save()
 
 

@@ -27,7 +27,7 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setattr(choices, "_opened", {})
     (tmp_path / "train.py").write_text("train()")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
-    learn(read_machine(), script_of_process(), Options.from_call({}, {}), FOUND, (2.0, 1.0))
+    learn(read_machine(), script_of_process(), Options.from_call({}, {}), FOUND)
     monkeypatch.setattr(choices, "_opened", {})  # as in the next process
     return SimpleNamespace(script=tmp_path / "train.py", file=next((tmp_path / "nano_loop").glob("*.json")))
 

@@ -254,11 +254,9 @@ class Search:
             faster = [row for row in in_precision if before is None or row.pays(before, PAYS)]
             best = min(faster, key=lambda row: row.milliseconds or 0.0, default=before or self._own)
             changes = {name: value for name, value in best.options.items() if name != "precision"}
-            # Here, since it imports torch, which takes a second.
-            from nano_loop.runtime.learnt_options import learn
+            from nano_loop.runtime.learnt_options import learn  # here, since it imports torch, which takes a second
 
-            times = [(before or best).milliseconds or 0.0, best.milliseconds or 0.0]
-            learn(read_machine(), self._identity, self._options.changed(base), changes, times)
+            learn(read_machine(), self._identity, self._options.changed(base), changes)
             if changes:
                 yield f"Later runs of this script with {as_text({'precision': precision})} take {as_text(changes)}."
 

@@ -17,18 +17,7 @@ from torch import Tensor
 from nano_loop.kernels import denormals, override
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import computes_now, has_tangent, is_plain
-from nano_loop.kernels.override import (
-    COMPILED,
-    FP32,
-    REFERENCE,
-    ROUNDED,
-    TORCH,
-    Algorithm,
-    Call,
-    Compute,
-    Override,
-    choose,
-)
+from nano_loop.kernels.override import COMPILED, FP32, REFERENCE, ROUNDED, TORCH, Algorithm, Call, Override, choose
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.kernels.rnn.operator_call import OperatorCall, are_shapes_right, offsets_of, offsets_of_equal
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Recurrence
@@ -106,7 +95,7 @@ def _computed(of: Call) -> tuple[Tensor, ...] | None:
     if call.is_onednns:
         if layer.in_bf16 and not layer.rounds:
             return None
-        algorithms: dict[str, Compute] = {TORCH: _by_torch, COMPILED: _by_layers}
+        algorithms = {TORCH: _by_torch, COMPILED: _by_layers}
         if layer.in_bf16:
             is_faster = product.KERNEL.is_first_guess and of.multiplications >= MIN_MULTIPLICATIONS
             algorithms[REFERENCE] = _by_torch_in_fp32

@@ -80,19 +80,15 @@ def test_fastest_in_each_precision_is_learnt_without_its_precision(searched):
     in_fp32 = {"precision": "32-true"}
     both = [{"num_threads": 1}, {**in_fp32, "compile": True}, {"num_processes": 2}]
     tuning = searched({"num_threads": [0.5], "compile": [0.9], "num_processes": [0.1]}, candidates=both)
-    found = {options.precision: (changes, times) for _, _, options, changes, times in searched.learnt}
-    assert {name: changes for name, (changes, _) in found.items()} == {
-        "bf16-mixed": {"num_threads": 1},
-        "32-true": {"compile": True},
-    }
-    assert found["bf16-mixed"][1] == pytest.approx([1000, 500])
+    found = {options.precision: changes for _, _, options, changes in searched.learnt}
+    assert found == {"bf16-mixed": {"num_threads": 1}, "32-true": {"compile": True}}
     assert {script for _, script, *_ in searched.learnt} == {"of a process"}
     assert sum("Later runs" in remark for remark in tuning.remarks) == 2
 
 
 def test_options_as_they_are_are_learnt_in_place_of_others_that_were(searched):
     searched({"num_threads": [1.5], "compile": [1.5]})
-    assert [changes for *_, changes, _ in searched.learnt] == [{}]
+    assert [changes for *_, changes in searched.learnt] == [{}]
 
 
 @pytest.mark.parametrize("answers", [{"waits": 0.9}, {"script": None}, KeyboardInterrupt()])
