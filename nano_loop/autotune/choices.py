@@ -14,7 +14,7 @@ import torch
 from nano_loop.config.environment import KERNELS
 from nano_loop.cpu import Machine
 from nano_loop.kernels.compiler import sources_digest
-from nano_loop.storage.cache_folder import JsonFile, cache_folder
+from nano_loop.storage.cache_folder import JsonFile, cache_folder, cache_path
 from nano_loop.version import __version__
 
 #: Of the file, and of the algorithms: a choice among fewer algorithms is not used.
@@ -109,8 +109,7 @@ class Choices:
             self._unsure.clear()
 
 
-_opened: dict[Path, Choices] = {}
-_without_file: dict[str, Choices] = {}
+_opened: dict[tuple[Path | None, str], Choices] = {}  # by the folder and the name of the file
 
 
 def choices_for(machine: Machine, threads: int | None = None) -> Choices:
@@ -118,17 +117,12 @@ def choices_for(machine: Machine, threads: int | None = None) -> Choices:
 
     0 is for what does not depend on it. A process that starts a run for each epoch reads the file once.
     """
-    name, folder = (
-        f"operators-{_key(machine, torch.get_num_threads() if threads is None else threads)}.json",
-        cache_folder(),
-    )
-    if folder is None:
-        choices = _without_file.setdefault(name, Choices(None))
-    else:
-        path = folder / name
-        if path not in _opened:
-            _opened[path] = Choices(path)
-        choices = _opened[path]
+    name = f"operators-{_key(machine, torch.get_num_threads() if threads is None else threads)}.json"
+    place = cache_path(), name
+    if place not in _opened:
+        folder = cache_folder()
+        _opened[place] = Choices(None if folder is None else folder / name)
+    choices = _opened[place]
     choices.forget_unsure()
     return choices
 

@@ -17,6 +17,7 @@ from nano_loop.config.protocol import take_command
 from nano_loop.cpu import Machine
 from nano_loop.distributed.launch_external.environment import without_launch
 from nano_loop.errors import NanoError
+from nano_loop.storage.cache_folder import cache_path
 
 #: Options that decide nothing about what is fastest.
 _IDLE = {*MEASURING, "verbose", "timeout"}
@@ -65,11 +66,12 @@ def with_learnt(options: Options, machine: Machine, written: Collection[str]) ->
     written : collection of str
         The options that the call names.
     """
-    choices = choices_for(machine, threads=0)
+    place = cache_path()
     # A script that a command measures, and processes that may read other files, take what is written.
-    if not len(choices) or take_command() is not None or without_launch(os.environ) != os.environ:
+    if place is None or not place.is_dir() or take_command() or without_launch(os.environ) != os.environ:
         return options
-    script = script_of_process()
+    choices = choices_for(machine, threads=0)
+    script = script_of_process() if len(choices) else None
     choice = None if script is None else choices.get(_key(script, options))
     try:
         changes = {} if choice is None else json.loads(choice.algorithm)

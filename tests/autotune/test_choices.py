@@ -115,7 +115,6 @@ def test_each_number_of_threads_and_each_kind_of_kernels_have_their_choices(meas
 
 def test_without_a_cache_folder_choices_live_as_long_as_the_process(measuring, monkeypatch):
     monkeypatch.setattr(module, "cache_folder", lambda: None)
-    monkeypatch.setattr(module, "_without_file", {})
     choices_for(read_machine()).put("a", FASTER)
     choices_for(read_machine()).save()
     assert choices_for(read_machine()).get("a") == FASTER
