@@ -114,11 +114,11 @@ BUDGETS = {
     "api": 1_300,
     "cli": 2_625,  # 2_100 is the goal
     "integrations": 1_600,
-    "runtime": 2_175,  # 1_700 is the goal
-    "steps": 3_775,  # 3_300 is the goal
-    "policy": 150,
+    "runtime": 2_275,  # 1_700 is the goal
+    "steps": 3_750,  # 3_300 is the goal
+    "policy": 125,
     "kernels": 11_375,  # 9_600 is the goal
-    "autotune": 730,
+    "autotune": 700,
     "optimizers": 650,  # 600 is the goal
     "patching": 3_200,  # 3_100 is the goal
     "precision": 2_100,  # 2_000 is the goal

@@ -46,10 +46,7 @@ def tune(script: Script, as_json: bool, seconds: int, plot: str | None) -> None:
     except TrialFailedError as error:  # it ends as under python
         print(error.errors, file=sys.stderr)
         raise exit_with(error.code or 0) from error
-    if as_json:
-        click.echo(as_text("tune", **asdict(tuning)))
-    else:
-        click.echo(str(tuning))
+    click.echo(as_text("tune", **asdict(tuning)) if as_json else str(tuning))
     if plot is not None:
         draw(tuning, plot)
     if search.is_interrupted:
