@@ -108,6 +108,7 @@ class StepTrial(Generic[_Setting]):
         self._waited = 0  # steps of others since the last one of its optimizer
         self._recent: deque[float] = deque(maxlen=_USUAL)
         self._usual = 0.0
+        self._end: float | None = None  # of its optimizer's last step
         self._reset()
 
     def join(
@@ -169,7 +170,7 @@ class StepTrial(Generic[_Setting]):
         self.setting, self._other = self.settings
         self.medians: dict[_Setting, float] = {}
         self.measured, self.unsure = 0, ""
-        self._end: float | None = None
+        self._end = None
         self._power: int | None = None  # of 2, of the usual time for which the file was asked
         self._settled: float | None = None  # the least usual time since a measurement
         self._times = self._no_times()
