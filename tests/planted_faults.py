@@ -508,6 +508,12 @@ FAULTS = (
         "tests/runtime/test_clock.py",
     ),
     Fault(
+        "runtime/learnt_options.py",
+        "if {*written, *options.set_by_environment} & changes.keys()",
+        "if {*written} & changes.keys()",
+        "tests/runtime/test_learnt_options.py",
+    ),
+    Fault(
         "runtime/trial.py",
         "        if self.measured or power == self._power:\n",
         "        if self.measured:\n",

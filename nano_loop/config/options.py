@@ -33,8 +33,8 @@ class Options(Declarations):
         Each option as the user wrote it.
     from_environment : tuple of str
         The environment variables that overrode arguments, with their values.
-    learnt : tuple of str
-        The options that `nano-loop tune` has found, with their values.
+    learnt : dict
+        The options that `nano-loop tune` has found, as they are written.
 
     Raises
     ------
@@ -45,7 +45,7 @@ class Options(Declarations):
     # Set by the methods below.
     as_written: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     from_environment: tuple[str, ...] = field(default=(), init=False, repr=False)
-    learnt: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
+    learnt: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Validate the arguments one by one, then together, and normalize them."""
@@ -102,7 +102,11 @@ class Options(Declarations):
     def learnt_to(self, values: Mapping[str, Any]) -> Options:
         """Return the options with other values of some of them, which `nano-loop tune` has found; see `changed`."""
         texts = {name: shown(name, value) for name, value in values.items()}
-        return self.changed(values)._with(learnt=(*texts.values(),), as_written=self.as_written | texts)
+        return self.changed(values)._with(learnt=texts, as_written=self.as_written | texts)
+
+    def is_asked_for(self, name: str) -> bool:
+        """Whether the user has asked for a step by True, so that it is an error where there is nothing for it to do."""
+        return getattr(self, name, None) is True and name not in self.learnt
 
     @property
     def set_by_environment(self) -> set[str]:

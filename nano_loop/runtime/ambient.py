@@ -115,7 +115,7 @@ class Ambient:
         if report is None or not self._finds_models:
             return
         for name in report.skipped:
-            if report.options.get(name) is True and name not in report.applied:
+            if self._run.options.is_asked_for(name) and name not in report.applied:
                 warn(error_message(f"{name}=True", report[name].detail, f"Leave {name} out"))
 
     def note(self, optimizer: Optimizer) -> None:

@@ -324,7 +324,7 @@ class Run:
         in_use = {result.name for result in results if result.status != "skipped"}
         reasons = {result.name: result.detail for result in results}
         for step in self._steps:
-            if getattr(self.options, step.name, None) is not True:
+            if not self.options.is_asked_for(step.name):
                 continue
             reason, missing = step.unused_because or reasons.get(step.name), _PARTS[step.needs]
             if reason is not None and (step.unused_because or step.name not in in_use):

@@ -61,7 +61,7 @@ class RunReport:
 
 def _empty_report(slot: RankSlot, options: Options) -> SetupReport:
     """Return a report of the run in which this process has `slot`, with what was known before it."""
-    learnt = StepResult("tune", "applied", f"{', '.join(options.learnt)}, which nano-loop tune has found")
+    learnt = StepResult("tune", "applied", f"{', '.join(options.learnt.values())}, which nano-loop tune has found")
     return SetupReport(
         title=_title(slot),
         machine=slot.machine.as_dict(),

@@ -137,7 +137,7 @@ class Step(ABC):
     @property
     def required(self) -> bool:
         """Whether the user requested the step explicitly, so that skipping it is an error."""
-        return getattr(self.options, self.name, None) is True
+        return self.options.is_asked_for(self.name)
 
     @property
     def unused_because(self) -> str | None:

@@ -26,6 +26,8 @@ from nano_loop.errors import NanoConfigError, NanoError, error_message, quoted
 
 #: What the ambient mode does not do, which is for one process.
 _OF_PROCESSES = ("num_processes", "cpu_for_each_process", "distributed_backend", "process_group_backend")
+#: What later runs do not take by themselves: it changes the batches, or needs what may be gone by then.
+_NOT_LEARNT = frozenset(("num_processes", "use_ipex", "compile"))
 #: How many times as fast as the options as they are a candidate has to be; and how slow one is not run again.
 PAYS, HOPELESS = 1.02, 1.4
 #: The largest error of the loss, relative to fp64, with which a candidate may be chosen. A model that computes
@@ -104,9 +106,8 @@ class Search:
 
     def _begin(self, answer: Mapping[str, Any]) -> None:
         """Choose the candidates by what the script has answered as it is, and the time of a trial."""
-        self._is_explicit, self._written = answer["is_explicit"], answer["written"]
+        self._is_explicit, self._written, self._identity = answer["is_explicit"], answer["written"], answer["script"]
         self._options = Options.from_call({**answer["options"], "verbose": True}, self._environ)  # the trials are quiet
-        self._identity = answer["script"]
         fixed = self._options.set_by_environment | (set() if self._is_explicit else {*_OF_PROCESSES})
         self._rows += [Row(changes) for changes in candidates(self._options, read_machine(), fixed, answer)]
         left = self._began + self._seconds - time.monotonic()
@@ -246,12 +247,12 @@ class Search:
     def _learn(self) -> Iterator[str]:
         """Keep the fastest options in each precision, for later runs of the script, and say which."""
         own, rows = self._options.precision, [row for row in self._rows if row.seconds and not (row.note or row.plain)]
-        rows = [row for row in rows if "num_processes" not in row.options]
+        rows = [row for row in rows if _NOT_LEARNT.isdisjoint(row.options)]
         for precision in dict.fromkeys(row.options.get("precision", own) for row in rows):
             base = {} if precision == own else {"precision": precision}
-            in_precision = [row for row in rows if row.options.get("precision", own) == precision]
-            before = next((row for row in in_precision if row.options == base), None)
-            faster = [row for row in in_precision if before is None or row.pays(before, PAYS)]
+            before = next((row for row in rows if row.options == base), None)
+            faster = [row for row in rows if row.options.get("precision", own) == precision]
+            faster = [row for row in faster if before is None or row.pays(before, PAYS)]
             best = min(faster, key=lambda row: row.milliseconds or 0.0, default=before or self._own)
             changes = {name: value for name, value in best.options.items() if name != "precision"}
             from nano_loop.runtime.learnt_options import learn  # here, since it imports torch, which takes a second

@@ -77,11 +77,12 @@ def test_other_batches_are_told_and_not_chosen(searched):
 
 def test_fastest_in_each_precision_is_learnt_without_its_precision(searched):
     """The answers' precision is bf16. Where a precision was not measured alone, the fastest with it is learnt."""
-    in_fp32 = {"precision": "32-true"}
-    both = [{"num_threads": 1}, {**in_fp32, "compile": True}, {"num_processes": 2}]
-    tuning = searched({"num_threads": [0.5], "compile": [0.9], "num_processes": [0.1]}, candidates=both)
+    in_fp32 = {"precision": "32-true", "allocator": False}
+    others = [{"num_processes": 2}, {"compile": True}, {"use_ipex": True}]
+    times = {"num_threads": [0.5], "precision": [0.9], **{name: [0.1] for changes in others for name in changes}}
+    tuning = searched(times, candidates=[{"num_threads": 1}, in_fp32, *others])
     found = {options.precision: changes for _, _, options, changes in searched.learnt}
-    assert found == {"bf16-mixed": {"num_threads": 1}, "32-true": {"compile": True}}
+    assert found == {"bf16-mixed": {"num_threads": 1}, "32-true": {"allocator": False}}
     assert {script for _, script, *_ in searched.learnt} == {"of a process"}
     assert sum("Later runs" in remark for remark in tuning.remarks) == 2
 
