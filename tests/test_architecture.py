@@ -112,7 +112,7 @@ FILES_THAT_MAY_IMPORT = {
 BUDGETS = {
     "": 430,
     "api": 1_300,
-    "cli": 2_625,  # 2_100 is the goal
+    "cli": 2_650,  # 2_100 is the goal
     "integrations": 1_600,
     "runtime": 2_275,  # 1_700 is the goal
     "steps": 3_750,  # 3_300 is the goal

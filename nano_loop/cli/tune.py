@@ -33,7 +33,8 @@ def tune(script: Script, as_json: bool, seconds: int, plot: str | None) -> None:
 
     The script runs from its start under each candidate, twice, until it has taken some steps. It need not use
     nano_loop. What it writes until then is written; what it prints is not shown. Options that you write here stay as
-    they are. Ctrl-C shows what has been measured so far.
+    they are. Ctrl-C shows what has been measured so far. What is fastest in each precision is kept, and later runs of
+    the unchanged script take it.
     """
     if script.name == "-" or Path(script.name).is_fifo():
         expected = "the script is started several times, and this is read once"
