@@ -181,7 +181,8 @@ class Ambient:
                 self.note(optimizer)
             # In another dtype, the set-up adds hooks of all steps, which a step may not.
             if self._training_of([optimizer]) is None and self._run.options.kind.parameters is None:
-                for module in sorted(self._called, key=_size, reverse=True):  # also those called with other parameters
+                # Also those called with other parameters, the largest first.
+                for module in sorted(self._called, key=lambda module: -sum(1 for _ in module.modules())):
                     self._set_up(module)
             if self._training_of([optimizer]) is None:
                 if optimizer not in self._postponed:
@@ -316,7 +317,3 @@ def _watched(original: Callable[..., Any], module: nn.Module, /, *args: Any, **k
         return original(module, *args, **kwargs)
     finally:
         call_state.watched = False
-
-
-def _size(module: nn.Module) -> int:
-    return sum(1 for _ in module.modules())

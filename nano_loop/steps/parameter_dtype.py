@@ -34,7 +34,8 @@ class ParameterDtype(Step):
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        if all(isinstance(model, torch.jit.ScriptModule) and _is_frozen(model) for model in parts.models):
+        empty = [model for model in parts.models if next(parameters_of(model), None) is None]
+        if len(empty) == len(parts.models) and all(isinstance(model, torch.jit.ScriptModule) for model in empty):
             return SkipReason("frozen", "the model is frozen TorchScript, whose weights are constants")
         return None
 
@@ -59,10 +60,6 @@ class ParameterDtype(Step):
 _MADE = "Make it with the dtype of another tensor, as by x.new_zeros(...)"
 
 
-def _is_frozen(model: nn.Module) -> bool:
-    return next(parameters_of(model), None) is None
-
-
 def _casting_inputs(dtype: torch.dtype) -> Call:
     """Return a function around each call of a module, also one that a method of the model makes in its loop."""
 
@@ -84,7 +81,9 @@ def _casting_outputs(conversion: Conversion) -> CallWrapper:
     dtype = conversion.dtype
 
     def outward(tensor: Tensor) -> Tensor:
-        return tensor.to(torch.float32) if tensor.dtype is dtype and not _is_leaf_state(tensor) else tensor
+        # A parameter of the model that one of its methods returns is to stay the same object.
+        is_to_cast = tensor.dtype is dtype and not isinstance(tensor, nn.Parameter)
+        return tensor.to(torch.float32) if is_to_cast else tensor
 
     def layer(call: Call) -> Call:
         def with_casts(function: Call, /, *args: Any, **kwargs: Any) -> Any:
@@ -103,8 +102,3 @@ def _casting_outputs(conversion: Conversion) -> CallWrapper:
         return with_casts
 
     return layer
-
-
-def _is_leaf_state(tensor: Tensor) -> bool:
-    """Whether a method of the model returned one of its parameters, which is to stay the same object."""
-    return isinstance(tensor, nn.Parameter)

@@ -30,7 +30,7 @@ from nano_loop.precision.autocast.output_activations import activations_noticed
 from nano_loop.precision.autocast.recurrent_layers import around_recurrent_layer, can_train_lstms
 from nano_loop.precision.autocast.widest_dtype import widest_dtype_computed
 from nano_loop.runtime.objects.report import StepResult
-from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -158,13 +158,9 @@ def _uncast_dtype(model: nn.Module) -> torch.dtype | None:
     return None if cast or not dtypes else dtypes[0]
 
 
-def _has_lstm(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.LSTM) for module in model.modules())
-
-
 def _remark(model: nn.Module, autocast: torch.dtype) -> str | None:
     """Return what the report says about one model, or None."""
-    if _has_lstm(model) and not can_train_lstms(autocast):
+    if has_modules(model, (nn.LSTM,)) and not can_train_lstms(autocast):
         name = str(autocast).removeprefix("torch.")
         return f"LSTMs of {class_name(model)} in fp32, since torch cannot train them in {name} on this CPU"
     dtype = _uncast_dtype(model)

@@ -66,15 +66,11 @@ def _has_large_weights(model: nn.Module) -> bool:
     return any(weight.dim() >= _MATRIX for weight in large_weights(model, SMALLEST_WEIGHT))
 
 
-def _has_lstms(model: nn.Module) -> bool:
-    return has_modules(model, (nn.LSTM,))
-
-
 _KINDS = (
     _Kind(PRODUCT, linear.OVERRIDES, _has_large_weights, product.KERNEL),
     _Kind(CONVOLUTION, (*convolution.OVERRIDES, *rounded_convolution.OVERRIDES), has_convolutions),
     _Kind(ATTENTION, flash_attention.OVERRIDES, has_attention, blocked_attention.KERNEL),
-    _Kind(LSTM, (), _has_lstms, recurrence.KERNEL),
+    _Kind(LSTM, (), lambda model: has_modules(model, (nn.LSTM,)), recurrence.KERNEL),
 )
 
 

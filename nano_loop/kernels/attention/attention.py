@@ -103,11 +103,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.dtype in _DTYPES else tensor
 
 
-def _fits_blocks(call: Call) -> bool:
-    return blocked_attention.supports(*call.tensors[:3])
-
-
-_ALGORITHM = Algorithm(BLOCKS, _in_blocks, BF16, supports=_fits_blocks, has_reference=True)
+_ALGORITHM = Algorithm(
+    BLOCKS, _in_blocks, BF16, supports=lambda call: blocked_attention.supports(*call.tensors[:3]), has_reference=True
+)
 OVERRIDES = (
     Override(
         *("scaled_dot_product_attention", (_ALGORITHM,), _supports, lambda call: BLOCKS, _by_torch, "AutocastCPU"),

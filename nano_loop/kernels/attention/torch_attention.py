@@ -33,7 +33,8 @@ def by_torch(
         )
     query, key, value = query.float(), key.float(), value.float()
     if grouped:
-        key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
+        count = query.size(-3) // key.size(-3)
+        key, value = (tensor.repeat_interleave(count, dim=-3) for tensor in (key, value))
     if is_causal:
         mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
     scores = query @ key.mT * scale
@@ -43,7 +44,3 @@ def by_torch(
         scores = scores + mask
     probabilities = safe_softmax(scores)
     return kept.view(scores.shape).to(probabilities.dtype).mul_(probabilities).div_(1 - dropout_p) @ value
-
-
-def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
-    return tensor.repeat_interleave(query.size(-3) // tensor.size(-3), dim=-3)

@@ -234,13 +234,8 @@ def _gradients(
         return None
     form = torch.contiguous_format if x.is_contiguous() else NHWC[x.dim()]
     gradient, means, inverses = gradient.contiguous(memory_format=form), means.contiguous(), inverses.contiguous()
-    weights = weight.shape if weight is not None else _sizes_of_weights(norm, x, sizes)
+    weights = weight.shape if weight is not None else (sizes[1] if norm == "layer_norm" else x.size(1),)
     weight_gradient, bias_gradient = (empty(*weights) if is_needed else None for is_needed in mask[1:])
     gradients = torch.empty_like(x) if mask[0] else None, weight_gradient, bias_gradient
     first = (gradient, x, *sizes) if norm == "layer_norm" else (*sizes, gradient, x)
     return gradients if KERNEL(f"{norm}_backward", *first, weight, means, inverses, *gradients) else None
-
-
-def _sizes_of_weights(norm: str, x: Tensor, sizes: tuple[Any, ...]) -> Sequence[int]:
-    """Return the sizes of the gradients of a weight that there is not."""
-    return (sizes[1] if norm == "layer_norm" else x.size(1),)

@@ -50,11 +50,9 @@ def _is_taken(call: Call) -> bool:
     return weight is None or weight.shape == torch.Size(shape)
 
 
-def _computed(call: Call) -> Tensor:
-    return rms_norm(*call.tensors, *call.numbers)
-
-
-_ALGORITHM = Algorithm(COMPILED, _computed, FP32, supports=_is_taken, kernel=KERNEL.name)
+_ALGORITHM = Algorithm(
+    COMPILED, lambda call: rms_norm(*call.tensors, *call.numbers), FP32, supports=_is_taken, kernel=KERNEL.name
+)
 OVERRIDES = (Override("rms_norm", (_ALGORITHM,), _supports, dispatch_key="AutogradCPU"),)
 
 
