@@ -66,9 +66,10 @@ def with_learnt(options: Options, machine: Machine, written: Collection[str]) ->
     written : collection of str
         The options that the call names.
     """
-    place = cache_path()
-    # A script that a command measures, and processes that may read other files, take what is written.
-    if place is None or not place.is_dir() or take_command() or without_launch(os.environ) != os.environ:
+    place, command = cache_path(), take_command()
+    # A script that is being tuned, and processes that may read other files, take what is written.
+    is_as_written = (command is not None and command.name == "tune") or without_launch(os.environ) != os.environ
+    if place is None or not place.is_dir() or is_as_written:
         return options
     choices = choices_for(machine, threads=0)
     script = script_of_process() if len(choices) else None
