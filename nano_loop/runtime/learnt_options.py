@@ -74,9 +74,13 @@ def with_learnt(options: Options, machine: Machine, written: Collection[str]) ->
     choices = choices_for(machine, threads=0)
     script = script_of_process() if len(choices) else None
     choice = None if script is None else choices.get(_key(script, options))
+    if choice is None:
+        return options
     try:
-        changes = {} if choice is None else json.loads(choice.algorithm)
-        return options if {*written, *options.set_by_environment} & changes.keys() else options.learnt_to(changes)
+        changes = json.loads(choice.algorithm)
+        if {*written, *options.set_by_environment} & changes.keys():
+            return options
+        return options.learnt_to(changes)
     except (ValueError, AttributeError, TypeError, NanoError):  # somebody has edited the file
         return options
 
