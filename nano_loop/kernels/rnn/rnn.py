@@ -101,8 +101,8 @@ def _computed(of: Call) -> tuple[Tensor, ...] | None:
             algorithms[REFERENCE] = _by_torch_in_fp32
         else:
             is_faster = is_faster_than_onednn(call)
-        asked = of._replace(numbers_in="bf16" if layer.in_bf16 else "fp32")
-        if choose(rules_now() or NO_RULES, asked, lambda: algorithms, COMPILED if is_faster else TORCH) != COMPILED:
+        raced = of._replace(numbers_in="bf16" if layer.in_bf16 else "fp32")
+        if choose(rules_now() or NO_RULES, raced, lambda: algorithms, COMPILED if is_faster else TORCH) != COMPILED:
             return None
     with below_torch_functions():
         return _by_layers(of)
