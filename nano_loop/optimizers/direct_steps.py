@@ -23,9 +23,15 @@ from nano_loop.kernels import denormals
 from nano_loop.kernels.embedding.row_gradient import row_gradients
 from nano_loop.optimizers import row_steps
 from nano_loop.optimizers.row_steps import RowStep
-from nano_loop.optimizers.torch_fused_steps import are_counters, lie_alike, lie_in_order, steps_as_torch, takes_kernel
+from nano_loop.optimizers.torch_fused_steps import (
+    are_counters,
+    is_fused,
+    lie_alike,
+    lie_in_order,
+    steps_as_torch,
+    takes_kernel,
+)
 from nano_loop.patching.attributes import module_of, replaced
-from nano_loop.patching.patch_table import listed, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import (
     foreach_increment,
     hooks_after_step,
@@ -39,8 +45,6 @@ _Group = dict[str, Any]
 
 #: The least eps beside which the root of a denormal moment changes no bit of a divisor.
 _EPS = 1e-11
-#: The ids of the optimizers whose steps are direct.
-_direct: set[int] = process_wide("optimizers that step directly", set())
 
 
 @contextmanager
@@ -54,19 +58,18 @@ def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
         is not for a fused kernel, torch takes the step. The context does not hold it, and is to be left when it is
         freed.
     """
-    kind, number = type(optimizer), id(optimizer)
+    kind = type(optimizer)
     del optimizer
     with ExitStack() as changes:
         if kind in _RULES:
             for name, make in (("step", _step), ("zero_grad", _zero_grad)):
                 owner = next(base for base in kind.__mro__ if name in vars(base))
                 changes.enter_context(replaced(owner, name, make))
-            changes.enter_context(shared_change(("direct steps", number), lambda: listed(_direct, number)))
         yield
 
 
 def _is_left_to_torch(optimizer: Optimizer) -> bool:
-    is_direct = id(optimizer) in _direct and type(optimizer) in _RULES  # a program may change its class
+    is_direct = is_fused(optimizer) and type(optimizer) in _RULES  # a program may change its class
     return torch.compiler.is_compiling() or not is_direct or is_profiling()
 
 
