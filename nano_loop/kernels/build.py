@@ -14,8 +14,8 @@ import hashlib
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ from nano_loop.kernels.compiler import (
     share_openmp,
 )
 from nano_loop.kernels.memory import Pointer, check, empty
-from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.patch_table import listening, value_in_force
 from nano_loop.patching.torch_private import python_library
 from nano_loop.storage.cache_folder import cache_folder
 from nano_loop.storage.trusted_files import open_file, opened_folder, path_of, trusted_parent, write_file
@@ -49,8 +49,6 @@ _DIGEST = hashlib.sha256().digest_size  # bytes of the hash at a library's end, 
 _AMX = frozenset(("amx_bf16", "amx_tile"))
 _NONE = "there are no C kernels"
 _numbers = itertools.count()
-#: Take a line when a compilation begins.
-_listeners: list[Callable[[str], object]] = process_wide("listeners to compilations", [])
 
 #: Maximum number of bytes that a call takes for what it packs and sums up, in all threads together.
 SCRATCH_BOUND = 256 * 2**20
@@ -251,19 +249,14 @@ def _cached(name: str, file: str, is_threaded: bool) -> ctypes.CDLL:
         return _kept(file, library.parent, content, is_threaded)
 
 
-@contextmanager
-def compilation_announced(listener: Callable[[str], object]) -> Iterator[None]:
+def compilation_announced(listener: Callable[[str], object]) -> AbstractContextManager[None]:
     """Let a function take a line when the process begins to compile kernels, which takes seconds."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
+    return listening(compilation_announced, listener)
 
 
 @functools.cache  # once in a process
 def _announce_compilation() -> None:
-    for listener in _listeners[-1:]:
+    for listener in (value_in_force(compilation_announced) or [])[-1:]:
         listener("nano_loop: compiling kernels in C for this CPU, which takes some seconds and is kept for later runs")
 
 

@@ -23,7 +23,7 @@ def may_depend_on_times() -> bool:
 
 def told_when_deterministic(listener: Callable[[], object]) -> AbstractContextManager[None]:
     """Call a function when the mode is switched on: what holds for many steps is then to be as before measurements."""
-    return listening(told_when_deterministic, _telling, listener)
+    return listening(told_when_deterministic, listener, _telling)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -83,9 +83,15 @@ def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value
                 change.context.__exit__(None, None, None)
 
 
+def _no_listeners() -> AbstractContextManager[list[Any]]:
+    return nullcontext([])
+
+
 @contextmanager
-def listening(key: Hashable, make: Callable[[], AbstractContextManager[list[Any]]], listener: Any) -> Iterator[None]:
-    """Have an entry in the list that a change has as its value, until the body ends."""
+def listening(
+    key: Hashable, listener: Any, make: Callable[[], AbstractContextManager[list[Any]]] = _no_listeners
+) -> Iterator[None]:
+    """Have an entry in the list that a change has as its value, by default a change of nothing else."""
     with shared_change(key, make) as listeners:
         listeners.append(listener)
         try:

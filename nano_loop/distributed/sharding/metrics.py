@@ -11,9 +11,7 @@ from typing import Any
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.sharding.dataset_digest import digest
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.patch_table import process_wide
-
-_runs: list[Ranks] = process_wide("ranks whose metrics may be of whole evaluations", [])
+from nano_loop.patching.patch_table import listening, value_in_force
 
 
 @contextmanager
@@ -32,18 +30,14 @@ def whole_evaluations_not_joined(ranks: Ranks) -> Iterator[None]:
     if metric is None:
         yield
         return
-    with replaced(metric, "sync", _synchronized):
-        _runs.append(ranks)
-        try:
-            yield
-        finally:
-            _runs.remove(ranks)
+    with replaced(metric, "sync", _synchronized), listening(_synchronized, ranks):
+        yield
 
 
 def _synchronized(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def sync(self: Any, *args: Any, should_sync: bool = True, **kwargs: Any) -> None:
-        ranks = _runs[-1]
+        ranks: Ranks = value_in_force(_synchronized)[-1]
         if not should_sync or not ranks.context.sharding.whole or not _is_whole(self, ranks):
             original(self, *args, should_sync=should_sync, **kwargs)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.ownership import belongs_to_set_up_model
-from nano_loop.patching.patch_table import process_wide, shared_change, users
+from nano_loop.patching.patch_table import shared_change, value_in_force
 from nano_loop.patching.torch_private_autograd import in_backward
 
 #: The operators that fill a tensor, besides ``bernoulli_.float``, which `nano_loop.kernels.dropout.bernoulli` replaces.
@@ -29,8 +29,6 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _MARK = "nano_loop: NHWC by channels_last"
 _PERMUTATIONS = frozenset(("PermuteBackward0", "TransposeBackward0"))
 _MOST_NODES, _MOST_DRAWS = 256, 1 << 16
-#: By the generator's state: a checkpoint draws again from the same state, and may then see less of the graph.
-_orders: dict[int, bool] = process_wide("whether numbers were drawn as NCHW, by the state before", {})
 
 
 class _Call(threading.local):
@@ -61,20 +59,12 @@ def drawn_as_nchw() -> Iterator[None]:
     Before torch 2.9, which does not return its kernels, only dropout masks are drawn so.
     """
     with ExitStack() as stack:
-        stack.enter_context(shared_change(drawn_as_nchw, _decisions_forgotten))
+        stack.enter_context(shared_change(drawn_as_nchw, lambda: nullcontext({})))
         if gives_kernels():
             stack.enter_context(overridden("empty_like", _noting, "CPU"))
             for operator in _FILLING:
                 stack.enter_context(overridden(operator, _in_order, "CPU"))
         yield
-
-
-@contextmanager
-def _decisions_forgotten() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        _orders.clear()
 
 
 @contextmanager
@@ -115,16 +105,20 @@ def is_converted(tensor: Tensor) -> bool:
 
 def is_drawn_as_nchw(tensor: Tensor, generator: torch.Generator | None = None) -> bool:
     """Whether a tensor is NHWC because of nano_loop, so that the plain loop draws its numbers in another order."""
-    if tensor.dim() not in _FORMATS or tensor.is_contiguous() or not users(drawn_as_nchw):
+    if tensor.dim() not in _FORMATS or tensor.is_contiguous():
+        return False
+    # By the generator's state: a checkpoint draws again from the same state, and may then see less of the graph.
+    orders: dict[int, bool] | None = value_in_force(drawn_as_nchw)
+    if orders is None:
         return False
     if not tensor.is_contiguous(memory_format=_FORMATS[tensor.dim()]) or not belongs_to_set_up_model():
         return False
     state = hash((generator or torch.default_generator).get_state().numpy().tobytes())
     if in_backward():
-        return _orders.get(state, True)
-    if len(_orders) >= _MOST_DRAWS:
-        _orders.clear()
-    as_nchw = _orders[state] = _is_made_by_us(tensor)
+        return orders.get(state, True)
+    if len(orders) >= _MOST_DRAWS:
+        orders.clear()
+    as_nchw = orders[state] = _is_made_by_us(tensor)
     return as_nchw
 
 

@@ -13,14 +13,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.patch_table import listening, process_wide, value_in_force
 from nano_loop.patching.torch_private_loaders import kept_iterator, stop_kept_workers, with_iterator
 from nano_loop.patching.walk import walk
 
@@ -142,13 +142,8 @@ def implicit_loaders_changed(
         Whether those that other threads use are changed, too.
     """
     finding = _Finding(find, in_all_threads)
-    with _loaders_intercepted():
-        _findings.append(finding)
-        try:
-            yield
-        finally:
-            _findings.remove(finding)
-            finding.close()
+    with _loaders_intercepted(), closing(finding), listening(implicit_loaders_changed, finding):
+        yield
 
 
 @contextmanager
@@ -247,7 +242,6 @@ class _Finding:
 
 
 _stand_ins: dict[int, _StandIn] = process_wide("stand-ins of loaders, by loader", {})
-_findings: list[_Finding] = process_wide("changes of implicit loaders", [])
 
 
 def _this_thread() -> tuple[int, int]:
@@ -256,11 +250,10 @@ def _this_thread() -> tuple[int, int]:
 
 def _finding() -> _Finding | None:
     """Return the finding of the innermost run of this thread."""
-    if not _findings:
-        return None
+    findings: list[_Finding] = value_in_force(implicit_loaders_changed) or []
     process, thread = _this_thread()
     owners = (process, thread), (process, None)
-    return next((finding for finding in reversed(_findings) if finding.owner in owners), None)
+    return next((finding for finding in reversed(findings) if finding.owner in owners), None)
 
 
 def _stand_in(loader: Loader) -> _StandIn | None:

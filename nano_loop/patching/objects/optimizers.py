@@ -101,13 +101,13 @@ def _hooked(register: Callable[[_Hook], RemovableHandle]) -> Iterator[list[_Step
 def called_before_steps(function: _StepHook) -> AbstractContextManager[None]:
     """Return a context in which a function is called before the steps of all optimizers of the process."""
     register: Any = register_optimizer_step_pre_hook
-    return listening("before steps", partial(_hooked, register), function)
+    return listening("before steps", function, partial(_hooked, register))
 
 
 def called_after_steps(function: _StepHook) -> AbstractContextManager[None]:
     """Return a context in which a function is called after the steps of all optimizers of the process."""
     register: Any = register_optimizer_step_post_hook
-    return listening("after steps", partial(_hooked, register), function)
+    return listening("after steps", function, partial(_hooked, register))
 
 
 # --- layouts ---
