@@ -29,6 +29,7 @@ from nano_loop.optimizers.torch_fused_steps import (
     lie_alike,
     lie_in_order,
     steps_as_torch,
+    steps_fused,
     takes_kernel,
 )
 from nano_loop.patching.attributes import module_of, replaced
@@ -49,7 +50,7 @@ _EPS = 1e-11
 
 @contextmanager
 def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
-    """Call the kernels of this optimizer directly, where it is exactly one of the kinds that have some.
+    """Step this optimizer by fused kernels, called directly where it is exactly one of the kinds that have some.
 
     Parameters
     ----------
@@ -58,9 +59,9 @@ def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
         is not for a fused kernel, torch takes the step. The context does not hold it, and is to be left when it is
         freed.
     """
-    kind = type(optimizer)
+    kind, fused = type(optimizer), steps_fused(optimizer)
     del optimizer
-    with ExitStack() as changes:
+    with fused, ExitStack() as changes:
         if kind in _RULES:
             for name, make in (("step", _step), ("zero_grad", _zero_grad)):
                 owner = next(base for base in kind.__mro__ if name in vars(base))

@@ -11,7 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.optimizers.direct_steps import stepped_directly
-from nano_loop.optimizers.torch_fused_steps import steps_fused
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.optimizers import is_dense
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -50,7 +49,6 @@ class FusedOptimizer(Step):
             if optimizer not in self._fused:
                 self._fused[optimizer] = True
                 undoing = undone_with(optimizer, self.undoing)
-                undoing.enter_context(steps_fused(optimizer))
                 undoing.enter_context(stepped_directly(optimizer))
         return "; ".join([", ".join(dict.fromkeys(fused)), *dict.fromkeys(refused)])
 
