@@ -424,8 +424,8 @@ FAULTS = (
     ),
     Fault(
         "patching/ownership.py",
-        "number < _graphs.ends[place]",
-        "number <= _graphs.ends[place]",
+        "number < graphs.ends[place]",
+        "number <= graphs.ends[place]",
         "tests/patching/test_ownership.py tests/patching/test_operators.py",
     ),
     Fault(

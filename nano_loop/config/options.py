@@ -42,7 +42,6 @@ class Options(Declarations):
         If options are invalid. The message lists each, with its value, the allowed values, and what to do.
     """
 
-    # Set by the methods below.
     as_written: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     from_environment: tuple[str, ...] = field(default=(), init=False, repr=False)
     learnt: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -105,7 +104,7 @@ class Options(Declarations):
         return self.changed(values)._with(learnt=texts, as_written=self.as_written | texts)
 
     def is_asked_for(self, name: str) -> bool:
-        """Whether the user has asked for a step by True, so that it is an error where there is nothing for it to do."""
+        """Whether the user has asked for a step by True: that there is nothing for it to do is an error then."""
         return getattr(self, name, None) is True and name not in self.learnt
 
     @property

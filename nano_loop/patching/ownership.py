@@ -87,6 +87,16 @@ class Rules(NamedTuple):
 NO_RULES = Rules()
 
 
+class _Graphs:
+    """The numbers of the first node of each call of a thread, of the first one behind it, and the call's rules."""
+
+    def __init__(self) -> None:
+        self.starts, self.ends = array("Q"), array("Q")
+        self.rules: list[Rules] = []
+        #: The first nodes and the ends of what is computed without the policy in a call that has not ended.
+        self.without_policy: list[tuple[int, int]] = []
+
+
 class CallState(threading.local):
     """What surrounds the modules' calls and operators of the call that this thread is in.
 
@@ -104,6 +114,8 @@ class CallState(threading.local):
         module and the arguments.
     watched : bool
         Whether the thread is inside a call that has gone through a watcher.
+    graphs : _Graphs
+        Where the graphs of this thread's calls are.
     at_end : list or None
         What the outermost backward of this thread is to do at its end, while an inner one runs; None outside of that.
     """
@@ -118,6 +130,7 @@ class CallState(threading.local):
         self.rules = NO_RULES
         self.watched = False
         self.has_no_policy = False  # whether products are in fp32 now, whatever the rules say
+        self.graphs = _Graphs()
         self.at_end: list[Callable[[], None]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,18 +138,7 @@ class CallState(threading.local):
         return SimpleNamespace, (), {"in_call": False, "interceptors": {}, "watchers": (), "watched": False}
 
 
-class _Graphs(threading.local):
-    """The numbers of the first node of each call of this thread, of the first one behind it, and the call's rules."""
-
-    def __init__(self) -> None:
-        self.starts, self.ends = array("Q"), array("Q")
-        self.rules: list[Rules] = []
-        #: The first nodes and the ends of what is computed without the policy in a call that has not ended.
-        self.without_policy: list[tuple[int, int]] = []
-
-
 call_state = CallState()
-_graphs = _Graphs()
 
 
 def belongs_to_set_up_model() -> bool:
@@ -152,7 +154,7 @@ def rules_now() -> Rules | None:
         place = _place_of_current_node()
         if place is None:
             return None
-        rules = _graphs.rules[place]
+        rules = call_state.graphs.rules[place]
     return rules._replace(policy=None) if call_state.has_no_policy else rules
 
 
@@ -166,7 +168,7 @@ def without_policy() -> Iterator[None]:
     finally:
         call_state.has_no_policy = before
         if not before:
-            _graphs.without_policy.append((start, next_node_number()))
+            call_state.graphs.without_policy.append((start, next_node_number()))
 
 
 @contextmanager
@@ -184,7 +186,7 @@ def note_graph(start: int, end: int, rules: Rules = NO_RULES) -> None:
     """Note that the nodes from `start` to before `end` were made inside a call into a set-up model, by these rules."""
     if call_state.has_no_policy:
         rules = rules._replace(policy=None)
-    parts, _graphs.without_policy = _graphs.without_policy, []
+    parts, call_state.graphs.without_policy = call_state.graphs.without_policy, []
     for first, behind in parts:
         if start <= first and behind <= end:
             _note_nodes(start, first, rules)
@@ -194,17 +196,18 @@ def note_graph(start: int, end: int, rules: Rules = NO_RULES) -> None:
 
 
 def _note_nodes(start: int, end: int, rules: Rules) -> None:
-    starts, ends = _graphs.starts, _graphs.ends
+    graphs = call_state.graphs
+    starts, ends = graphs.starts, graphs.ends
     if start == end:
         return
-    if ends and ends[-1] == start and _graphs.rules[-1] is rules:
+    if ends and ends[-1] == start and graphs.rules[-1] is rules:
         ends[-1] = end
         return
     starts.append(start)
     ends.append(end)
-    _graphs.rules.append(rules)
+    graphs.rules.append(rules)
     if len(starts) > _MOST_CALLS:
-        for numbers in (starts, ends, _graphs.rules):
+        for numbers in (starts, ends, graphs.rules):
             del numbers[: _MOST_CALLS // 2]
 
 
@@ -215,16 +218,17 @@ def _place_of_current_node() -> int | None:
 
 
 def _place_of(number: int) -> int | None:
-    place = bisect_right(_graphs.starts, number) - 1
-    return place if place >= 0 and number < _graphs.ends[place] else None
+    graphs = call_state.graphs
+    place = bisect_right(graphs.starts, number) - 1
+    return place if place >= 0 and number < graphs.ends[place] else None
 
 
 def rules_of_node(number: int) -> Rules | None:
     """Return the rules of the call of this thread that has made the node of this number, or None."""
     place = _place_of(number)
-    return None if place is None else _graphs.rules[place]
+    return None if place is None else call_state.graphs.rules[place]
 
 
 def forget_graphs() -> None:
     """Forget the graphs of this thread's calls."""
-    _graphs.__init__()  # type: ignore[misc]
+    call_state.graphs = _Graphs()

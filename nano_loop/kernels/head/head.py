@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nano_loop.errors import error_message
 from nano_loop.kernels.memory import empty
-from nano_loop.patching.objects.optimizers import hook_before_steps
+from nano_loop.patching.objects.optimizers import called_before_steps
 from nano_loop.patching.ownership import Rules, by_rules
 from nano_loop.patching.patch_table import shared_change, value_in_force
 from nano_loop.patching.torch_private import base_of, below_autocast, version
@@ -202,11 +202,10 @@ def _keep_all(notes: _Noted) -> None:
 @contextmanager
 def _kept() -> Iterator[_Noted]:
     notes = _Noted()
-    hook = hook_before_steps(lambda *_: _keep_all(notes))
     try:
-        yield notes
+        with called_before_steps(lambda *_: _keep_all(notes)):
+            yield notes
     finally:
-        hook.remove()
         _keep_all(notes)
 
 
