@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -178,6 +178,12 @@ class Class:
 # --- reading ---
 
 
+@lru_cache(9)
+def walked(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return all nodes of a tree, which each rule goes through."""
+    return (*ast.walk(tree),)
+
+
 def module_name(path: Path, package: Path) -> str:
     parts = path.relative_to(package).with_suffix("").parts
     if len(parts) > 1 and parts[-1] == "__init__":
@@ -196,7 +202,7 @@ def read_module(name: str, path: Path, package: str, known: set[str]) -> Module:
     tree = ast.parse(path.read_text(), str(path))
     for_types = set(type_checking_nodes(tree))
     said = set(docstrings(tree))
-    for node in ast.walk(tree):
+    for node in walked(tree):
         by_string = isinstance(node, ast.Constant) and node not in said
         for target in (
             imported_by_string(node.value, package, known) if by_string else imported(node, [package, *folder])
@@ -212,20 +218,20 @@ def read_module(name: str, path: Path, package: str, known: set[str]) -> Module:
     module.tables = [text_of(node.args[0]) for node in calls_in(tree) if called_name(node) == "process_wide"]
     for called, target in objects_made(tree):
         module.made.setdefault(called, []).append(target)
-    module.classes = {node.name: read_class(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    module.classes = {node.name: read_class(node) for node in walked(tree) if isinstance(node, ast.ClassDef)}
     return module
 
 
 def type_checking_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for statement in node.body:
-                yield from ast.walk(statement)
+                yield from walked(statement)
 
 
 def docstrings(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield the strings that are statements of their own, and so said to people alone."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield node.value
 
@@ -267,8 +273,8 @@ def longest_known(dotted: str, known: set[str]) -> str:
 def private_names(tree: ast.AST, said: set[ast.AST]) -> Iterator[str]:
     """Yield names with an underscore that the file has not defined itself: imported, reached in objects, in strings."""
     own = set(defined(tree)) - private_to_torch() | DOCUMENTED
-    pieces = {piece for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values} | said
-    for node in ast.walk(tree):
+    pieces = {piece for node in walked(tree) if isinstance(node, ast.JoinedStr) for piece in node.values} | said
+    for node in walked(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from (name for name in imported(node, [""]) if any(map(is_private, name.split("."))))
         for value, name in reached(node):
@@ -292,7 +298,7 @@ def is_foreign(text: str) -> bool:
 
 def defined(tree: ast.AST) -> Iterator[str]:
     """Yield the names that a file gives to functions, classes, variables, and attributes of its own objects."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -349,16 +355,16 @@ def kept_by_module(tree: ast.Module) -> Iterator[str]:
             is_empty = not ast.unparse(value).strip("[]{}") and not is_read_only(statement)
             if is_made_by_call or (is_container(value) and (is_empty or is_changed(name, tree))):
                 yield name
-    yield from (name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names)
+    yield from (name for node in walked(tree) if isinstance(node, ast.Global) for name in node.names)
 
 
 def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return (node for node in walked(tree) if isinstance(node, ast.Call))
 
 
 def objects_made(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield the callables by whose call a module makes an object that it keeps, also in a class, with its names."""
-    for owner in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+    for owner in [tree, *(node for node in walked(tree) if isinstance(node, ast.ClassDef))]:
         for statement in owner.body:
             if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Call):
                 targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
@@ -375,7 +381,7 @@ def read_class(node: ast.ClassDef) -> Class:
 
 def changes_fields(method: ast.FunctionDef) -> bool:
     """Whether a method sets a field of its object, or an item of one, or changes one by a method of containers."""
-    for node in ast.walk(method):
+    for node in walked(method):
         owner = node
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
             owner = node.func.value
@@ -404,7 +410,7 @@ def is_container(node: ast.expr) -> bool:
 
 def is_changed(name: str, tree: ast.AST) -> bool:
     """Whether a file changes a container in place, by an item or a method."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == name:
             return True
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"{name}.{method}" for method in CHANGES}:

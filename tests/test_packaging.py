@@ -13,7 +13,6 @@ import tarfile
 import zipfile
 from email import message_from_string
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -541,11 +540,10 @@ case "$*" in
     echo venv >> calls; rm -rf "$venv"; mkdir -p "$venv/bin"; cp "$0" "$venv/bin/python" ;;
 *"pip install"*" -r "*)
     echo pins >> calls
-    sleep {seconds}
-    if test -e broken; then echo "bad pin" >&2; exit 1; fi ;;
+    if test -e broken; then rm broken; echo "bad pin" >&2; exit 1; fi ;;
 *"pip install"*--editable*) echo package >> calls ;;
 *"pip check"*) ;;
-*) echo "ran $*" >> calls ;;
+*) echo "ran $*$PYTHONPATH$PIP_TARGET" >> calls ;;
 esac
 """
 
@@ -555,43 +553,34 @@ class Checkout:
 
     def __init__(self, folder):
         self.folder = folder
-        self.python = folder / "fake python"
         (folder / "requirements").mkdir(parents=True)
         (folder / "nano_loop").mkdir()
         pins = [f"requirements/{name}.txt" for name in ("default", "optimizers", "ray", "demo")]
-        inputs = ("Makefile", *pins, "nano_loop/version.py", *BUILD_INPUTS[:3])
-        for name in inputs:
+        for name in ("Makefile", *pins, "nano_loop/version.py", *BUILD_INPUTS[:3]):
             shutil.copy(ROOT / name, folder / name)
         self.pretend("3.11")
 
-    def pretend(self, version, modules="venv", seconds=0):
-        self.python.write_text(FAKE_PYTHON.format(version=version, modules=modules, seconds=seconds))
+    def pretend(self, version, modules="venv"):
+        self.python = self.folder / "fake python"
+        self.python.write_text(FAKE_PYTHON.format(version=version, modules=modules))
         self.python.chmod(0o755)
 
-    def start(self, *arguments, **variables):
+    def make(self, *arguments, **variables):
+        """Return the exit code, what is printed, and what Python was asked for."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(OUTER_MAKE)}
-        environment = inherited | {"PYTHON": str(self.python)} | variables
-        return subprocess.Popen(
+        environment = inherited | {"PYTHON": str(self.python), "PYTHONPATH": "mine", "PIP_TARGET": "mine"} | variables
+        done = subprocess.run(
             ["make", *arguments],
             cwd=self.folder,
             env=environment,
             text=True,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
         )
-
-    def make(self, *arguments, **variables):
-        process = self.start(*arguments, **variables)
-        out, err = process.communicate()
-        return process.returncode, out, err
-
-    def calls(self):
-        """Return what Python was asked for since the last look."""
         calls = self.folder / "calls"
         lines = calls.read_text().splitlines() if calls.exists() else []
         calls.unlink(missing_ok=True)
-        return lines
+        return done.returncode, done.stdout, done.stderr, lines
 
     def touch(self, name):
         later = (self.folder / ".venv/ready-3.11").stat().st_mtime + 2
@@ -599,7 +588,7 @@ class Checkout:
 
     def move(self):
         self.folder = self.folder.rename(self.folder.with_name("elsewhere"))
-        self.python = self.folder / "fake python"
+        self.pretend("3.11")
 
 
 @pytest.fixture
@@ -624,41 +613,27 @@ GOALS = {
 }
 
 
-@pytest.mark.parametrize("goal", ["demo", "test", "lint"])
 @pytest.mark.parametrize(
     ("version", "modules", "said"),
     [
-        ("3.8", "venv", 'needs Python 3.10 or later with its venv module, and "{}" is Python 3.8. Install'),
-        ("3.9", "venv", '"{}" is Python 3.9. Install'),
+        ("3.9", "venv", 'needs Python 3.10 or later with its venv module, and "{}" is Python 3.9. Install'),
         ("2.7", "", '"{}" is Python 2.7. Install'),
-        (
-            "3.12",
-            "",
-            '"{}" has no venv or ensurepip. Install them (on Debian and Ubuntu: apt install python3.',
-        ),
+        ("3.12", "", '"{}" has no venv or ensurepip. Install them (on Debian and Ubuntu: apt install python3.'),
+        (None, "", '"{}" does not run here. Install Python 3.10 or later, or name another'),
     ],
 )
-def test_unfit_python_is_named_in_one_line(checkout, goal, version, modules, said):
-    checkout.pretend(version, modules)
-    code, out, err = checkout.make(goal)
-    assert code != 0
-    assert out == ""
-    assert err.count("\n") == 1
-    assert said.format(checkout.python) in err
-    assert f"make PYTHON=python3.12 {goal}" in err
+def test_unfit_python_is_named_in_one_line(checkout, version, modules, said):
+    if version is None:
+        checkout.python = "no-such-python"
+    else:
+        checkout.pretend(version, modules)
+    for goal in ("demo", "test"):
+        code, out, err, _ = checkout.make(goal)
+        assert (code != 0, out, err.count("\n")) == (True, "", 1)
+        assert said.format(checkout.python) in err
+        assert f"make PYTHON=python3.12 {goal}" in err
     assert not (checkout.folder / ".venv").exists()
-
-
-def test_missing_python_is_named_in_one_line(checkout):
-    code, out, err = checkout.make("test", PYTHON="no-such-python")
-    assert code != 0
-    assert (out, err.count("\n")) == ("", 1)
-    assert '"no-such-python" does not run here. Install Python 3.10 or later, or name another' in err
-
-
-def test_help_needs_no_python(checkout):
-    code, out, _ = checkout.make(PYTHON="no-such-python")
-    assert code == 0
+    code, out, *_ = checkout.make(PYTHON="no-such-python")
     assert all(f"make {goal}" in out for goal in ("demo", *GOALS, "test-ipex", "test-newest", "wheel", "clean"))
 
 
@@ -684,78 +659,32 @@ def test_environment_of_the_demo_has_what_setup_cfg_asks_for_without_tests():
     assert {canonicalize_name(line) for line in lines[1:]} == names | {"setuptools"}
 
 
-def broken(checkout):
-    """Let pip fail in the next `make`, and not in later ones."""
-    (checkout.folder / "broken").touch()
-    code, _, err = checkout.make("test")
-    assert code != 0
-    assert "bad pin" in err
-    assert checkout.calls() == ["venv", "pins"]
-    (checkout.folder / "broken").unlink()
-
-
-def cleaned(checkout):
-    """Make everything that is made, and clean it away without a Python."""
-    assert (checkout.folder / ".venv-demo").exists()
+def test_goals_set_up_once_run_what_they_are_for_and_clean_takes_all_away(checkout):
+    (checkout.folder / "broken").touch()  # pip fails once
+    code, _, err, calls = checkout.make("test")
+    assert (code != 0, "bad pin" in err, calls) == (True, True, ["venv", "pins"])
+    for number, (goal, runs) in enumerate(GOALS.items()):
+        assert checkout.make(goal)[::3] == (0, [*SET_UP, *runs] if number == 0 else runs)
+    assert checkout.make("test", "ARGS=-k 'a or b'") == (0, "", "", [f"{OF_TEST} -k a or b"])
+    assert checkout.make("demo", "ARGS=--epochs 1")[::3] == (0, ["ran examples/demo.py --epochs 1"])
     (checkout.folder / "nano_loop/__pycache__").mkdir()
     assert checkout.make("clean", PYTHON="no-such-python")[0] == 0
-    assert [path for path in checkout.folder.rglob("*") if path.name in (".venv", ".venv-demo", "__pycache__")] == []
+    assert [path for path in checkout.folder.rglob("*") if path.name in (".venv", "__pycache__")] == []
     assert (checkout.folder / "nano_loop/version.py").exists()
+    assert checkout.make("demo")[::3] == (0, [*SET_UP, "ran examples/demo.py"])
+    assert not (checkout.folder / ".venv").exists()
 
 
-#: What is done to a checkout one after another: a `make`, what Python is then asked for and what is said; or a change.
-STORIES = {
-    **{f"goal {goal}": [([goal], [*SET_UP, *runs])] for goal, runs in GOALS.items()},
-    "set up once": [
-        (["lint"], [*SET_UP, *GOALS["lint"]]),
-        (["test", "ARGS=-k 'a or b'"], [f"{OF_TEST} -k a or b"], "", ""),
-    ],
-    "the demo sets up what it needs alone or uses what is there": [
-        (["demo", "ARGS=--epochs 1"], [*SET_UP, "ran examples/demo.py --epochs 1"]),
-        lambda checkout: not (checkout.folder / ".venv").exists() or pytest.fail("it has made .venv"),
-        (["demo"], ["ran examples/demo.py"]),
-        (["test"], [*SET_UP, OF_TEST]),
-        cleaned,
-    ],
-    "failed": [broken, (["test"], [*SET_UP, OF_TEST])],
-    **{
-        f"changed {what}": [(["test"], [*SET_UP, OF_TEST]), change, (["test"], [*calls, OF_TEST])]
-        for what, change, calls in (
-            ("pins", functools.partial(Checkout.touch, name="requirements/default.txt"), SET_UP),
-            ("metadata", functools.partial(Checkout.touch, name="setup.cfg"), ["package"]),
-            ("Python", functools.partial(Checkout.pretend, version="3.12"), SET_UP),
-            ("place", Checkout.move, ["package"]),
-        )
-    },
+CHANGES = {
+    "pins": (functools.partial(Checkout.touch, name="requirements/default.txt"), SET_UP),
+    "metadata": (functools.partial(Checkout.touch, name="setup.cfg"), ["package"]),
+    "Python": (functools.partial(Checkout.pretend, version="3.12"), SET_UP),
+    "place": (Checkout.move, ["package"]),
 }
 
 
-@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
-def test_make_sets_up_what_is_missing_or_old_and_runs_what_a_goal_is_for(checkout, story):
-    for step in story:
-        if callable(step):
-            step(checkout)
-        else:
-            arguments, calls, *said = step
-            assert checkout.make(*arguments) == (0, *(said or (mock.ANY, mock.ANY)))
-            assert checkout.calls() == calls
-
-
-@pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two `make` apart")
-def test_two_makes_at_once_set_up_once(checkout):
-    checkout.pretend("3.11", seconds=0.5)
-    both = [checkout.start("lint"), checkout.start("test")]
-    for process in both:
-        process.communicate()
-    assert [process.returncode for process in both] == [0, 0]
-    calls = checkout.calls()
-    assert [call for call in calls if call in SET_UP] == SET_UP
-    assert len([call for call in calls if call.startswith("ran")]) == 5
-
-
-def test_callers_python_settings_do_not_reach_the_tests(checkout):
-    show = '*) echo "ran $PYTHONPATH,$PYTHONHOME,$VIRTUAL_ENV,$PIP_TARGET,$PYTHONOPTIMIZE,$PIP_USER" >> calls'
-    checkout.python.write_text(checkout.python.read_text().replace('*) echo "ran $*" >> calls', show))
-    mine = {"PYTHONPATH": "mine", "PYTHONHOME": "mine", "VIRTUAL_ENV": "mine", "PIP_TARGET": "mine"}
-    checkout.make("test", **mine, PYTHONOPTIMIZE="2", PIP_USER="1")
-    assert checkout.calls() == [*SET_UP, "ran ,,,,,0"]
+@pytest.mark.parametrize(("change", "calls"), CHANGES.values(), ids=CHANGES)
+def test_what_has_changed_is_set_up_again(checkout, change, calls):
+    assert checkout.make("test")[::3] == (0, [*SET_UP, OF_TEST])
+    change(checkout)
+    assert checkout.make("test")[::3] == (0, [*calls, OF_TEST])

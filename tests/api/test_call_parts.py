@@ -3,7 +3,6 @@
 import argparse
 import copy
 import functools
-import subprocess
 import sys
 import types
 
@@ -255,22 +254,7 @@ def script(batch, decorator=""):
     return SCRIPT.replace("BATCH", str(batch)).replace("DECORATOR", decorator)
 
 
-def run(folder, name):
-    done = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=100, cwd=folder)
-    return done.stdout.strip() or done.stderr
-
-
 TWO = f"@nano(num_processes=2, auto_lr=False, verbose=False, cpu_for_each_process={small.cores()})"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_left")
-def test_script_over_globals_in_two_processes_trains_as_one_process_of_twice_the_batch(tmp_path):
-    (tmp_path / "two.py").write_text(script(2, TWO))
-    (tmp_path / "one.py").write_text(script(4))
-    two, one = run(tmp_path, "two.py"), run(tmp_path, "one.py")
-    assert one.startswith("[4, 4, 4] 12 ")
-    assert two == one
 
 
 @pytest.mark.usefixtures("nothing_left")

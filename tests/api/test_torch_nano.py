@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 
 import lightning_fabric
 import pytest
@@ -17,8 +16,6 @@ from watched import Net, fit, in_bf16, is_fused, loader, make, seeded  # noqa: F
 import nano_loop
 from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, patch_cuda, unpatch_cuda
 from nano_loop.cpu import read_machine
-from nano_loop.runtime.objects.report import StepResult
-from nano_loop.steps.precision import Precision
 
 # A CPU without bf16 instructions is warned about, which other tests hold.
 pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
@@ -180,17 +177,11 @@ def test_setup_outside_train_is_told(job):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (lambda m, o, d: ("net", o), ["model is a builtins.str", "Module"]),
-        (lambda m, o, d: (m, "adam"), ["optimizer is a builtins.str", "Optimizer"]),
         (lambda m, o, d: (m, None), ["optimizer is a builtins.NoneType"]),
         (lambda m, o, d: (m, [o, 3]), ["optimizer is a builtins.int"]),
-        (lambda m, o, d: (m, type(o)), ["optimizer is a ", "Optimizer"]),
         (lambda m, o, d: (m, torch.optim.lr_scheduler.ConstantLR(o)), ["optimizer is a ", "ConstantLR"]),
         (lambda m, o, d: (m, o, [d, d]), ["dataloaders is a builtins.list", "DataLoader"]),
         (lambda m, o, d: (m, o, d, d.dataset), ["dataloaders is a ", "TensorDataset"]),
-        (lambda m, o, d: (m.parameters(), o), ["model is a builtins.generator"]),
-        (lambda m, o, d: (type(m), o), ["model is a builtins.type"]),
-        (lambda m, o, d: (o, m), ["model is a ", "AdamW", "optimizer is a ", "Net"]),
         (lambda m, o, d: (o, m, [d]), ["model is a ", "optimizer is a ", "dataloaders is a "]),
     ],
 )
@@ -199,12 +190,6 @@ def test_wrong_kinds_are_all_told(job, arguments, told):
         Loop(precision="bf16").train(lambda self: self.setup(*arguments(*job, loader())))
     assert [part for part in told if part not in str(caught.value)] == []
     assert in_bf16(job[0]) == [False]
-
-
-@pytest.mark.parametrize("name", ["setup_module", "setup_optimizers", "setup_dataloaders"])
-def test_wrong_kind_in_a_single_setup_is_told(name):
-    with pytest.raises(NanoConfigError, match=r"builtins\.str"):
-        Loop().train(lambda self: getattr(self, name)("thing"))
 
 
 def test_forgotten_init_is_told_whatever_attributes_the_user_has():
@@ -290,13 +275,6 @@ def test_subclass_of_a_subclass_calls_its_parent_s_train(job):
     assert (in_bf16(job[0]), is_fused(job[1])) == ([False], False)
 
 
-def test_subclass_without_a_train_of_its_own_has_its_parent_s(job):
-    class Child(Loop):
-        pass
-
-    assert Child(precision="bf16").train(lambda self: in_bf16(self.setup(*job)[0])) == [True]
-
-
 def test_train_of_a_class_beside_torch_nano_is_a_run(job):
     class Trains:
         def train(self, model, optimizer):
@@ -321,25 +299,6 @@ def test_train_keeps_its_metadata():
     assert Documented().train(epochs=4) == 4
     with pytest.raises(TypeError, match="'epoch'"):
         Documented().train(epoch=4)
-
-
-def test_two_instances_train_in_two_threads():
-    results, ready = {}, threading.Barrier(2, timeout=60)
-
-    def train(self, name):
-        model, optimizer = self.setup(*make()[:2])
-        ready.wait()
-        fit(model, optimizer, loader())
-        results[name] = in_bf16(model)
-        ready.wait()
-
-    loops = {"bf16": Loop(precision="bf16"), "fp32": Loop()}
-    threads = [threading.Thread(target=loop.train, args=(train, name)) for name, loop in loops.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert results == {"bf16": [True], "fp32": [False]}
 
 
 # --- it is a Fabric ---
@@ -435,26 +394,6 @@ def test_second_setup_prints_only_what_is_new(job, capfd, without_ipex):
     assert [line.split()[:2] for line in err.splitlines()] == [["applied", "fast_fetch"], ["nothing", "to"]]
 
 
-@pytest.mark.parametrize("verbose", [True, False])
-def test_what_a_step_has_measured_is_added_when_the_run_ends_unless_it_raises(job, capfd, monkeypatch, verbose):
-    monkeypatch.setattr(Precision, "final_result", lambda self: StepResult("speed", "measured", "1 ms a step"))
-    loop = Loop(verbose=verbose)
-
-    def train(self, fails):
-        self.setup(*job)
-        assert "measured" not in str(self.report)
-        if fails:
-            raise LookupError
-
-    loop.train(train, fails=False)
-    assert loop.report["speed"].detail == "1 ms a step"
-    assert "speed" not in (*loop.report.applied, *loop.report.skipped)
-    assert capfd.readouterr().err == (f"{loop.report}\n" if verbose else "")
-    with pytest.raises(LookupError):
-        loop.train(train, fails=True)
-    assert "measured" not in str(loop.report)
-
-
 def test_auto_precision_is_reported_as_what_it_means_on_this_cpu(job, monkeypatch):
     slow = dataclasses.replace(read_machine(), instruction_sets=frozenset())
     monkeypatch.setattr("nano_loop.runtime.settings.read_machine", lambda: slow)
@@ -515,8 +454,7 @@ SCRIPT = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("end", "code", "last"),
-    [("return 1", 0, ""), ("sys.exit(3)", 3, ""), ("raise LookupError('mine')", 1, "LookupError: mine")],
+    ("end", "code", "last"), [("sys.exit(3)", 3, ""), ("raise OSError('mine')", 1, "OSError: mine")]
 )
 def test_script_ends_as_its_loop_ends(end, code, last):
     program = textwrap.dedent(SCRIPT.format(end=end))

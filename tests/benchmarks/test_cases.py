@@ -1,20 +1,16 @@
-import statistics
 from importlib.util import find_spec
 
 import pytest
 import tiny
 import torch
 from command_line import OWN
-from torch._dynamo.utils import counters
 
-from benchmarks import experts, limits, systems
+from benchmarks import systems
 from benchmarks.case import build, perform
 from benchmarks.fresh import fresh
 from benchmarks.limits import step_flops
-from benchmarks.loop import endless, steps
-from benchmarks.systems import SYSTEMS, settings_of, why_not
-from benchmarks.workloads import ALL, LISTS, UNTUNED, USERS, WORKLOADS
-from nano_loop.cpu import read_machine
+from benchmarks.systems import SYSTEMS
+from benchmarks.workloads import UNTUNED, USERS, WORKLOADS
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 
 FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, of twice the rows
@@ -28,46 +24,12 @@ def test_the_flops_of_a_linear_layer_are_its_product_and_two_of_the_same_size_ba
     assert step_flops(tiny.linear(False)) == 3 * FORWARD
 
 
-def test_attention_is_counted():
-    q = torch.randn(1, 2, 32, 8, requires_grad=True)
-    work = tiny.linear(True)
-    work.batches = [q]
-    work.loss = lambda _, x: torch.nn.functional.scaled_dot_product_attention(x, x, x).sum()
-    product = 2 * 2 * 32 * 32 * 8
-    assert step_flops(work) == 6 * product
-
-
 def test_the_gates_of_an_lstm_are_counted_once():
     work = WORKLOADS["lstm"](True)
     weights = sum(weight.numel() for name, weight in work.model.named_parameters() if ".weight" in f".{name}")
     weights -= work.model.embedding.weight.numel()
     tokens = work.batches[0][:, 1:].numel()
     assert step_flops(work) == pytest.approx(3 * 2 * tokens * weights, rel=0.01)
-
-
-def test_each_step_has_its_batch_loaded_in_every_epoch():
-    work, loaded = tiny.linear(True), []
-
-    class Loader:
-        def __iter__(self):
-            for batch in work.batches:
-                loaded.append(batch)
-                yield batch
-
-    assert len(steps(work.model, work.optimizer, Loader(), work.loss, 3)) == 3
-    assert len(loaded) == 3
-    assert next(endless([1])) == 1
-
-
-def test_the_time_is_the_median_of_whole_epochs_after_the_warm_up():
-    result = perform(job("counting", workload=f"{OWN}of_two_batches"))
-    assert result["first_step_ms"] == 0
-    assert result["median_ms"] == pytest.approx(1e3 * statistics.median([(2 + 3) / 2, (4 + 5) / 2]))
-
-
-def test_the_most_memory_is_what_a_case_had_at_its_worst():
-    small, large = (fresh(job(system), limit=60)["peak_rss_mb"] for system in ("plain", "hungry"))
-    assert large - small == pytest.approx(tiny.HUNGER_MB, rel=0.2)
 
 
 NEEDED = {
@@ -123,12 +85,6 @@ def test_model_learns_its_batch(name):
     assert losses[-1] < losses[0]
 
 
-def test_lists_name_all_workloads_and_each_of_them_once():
-    assert [*ALL] == [*LISTS["all"]] == [*LISTS["tuned"], *LISTS["untuned"], *LISTS["users"]]
-    assert [*WORKLOADS] == [*LISTS["tuned"]]
-    assert len(UNTUNED) == 6
-
-
 @pytest.mark.parametrize("lever", ["", "fused_optimizer", "channels_last"])
 def test_a_lever_is_left_out_and_no_other(monkeypatch, lever):
     monkeypatch.setattr(systems, "has_fast_bf16", lambda: True)
@@ -136,67 +92,3 @@ def test_a_lever_is_left_out_and_no_other(monkeypatch, lever):
     expected = {"precision", "fused_optimizer", "channels_last"} - {lever}
     assert expected <= set(found["applied"])
     assert lever not in found["applied"]
-
-
-def test_an_expert_knows_of_bf16_what_nano_loop_does():
-    assert experts.has_fast_bf16() == read_machine().has_fast_bf16
-
-
-class Libc:
-    """Notes the settings of an allocator."""
-
-    def __init__(self):
-        self.found = []
-
-    def mallopt(self, parameter, value):
-        self.found.append((parameter, value))
-
-
-@pytest.mark.parametrize("system", ["expert", "expert_compile"])
-def test_an_expert_keeps_memory_and_does_the_rest_by_hand(monkeypatch, system):
-    libc, compiled = Libc(), []
-    monkeypatch.setattr(experts, "has_fast_bf16", lambda: True)
-    monkeypatch.setattr(experts.ctypes, "CDLL", lambda _: libc)
-    monkeypatch.setattr(torch, "compile", lambda model: (compiled.append(model), model)[1])
-    monkeypatch.setitem(counters["stats"], "unique_graphs", 1)
-    work = tiny.convolution(True)
-    features = []
-    work.model[0].register_forward_hook(lambda _, args, out: features.append(out))
-    assert len(SYSTEMS[system](work, 1)) == 1
-    assert libc.found == [(-3, 1 << 30), (-1, 1 << 30)]
-    assert features[0].dtype == torch.bfloat16
-    assert features[0].is_contiguous(memory_format=torch.channels_last)
-    assert [group["fused"] for group in work.optimizer.param_groups] == [True]
-    assert compiled == ([work.model] if system == "expert_compile" else [])
-
-
-def test_jemalloc_is_loaded_by_the_settings_of_its_process_or_missing(monkeypatch):
-    with pytest.raises(RuntimeError, match="jemalloc is not loaded"):
-        SYSTEMS["expert_jemalloc"](tiny.linear(True), 1)
-    monkeypatch.setattr(experts.ctypes.util, "find_library", {"jemalloc": "libjemalloc.so.2"}.get)
-    assert why_not("expert_jemalloc") is None
-    assert settings_of("expert_jemalloc")["LD_PRELOAD"] == "libjemalloc.so.2"
-    assert "dirty_decay_ms" in settings_of("expert_jemalloc")["MALLOC_CONF"]
-    assert settings_of("nano") == {}
-    monkeypatch.setattr(experts.ctypes.util, "find_library", lambda _: None)
-    assert "jemalloc was not found" in why_not("expert_jemalloc")
-    assert settings_of("expert_jemalloc") == {}
-
-
-def test_a_workload_that_cannot_be_built_says_why_in_a_line():
-    assert perform(job("chatty", workload=f"{OWN}without_a_model")) == {"reason": "LookupError: no such model"}
-
-
-def test_a_python_that_does_not_start_the_case_is_told_by_its_exit_code():
-    assert fresh(job("chatty"), limit=60, python="false") == {"reason": "exit code 1"}
-
-
-def test_products_that_would_take_too_long_are_not_measured(monkeypatch):
-    measured = []
-    monkeypatch.setattr(limits, "_gflops", lambda size, dtype: measured.append(size) or 0.1 * size)
-    assert limits.matmul_gflops(small=False) == {"float32": 409.6, "bfloat16": 409.6}
-    assert measured == [*limits.SIZES] * 2
-    measured.clear()
-    monkeypatch.setattr(limits, "_gflops", lambda size, dtype: measured.append(size) or 0.1)
-    assert limits.matmul_gflops(small=False) == {"float32": 0.1, "bfloat16": 0.1}
-    assert measured == [limits.SIZES[0]] * 2

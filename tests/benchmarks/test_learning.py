@@ -2,23 +2,10 @@
 
 import json
 
-import pytest
 from command_line import run
 from PIL import Image
 
-from benchmarks.learning import TASKS, curve, ends
-
-SET_BY_SKLEARN = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}  # at its import, where they are not set
-
-
-@pytest.mark.filterwarnings("ignore::nano_loop.NanoWarning")  # on a CPU without bf16 instructions
-@pytest.mark.parametrize("task", TASKS)
-def test_losses_of_a_few_steps_are_alike_in_both_modes(task, monkeypatch):
-    for name, value in SET_BY_SKLEARN.items():
-        monkeypatch.setenv(name, value)
-    plain, fast = (curve(task, mode, seed=1, steps=3)["curve"] for mode in ("plain", "nano"))
-    assert len(plain) == 3
-    assert [loss for _, loss in fast] == pytest.approx([loss for _, loss in plain], rel=0.02)
+from benchmarks.learning import ends
 
 
 def test_picture_and_page_are_of_the_measured_curves(tmp_path):

@@ -6,6 +6,7 @@ import shlex
 import pytest
 from command_line import OWN, run
 
+TINY = "--layers 1 --heads 2 --width 16 --context 16 --batch-size 4 --accumulate 1 --steps 3 --sample 1"
 PLAIN_SECONDS = r"(-?\d|\d\d)\.\d\d"  # of one round, in which a process of the other side may have been disturbed
 #: Command lines, their exit codes, and how often each pattern is in the output or, after a failure, in the error.
 PROGRAMS = {
@@ -38,6 +39,21 @@ PROGRAMS = {
         0,
         {rf"^  .*{way}.* \d+\.\d\d": 2 for way in ("shared memory", "process group", "gloo all_reduce")},
     ),
+    "lockstep --only OWNlinear --systems plain,OWNsleeping --small --seconds 1 --restarts 1 --busy 1": (
+        0,
+        {r"^\| OWNlinear \| [\d.]+ \| [5-9]\d\.\d+ \| 0\.": 1},  # 50 ms slower
+    ),
+    "lockstep --systems plain": (2, {"--systems takes two": ...}),
+    "between --only OWNconvolution --small --threads 1 --rows 100": (
+        0,
+        {r"\| `_log_softmax` \| forward \| 1 \|": 1, "_fused_adamw_": ..., r"^\| OWNconvolution \|": ..., "addmm": 0},
+    ),
+    "shapes --quick --threads 1 --only 'VAE: Linear'": (0, {r"\| VAE \| Linear\(784, 400\) \| 128 × 784 \|": ...}),
+    "least_sizes --rounds 2 --seconds 0.001 --only policy": (0, {r"\n\|": 3}),
+    "training --only char_gpt --seeds 1 --modes fp32,bf16-true '--char-gpt=TINY'": (
+        0,
+        {r"^\| char_gpt \| fp32 \|": 1, r"^\| char_gpt \| bf16-true \|": 1},
+    ),
     "processes --rounds 0": (2, {"'0': a whole number, 1 or more": ...}),
     "averaging --rounds 0": (2, {"'0': a whole number, 1 or more": ...}),
     "training --only digits --seeds 1 '--digits=--epochs many'": (1, {"invalid int value: 'many'": ...}),
@@ -49,7 +65,7 @@ PROGRAMS = {
 )
 def test_program_measures_or_says_why_not(line):
     code, patterns = PROGRAMS[line]
-    program, *options = shlex.split(line.replace("OWN", OWN))
+    program, *options = shlex.split(line.replace("OWN", OWN).replace("TINY", TINY))
     done = run(f"benchmarks.{program}", *options)
     assert done.returncode == code, done.stderr
     text = done.stderr if code else done.stdout

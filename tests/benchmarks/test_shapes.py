@@ -1,23 +1,9 @@
 """The sweep over layers measures each in fp32 and in bf16, and marks what is slower."""
 
-import json
-
 import pytest
-from command_line import run
 
 from benchmarks.layers import LAYERS
 from benchmarks.shapes import Row, markdown
-
-
-def test_sweep_measures_layers_and_writes_both_tables(tmp_path):
-    output = tmp_path / "found"
-    done = run("benchmarks.shapes", "--quick", "--threads", 1, "--only", "VAE: Linear,GRU", "--output", output)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(output.with_suffix(".json").read_text())["layers"]
-    assert [row["layer"].partition("(")[0] for row in rows] == ["Linear"] * 3 + ["GRU"]
-    for row in rows:
-        assert all(row[part][each]["min_ms"] > 0 for part in ("forward", "backward") for each in ("fp32", "bf16"))
-    assert "| VAE | Linear(784, 400) | 128 × 784 |" in done.stdout
 
 
 def test_slower_is_slower_by_the_fastest_and_by_the_medians():

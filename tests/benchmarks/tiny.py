@@ -13,7 +13,6 @@ from benchmarks.systems import plain
 from benchmarks.workloads import Workload
 
 BATCH, INPUTS, OUTPUTS = 8, 16, 4
-HUNGER_MB = 200
 
 
 def linear(small, uncounted_flops=0.0):
@@ -25,32 +24,6 @@ def linear(small, uncounted_flops=0.0):
     return Workload(
         model, optimizer, [batch], lambda model, x: model(x).sum(), steps=3, uncounted_flops=uncounted_flops
     )
-
-
-def without_a_model(small):
-    raise LookupError("no such model\nand more that nobody needs to know")
-
-
-def of_two_batches(small):
-    """An epoch is two batches; it counts three steps, or with the last epoch's rest four."""
-    work = linear(small)
-    work.batches = [*work.batches, *work.batches]
-    return work
-
-
-def noting_threads(small):
-    """Each step notes the number of processes and of their threads in the file that TINY_NOTES names."""
-    work = linear(small)
-    plain_loss = work.loss
-
-    def loss(model, batch):
-        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        with open(os.environ["TINY_NOTES"], "a") as notes:
-            notes.write(f"{processes} {torch.get_num_threads()}\n")
-        return plain_loss(model, batch)
-
-    work.loss = loss
-    return work
 
 
 def convolution(small):
@@ -70,11 +43,6 @@ def no_module(small):
     return work
 
 
-def counting(work, count):
-    """Take as many seconds for each step as there were steps before it."""
-    return [float(number) for number in range(count)]
-
-
 def chatty(work, count):
     """Print what could be taken for a result."""
     print('{"median_ms": 0}')
@@ -85,12 +53,6 @@ def drifting(work, count):
     """Train with a learning rate that is off by a ten-thousandth."""
     for group in work.optimizer.param_groups:
         group["lr"] *= 1.0001
-    return plain(work, count)
-
-
-def hungry(work, count):
-    """Have so many MB for a moment."""
-    bytearray(b"1") * (HUNGER_MB * 2**20)
     return plain(work, count)
 
 
@@ -110,12 +72,6 @@ def dying(work, count):
 def endless(work, count):
     while True:
         signal.pause()
-
-
-def with_setting(work, count):
-    """Train as `plain` does, in a process that was started with a variable."""
-    assert os.environ["SET_FOR_IT"] == "1"
-    return plain(work, count)
 
 
 def sleeping(work, count):

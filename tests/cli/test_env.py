@@ -18,7 +18,11 @@ ROOT = Path(__file__).parents[2]
 EVAL, INIT = 'eval "$(nano-loop env {})"', ". nano-loop-init {}"
 # dash passes no arguments to a script that it sources.
 EVERY_WAY = (("bash", EVAL), ("bash", INIT), ("zsh", EVAL), ("zsh", INIT), ("dash", EVAL))
-WAYS = [each for each in EVERY_WAY if shutil.which(each[0])]
+WAYS = [
+    pytest.param(*way, marks=[] if way == EVERY_WAY[1] else pytest.mark.slow)
+    for way in EVERY_WAY
+    if shutil.which(way[0])
+]
 
 
 @pytest.fixture

@@ -16,14 +16,11 @@ from nano_loop.cli.inspected import (
     inspect_cache,
     inspect_kernels,
     inspect_system,
-    installed,
 )
 from nano_loop.cli.main import main
 from nano_loop.cpu.glibc import libraries_in
-from nano_loop.errors import NanoError
 from nano_loop.kernels import compiler
 from nano_loop.kernels.compiler import LEVELS, NATIVE, library_name
-from nano_loop.version import __version__
 
 AVX2 = LEVELS[-1].instruction_sets
 OUTPUT = "some-cc: fatal error: cannot execute 'as'\ncompilation terminated.\n"
@@ -45,19 +42,6 @@ def test_machine_without_files_is_unknown_and_raises_nothing(tmp_path):
     inspected = inspect_system(tmp_path, {})
     assert inspected.memory == Memory()
     assert inspected.libraries == ()
-
-
-def test_live_machine_is_read():
-    inspected = inspect_system()
-    assert len(inspected.machine.logical_cpus) >= 1
-    assert inspected.environ is os.environ
-    assert inspected.torch == {}
-
-
-def test_installed_packages_are_found_by_their_metadata():
-    found = installed()
-    assert found["nano-loop"] == __version__
-    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
 
 def test_libraries_of_a_process_with_torch_take_the_place_of_this_process(inspect, tmp_path):
@@ -185,6 +169,7 @@ def test_cuda_is_read_from_the_build_without_an_import(monkeypatch, tmp_path, li
     assert module._cuda_of_torch() == version
 
 
+@pytest.mark.slow
 def test_torch_says_what_it_has(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError('of the working folder')")
     monkeypatch.chdir(tmp_path)
@@ -194,9 +179,3 @@ def test_torch_says_what_it_has(tmp_path, monkeypatch):
     assert said["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert said["num_threads"] >= 1
     assert any("libtorch" in library for library in libraries_in(said["maps"])) == bool(said["maps"])
-
-
-def test_process_that_ends_without_a_word_is_an_error(monkeypatch):
-    monkeypatch.setattr(module, "_PROGRAM", "import os; os._exit(3)")
-    with pytest.raises(NanoError, match="exit code 3"):
-        module.inspect_torch()

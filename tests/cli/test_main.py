@@ -10,7 +10,7 @@ import pytest
 from nano_loop.cli import main as entry
 from nano_loop.cli.app import app
 from nano_loop.cli.main import main
-from nano_loop.cli.output import SHAPE, as_text
+from nano_loop.cli.output import SHAPE
 from nano_loop.version import __version__
 
 
@@ -25,11 +25,6 @@ def test_console_script_and_module_are_the_same_program():
     assert script.load() is main
     done = python(["-m", "nano_loop"], "--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"nano-loop {__version__}\n", "")
-
-
-def test_json_says_its_version_and_command_first():
-    found = json.loads(as_text("doctor", more=[1, None]))
-    assert [*found.items()] == [("version", 2), ("command", "doctor"), ("more", [1, None])]
 
 
 def test_arguments_are_those_of_the_process(monkeypatch, capsys):
@@ -101,13 +96,6 @@ def test_help_has_an_example(name, flag, capsys):
     assert "Example" in out
     assert f"nano-loop {name}" in out.partition("Example")[2]
     assert "--json" in out
-
-
-def test_list_of_commands_shows_whole_sentences(capsys):
-    main([])
-    lines = capsys.readouterr().out.partition("Commands:")[2].splitlines()
-    assert [line.split()[0] for line in lines if line.endswith(".")] == sorted(app.commands)
-    assert not [line for line in lines if line.endswith("...")]
 
 
 @pytest.mark.parametrize("name", ["run", "tune", "profile"])

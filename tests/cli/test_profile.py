@@ -130,10 +130,3 @@ def test_options_that_cannot_act_are_refused(profile):
         done = profile(text, *options)
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert done.stderr.startswith(f"nano-loop: {words}")
-
-
-@pytest.mark.slow
-def test_script_with_too_few_steps_says_so(profile):
-    done = profile(LOOP.replace("2048, 256", "128, 256"))
-    assert done.returncode == 2
-    assert "takes fewer than" in done.stderr

@@ -10,11 +10,9 @@ from nano_loop.cli import training_environment as module
 from nano_loop.cli.training_environment import (
     TrainingEnvironment,
     before_exports,
-    changes_between,
     exported,
     training_environment,
 )
-from nano_loop.config.exports import EXPORTS, is_exported
 from nano_loop.cpu import LogicalCpu, Machine
 from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES
 from nano_loop.errors import NanoConfigError
@@ -118,18 +116,3 @@ def test_way_back_leads_to_what_was_there(before, values):
     assert before_exports(after) == before
     again = exported(before_exports(after), TrainingEnvironment({"OMP_NUM_THREADS": "2"}))
     assert before_exports(again) == before
-
-
-def test_exported_values_are_known_as_such():
-    after = exported({"A": "0"}, TrainingEnvironment({"A": "1"}))
-    assert is_exported("A", after)
-    assert EXPORTS in after
-    assert before_exports({"A": "1"}) == {"A": "1"}  # without exports
-
-
-def test_changes_are_what_differs():
-    assert changes_between({"A": "1", "B": "2", "C": ""}, {"A": "1", "B": "3", "D": ""}) == {
-        "B": "3",
-        "C": None,
-        "D": "",
-    }

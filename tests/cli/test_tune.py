@@ -85,12 +85,17 @@ def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
     ("text", "options", "name", "words"),
     [
         ("print(1)", [], "train.py", "train.py has trained nothing"),
-        (LOOP.format(steps=5), [], "train.py", "train.py takes 5 steps: tune needs 12"),
+        pytest.param(
+            LOOP.format(steps=5), [], "train.py", "train.py takes 5 steps: tune needs 12", marks=pytest.mark.slow
+        ),
         ("print(1)", [], "missing.py", "missing.py: there is no such file"),
         ("print(1)", [], "-", "tune -: the script is started several times, and this is read once"),
         ("print(1)", [], "pipe.py", "tune pipe.py: the script is started several times"),
         ("print(1)", ["--seconds=nan"], "train.py", "--seconds"),
-        (WITHOUT_A_LINE.format(steps=5), ["--num-processes=2"], "train.py", "install runs in one process"),
+        pytest.param(
+            *(WITHOUT_A_LINE.format(steps=5), ["--num-processes=2"], "train.py", "install runs in one process"),
+            marks=pytest.mark.slow,
+        ),
         ("print(1)", ["--precison=32"], "train.py", "No such option"),
         ("print(1)", ["--seconds=0"], "train.py", "--seconds"),
         ("print(1)", ["--plot=tune.xyz"], "train.py", "xyz is no format of it"),

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from nano_loop.config.exports import EXPORTS, Exports, is_exported, read_exports
-from nano_loop.config.options import Options
 from nano_loop.errors import NanoConfigError
 
 
@@ -16,10 +15,6 @@ def test_note_holds_any_value():
     assert note.isascii()
     assert not set(note) & set(" '\"\\$`\n")
     assert read_exports({EXPORTS: note}) == Exports(values, {"C": "x"})
-
-
-def test_no_note_is_nothing():
-    assert read_exports({}) == Exports({}, {})
 
 
 def encoded(content):
@@ -52,7 +47,3 @@ def test_value_that_the_user_has_changed_since_is_not_exported():
     assert not is_exported("A", {EXPORTS: note, "A": "2"})
     assert not is_exported("A", {EXPORTS: note})
     assert not is_exported("A", {"A": "1"})
-
-
-def test_note_is_no_option():
-    assert Options.from_call({}, {EXPORTS: Exports({}, {}).encoded()}) == Options()

@@ -51,22 +51,3 @@ def test_arguments_of_a_caller_are_copied():
     found = checks.compile_arguments(arguments)
     arguments["mode"] = "default"
     assert found == {"mode": "max-autotune"}
-
-
-def test_values_that_do_not_go_together_are_told():
-    options = {
-        "num_processes": 3,
-        "cpu_for_each_process": ((0,), (1,)),
-        "bf16_ops": ("exp", "mul"),
-        "fp32_ops": ("mul",),
-    }
-    told = checks.contradictions(options, {name: name for name in options})
-    assert len(told) == 2
-    assert all(
-        word in told[0] for word in ("cpu_for_each_process has 2 lists", "num_processes=3", "Make the two agree")
-    )
-    assert told[1].startswith("mul in both bf16_ops and fp32_ops")
-
-
-def test_value_that_was_refused_before_is_in_no_contradiction():
-    assert checks.contradictions({"cpu_for_each_process": ((0,), (1,))}, {}) == []

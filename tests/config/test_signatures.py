@@ -16,7 +16,6 @@ import nano_loop
 from nano_loop import TorchNano, nano
 from nano_loop.config.declarations import DEFAULTS, OPTIONS
 from nano_loop.config.options import Options
-from nano_loop.config.signatures import documented, with_options
 
 # BigDL-Nano's, in its order, with its defaults.
 FIRST_EIGHT = {
@@ -59,16 +58,6 @@ def test_those_of_bigdl_nano_may_be_positional_in_its_order(call):
     assert {each.name: each.default for each in positional} == POSITIONAL[call]
     assert [each.name for each in positional] == [*POSITIONAL[call]]
     assert {each.kind for each in parameters(call)[len(positional) :]} == {inspect.Parameter.KEYWORD_ONLY}
-
-
-@CALLS
-def test_unknown_names_are_taken_to_be_told(call):
-    *_, last = inspect.signature(call).parameters.values()
-    assert (last.name, last.kind) == ("others", last.VAR_KEYWORD)
-
-
-def test_method_keeps_self():
-    assert next(iter(inspect.signature(TorchNano.__init__).parameters)) == "self"
 
 
 @CALLS
@@ -116,30 +105,6 @@ def test_docstring_has_an_entry_for_each_option(call):
     assert kinds["fast_fetch"] == 'bool or "auto"'
     assert all(line.startswith("    ") for line in lines[start + 2 : end] if " : " not in line)
     assert max(map(len, lines)) <= 120
-
-
-def test_entries_stand_as_deep_as_the_place_that_is_left_for_them():
-    def function():
-        """Do it.
-
-        Parameters
-        ----------
-        {options}
-        """
-
-    before = function.__doc__
-    depth = before.index("{options}") - before.index("----------\n") - len("----------\n")
-    lines = documented(function).__doc__.splitlines()
-    assert lines[4] == " " * depth + "num_processes : int or None"
-    assert lines[5].startswith(" " * (depth + 4) + "Runs")
-
-
-def test_function_without_a_docstring_is_let_alone():
-    def function(first, *args, **others): ...
-
-    assert with_options(function) is function
-    assert function.__doc__ is None
-    assert [*inspect.signature(function).parameters] == ["first", *OPTIONS, "others"]
 
 
 # --- an option that is added ---

@@ -8,15 +8,6 @@ from nano_loop.cpu import host as host_module
 from nano_loop.cpu.host import live_host
 
 
-def test_a_missing_sysctl_does_no_harm(monkeypatch):
-    def missing(*args, **kwargs):
-        raise FileNotFoundError("/usr/sbin/sysctl")
-
-    monkeypatch.setattr(subprocess, "run", missing)
-    monkeypatch.setattr(host_module.platform, "system", lambda: "Darwin")
-    assert live_host().sysctl == {}
-
-
 def test_a_live_mac_is_asked_once_for_all_that_counts(monkeypatch):
     commands = []
 

@@ -179,11 +179,6 @@ def test_all_that_is_wrong_with_the_lists_is_said_at_once(recorded):
     ]
 
 
-def test_an_empty_list_is_refused(recorded):
-    with pytest.raises(NanoConfigError, match=r"cpu_for_each_process\[1\]=\[\]"):
-        given_shares(read_machine(recorded("graviton3")), ((0,), ()))
-
-
 # --- what one process sees ---
 
 
@@ -194,11 +189,6 @@ def test_a_process_sees_its_own_cpus_and_its_part_of_the_quota():
     assert (seen.allowed, seen.quota, seen.num_threads) == ((0, 1), 2.5, 2)
     assert seen.logical_cpus == machine.logical_cpus
     assert machine.allowed == tuple(range(8))
-
-
-def test_without_a_quota_a_process_sees_none():
-    machine = built([[4]])
-    assert restricted(machine, partition(machine, 2)[1], 2).quota is None
 
 
 def test_given_cpus_beyond_the_quota_get_no_more_threads_than_it_pays_for():

@@ -22,14 +22,6 @@ def test_share_is_of_the_time_since_the_beginning(tmp_path: Path) -> None:
     assert waits.share() == pytest.approx(400 / 1000)
 
 
-def test_thread_that_has_ended_is_left_out(tmp_path: Path) -> None:
-    write(tmp_path, t1="10 90 1", t2="500 500 1")
-    waits = Waits(tmp_path)
-    (tmp_path / "t2/schedstat").unlink()
-    write(tmp_path, t1="110 90 1")
-    assert waits.share() == 0.0
-
-
 @pytest.mark.parametrize("text", ["", "1 2", "words and words"])
 def test_nothing_is_known_where_the_system_does_not_count(tmp_path: Path, text: str) -> None:
     write(tmp_path, t1=text)

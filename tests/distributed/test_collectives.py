@@ -144,20 +144,6 @@ def test_ranks_of_a_run_reach_each_other():
     assert everything() == ALONE
 
 
-@pytest.mark.usefixtures("nothing_left")
-def test_early_stopping_that_is_agreed_on_ends_on_all_ranks_at_once():
-    @nano(**small.OPTIONS)
-    def main(model, optimizer, loader, patience):
-        for epoch in range(9):
-            small.fit(model, optimizer, loader, epochs=1)
-            mine = float(epoch >= 2 and nano_loop.global_rank() == 1)  # only rank 1 would stop
-            if nano_loop.all_reduce(mine, reduce_op="max"):
-                break
-        return nano_loop.all_gather(epoch).tolist()
-
-    assert main(*small.parts(), 1) == [2, 2]
-
-
 def test_is_global_zero_is_sent_and_copied_as_the_function_that_it_is():
     assert pickle.loads(pickle.dumps(is_global_zero)) is is_global_zero
     assert copy.deepcopy(is_global_zero) is is_global_zero

@@ -39,6 +39,16 @@ def _leaving(rank, step):
     return lambda: nano(**OPTIONS)(fit)(*small.parts())
 
 
+class _Leaving(TorchNano):
+    def train(self, model, optimizer, loader):
+        model, optimizer, loader = self.setup(model, optimizer, loader)
+        for number, (x, y) in enumerate(loader):
+            if (self.global_rank, number) == (1, 2):
+                return
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+
 def _overwriting(options):
     """Return what trains for some epochs, with a rank that has lost its weights."""
 
@@ -256,7 +266,14 @@ def _left(rank, **settings):
         f"rank {rank} leaves the loop early",
         EPOCH,
         _leaving(rank, 2),
-        words=(f"rank {rank} has returned from fit", "same number of steps"),
+        words=(
+            f"rank {rank} has returned from fit, and rank {1 - rank} still averages gradients",
+            "same number of steps",
+            "nano_loop.broadcast(stop) or nano_loop.all_reduce(loss)",
+            f"rank {1 - rank}:",
+            "in fit",
+            "mse_loss(model(x), y).backward()",
+        ),
         **settings,
     )
 
@@ -264,6 +281,12 @@ def _left(rank, **settings):
 FAULTS = [
     _left(0),
     _left(1, quick=True),
+    Fault(
+        "rank 1 leaves the loop of a TorchNano early",
+        EPOCH,
+        lambda: _Leaving(**OPTIONS).train(*small.parts()),
+        words=("rank 1 has returned from train", "self.broadcast(stop) or self.all_reduce(loss)"),
+    ),
     Fault("rank 0 takes one step more", LAST, _one_step_more(0), words=("rank 1 has returned from fit",)),
     Fault("rank 1 takes one step more", LAST, _one_step_more(1), words=("rank 0 has returned from fit",)),
     Fault(

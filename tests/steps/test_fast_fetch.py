@@ -764,3 +764,16 @@ def test_writing_into_a_batch_does_not_reach_the_dataset(fast, dataset):
     for batch in loader:
         batch[0].zero_()
     assert torch.equal(dataset.tensors[0], before)
+
+
+class Halves(torch.Tensor):
+    def __getitem__(self, index):
+        return self.as_subclass(torch.Tensor)[index] / 2
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, TensorDataset])
+def test_rows_of_a_tensor_subclass_are_its_own(fast, wrap):
+    def loader():
+        return DataLoader(wrap(torch.arange(8.0).as_subclass(Halves)), 4)
+
+    assert str([*fast(loader())]) == str([*loader()])

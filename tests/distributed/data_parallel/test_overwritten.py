@@ -1,6 +1,5 @@
 """What calls, loops and forked children change beside the averaging is averaged, or named."""
 
-import os
 import warnings
 
 import pytest
@@ -136,38 +135,3 @@ def test_gradients_that_are_replaced_alike_are_averaged_once(team):
     assert_pair(
         team(2), lambda setup: by_hand(setup, lambda step, model, x: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
     )
-
-
-# --- processes that a rank forks ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_step", [False, True])
-def test_forked_child_trains_by_itself(team, in_step):
-    def loop(setup):
-        def fork(step, model, x):
-            if setup.ranks.size == 1 or step != 1 or setup.rank != 0:
-                return
-            child = os.fork()
-            if child == 0:
-                try:
-                    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
-                    for _ in range(2):
-                        optimizer.zero_grad()
-                        model(x).sum().backward()
-                        optimizer.step()
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-            assert os.waitpid(child, 0)[1] == 0
-
-        def write(step, model, x):
-            if not in_step:
-                fork(step, model, x)
-
-        model = by_hand(setup, write)
-        if in_step:
-            fork(1, model, torch.ones(1, 6))
-        return model
-
-    assert_pair(team(2), loop)

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.serialization import save as save_by_name
 from torch.utils.data import DataLoader, Dataset
 
 from distributed import small
-from nano_loop import NanoWorkerError, nano
+from nano_loop import nano
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -109,20 +108,3 @@ def test_loader_workers_write_to_the_folder_of_their_rank_and_share_tensors(fold
     assert first == [[*range(6)], [False] * 6]
     assert second == [[*range(6)], [True] * 6]
     assert not (folder / "cache").exists()
-
-
-def test_killed_worker_leaves_nothing_in_the_folder_for_temporary_files(tmp_path, monkeypatch):
-    def train(model, files):
-        Path(files, "model").write_bytes(bytes(1 << 20))
-        if small.rank() == 1:
-            os.kill(os.getpid(), 9)
-        torch.distributed.barrier()
-
-    temporary, files = tmp_path / "temporary", tmp_path / "files"
-    temporary.mkdir()
-    files.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    with pytest.raises(NanoWorkerError, match="SIGKILL"):
-        two(train)(nn.Linear(1, 1), files)
-    assert [*temporary.iterdir()] == []
-    assert [path.name for path in files.iterdir()] == ["model"]

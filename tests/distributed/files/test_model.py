@@ -18,7 +18,6 @@ from distributed.files import operations
 from distributed.files.operations import NAMES, on_one, on_two
 from distributed.files.test_writers import contents
 from nano_loop.distributed.files.folder import workers_files
-from nano_loop.distributed.files.overlay import Overlay
 from nano_loop.distributed.files.private_files import private_files
 
 # Whether the paths are absolute, the operation, and its paths.
@@ -121,19 +120,3 @@ def test_folders_of_multiprocessing_are_real_since_compiled_code_binds_sockets_i
 
 def functions():
     return [os.open, os.stat, os.mkdir, os.scandir, os.supports_fd.copy(), shutil.rmtree, open, tempfile.mkdtemp]
-
-
-FAULTS = {
-    "a removed file is seen again": ("_hide", lambda overlay, key: None),
-    "a change begins with an empty file": ("copy_up", Overlay.new),
-    "a folder is renamed without what is in it": ("copy_up_tree", Overlay._upper_folder),
-    "what is written is the caller's": ("new", lambda overlay, key: key),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_is_found(fault, monkeypatch):
-    monkeypatch.setattr(Overlay, *FAULTS[fault])
-    with pytest.raises((AssertionError, OSError)):
-        search(check, Phase.generate)

@@ -42,6 +42,7 @@ def test_a_torch_that_does_not_greet_is_left_alone(monkeypatch, capfd):
     assert capfd.readouterr().out == "[Gloo] who else would say so\n"
 
 
+@pytest.mark.slow
 def test_closed_standard_output_is_no_obstacle():
     script = """
         import os

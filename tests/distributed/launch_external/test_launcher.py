@@ -7,11 +7,11 @@ import time
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 from distributed import small
 from distributed.launch.started import LOOP, agents, environment, free_port, run_together, torchrun
-from nano_loop import NanoConfigError, NanoError, nano
+from nano_loop import NanoError, nano
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.launch_external.environment import Launch, found_launch
 
@@ -24,6 +24,7 @@ if "HOST_OF" in os.environ:
     name = "host " + os.environ[os.environ["HOST_OF"]]
     socket.gethostname = lambda: name
 """
+PLACE = "import os\nos.environ['PLACE'] = str(int(os.environ['RANK']) // 2)\n"  # two ranks on the first host
 TRAIN = """
 @nano(**OPTIONS | {"num_processes": None})
 def train(model, optimizer, loader):
@@ -104,16 +105,49 @@ def test_torchrun_on_one_host_trains_twice_on_lists_of_cpus_and_in_a_group_of_th
         assert listed["masks"] == lists or lists is None
 
 
+# Objects of the user's travel between hosts, too.
+SENDS = """
+class Mine:
+    def __init__(self, value):
+        self.value = value
+
+class Loop(TorchNano):
+    def train(self):
+        return self.broadcast(Mine(self.global_rank + 5), 1).value
+
+tell(found(), Loop(verbose=False, timeout=60).train())
+"""
+
+
 @pytest.mark.slow
 def test_ranks_of_two_hosts_use_the_network_and_all_cores_of_their_hosts(tmp_path, expected):
-    runs = run([torchrun("--nproc-per-node", 2)], tmp_path, "tell(found())", HOST_OF="RANK", OMP_NUM_THREADS=None)
-    for (each,) in runs:
+    runs = run([torchrun("--nproc-per-node", 2)], tmp_path, SENDS, HOST_OF="RANK", OMP_NUM_THREADS=None)
+    for each, sent in runs:
+        assert sent == 6
         assert each["OMP_NUM_THREADS"] == "1"  # torchrun's
         assert each["threads"] == [read_machine().num_threads] * 2
         assert each["masks"][0] == each["masks"][1] or not each["masks"][0]
         assert "by gloo" in each["way"]
         assert each["weights"] == expected
         assert each["left as it was"]
+
+
+@pytest.mark.slow
+def test_three_ranks_of_two_hosts_train_as_those_of_one(tmp_path):
+    weights = []
+    for host_of, way in (
+        ("PLACE", "during each backward, by gloo"),
+        (None, "at the end of each backward, through sha"),
+    ):
+        (tmp_path / "ranks.py").write_text(f"{PLACE}{HOSTS}{LOOP}{TRAIN}tell(found())\n")
+        command = [*torchrun("--nproc-per-node", 3), "ranks.py"]
+        ((code, output),) = run_together([command], [environment(HOST_OF=host_of)], tmp_path)
+        assert code == 0, output
+        found = [each[0] for each in told(tmp_path, 3)]
+        assert all(each["way"].startswith(way) for each in found)
+        assert found[0]["weights"] == found[1]["weights"] == found[2]["weights"]
+        weights.append(found[0]["weights"])
+    assert weights[0] == pytest.approx(weights[1], abs=1e-6)
 
 
 @pytest.mark.slow
@@ -225,6 +259,8 @@ SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"RANK": "1"}, None),
         ({"RANK": "", "WORLD_SIZE": "2"}, None),
+        *(({"RANK": "0", "WORLD_SIZE": size}, None) for size in ("", "²")),
+        *(({f"{kind}_RANK": "1", f"{kind}_SIZE": "2"}, Launch("mpirun", 1, 2)) for kind in ("OMPI_COMM_WORLD", "PMI")),
         (SRUN, Launch("srun", 1, 2)),
         ({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("srun", 1, 2)),
         ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, Launch("mpirun", 3, 4)),
@@ -240,24 +276,6 @@ def test_launch_is_that_of_the_innermost_launcher(variables, launch):
 def launched(monkeypatch, **variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-
-def test_variables_of_sbatch_alone_change_nothing(monkeypatch):
-    launched(monkeypatch, SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_JOB_ID="7", SLURM_NODELIST="nowhere")
-
-    def train(model):
-        return distributed.is_initialized()
-
-    train = nano(verbose=False)(train)
-    assert train(nn.Linear(1, 1)) is False
-    assert train.report.title.count("1 process ×") == 1
-
-
-def test_other_number_of_processes_than_the_launcher_s_is_refused(monkeypatch):
-    launched(monkeypatch, RANK="0", WORLD_SIZE="4")
-    with pytest.raises(NanoConfigError, match=r"num_processes=2.*torchrun has started 4.*Leave it out"):
-        nano(num_processes=2)
-    nano(num_processes=4)
 
 
 def test_group_of_another_size_than_the_launch_is_refused(monkeypatch, tmp_path):

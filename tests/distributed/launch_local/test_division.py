@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from distributed import small
-from nano_loop import NanoWarning, TorchNano, nano
+from nano_loop import NanoWarning, nano
 from nano_loop.patching import user_code
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 RAMPING = small.OPTIONS | {"auto_lr": True}
 EPOCHS = 20
-MADE_AT_IMPORT = small.parts()[2]
 
 
 @pytest.fixture(autouse=True)
@@ -69,34 +68,6 @@ def batches_by_hand(model, optimizer):
             step(model, optimizer, x[first : first + 8], y[first : first + 8])
 
 
-def an_iterator_of_its_own(model, optimizer):
-    def batches():
-        yield from zip(*(tensor.split(8) for tensor in rows()), strict=True)
-
-    for _ in range(EPOCHS):
-        for x, y in batches():
-            step(model, optimizer, x, y)
-
-
-def one_graph(model, optimizer):
-    for _ in range(EPOCHS):
-        optimizer.zero_grad()
-        x, y = rows()
-        nn.functional.mse_loss(model(x)[:20], y[:20]).backward()
-        optimizer.step()
-
-
-class OneGraph(TorchNano):
-    """Sets no loader up."""
-
-    def train(self, model, optimizer):
-        one_graph(*self.setup(model, optimizer))
-
-
-def global_loader(model, optimizer):
-    return small.fit(model, optimizer, MADE_AT_IMPORT)
-
-
 def run(train, *args):
     """Train, and return the weights, the result and the warnings."""
     model, optimizer, _ = small.parts()
@@ -130,45 +101,6 @@ def test_batches_by_hand_train_at_the_plain_rate_and_are_warned_of_once():
     train = nano(**RAMPING)(batches_by_hand)
     trained_as_plain_and_warned(batches_by_hand, train)
     assert train.report["learning_rate"].status == "skipped"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", [an_iterator_of_its_own, one_graph])
-def test_other_work_that_is_not_divided_is_warned_of_too(loop):
-    trained_as_plain_and_warned(loop, nano(**RAMPING)(loop))
-
-
-@pytest.mark.slow
-def test_loop_that_sets_no_loader_up_is_warned_of_too():
-    trained_as_plain_and_warned(one_graph, OneGraph(**RAMPING).train)
-
-
-class StreamOfRank(IterableDataset):
-    def __iter__(self):
-        rank, size = rank_and_size()
-        return iter([*range(16)][rank::size])
-
-
-def test_stream_that_asks_for_its_rank_is_read_whole_once_where_its_loader_is_an_argument():
-    def fit(model, optimizer, loader):
-        taken = []
-        for x in loader:
-            step(model, optimizer, x.float()[:, None].expand(-1, 3), torch.zeros(len(x), 1))
-            taken += x.tolist()
-        gathered = [None, None]
-        distributed.all_gather_object(gathered, taken)
-        return gathered
-
-    model, optimizer, _ = small.parts()
-    train = nano(**small.OPTIONS)(fit)
-    assert train(model, optimizer, DataLoader(StreamOfRank(), 4)) == [[*range(0, 16, 2)], [*range(1, 16, 2)]]
-    assert train.report["loaders"].code == "divided_by_program"
-
-
-def test_global_loader_is_divided():
-    _, steps, caught = run(nano(**small.OPTIONS)(global_loader))
-    assert steps == run(global_loader)[1] / 2
-    assert not caught
 
 
 def test_batches_of_each_rank_keep_the_ramp_from_call_to_call_and_are_not_warned_of():

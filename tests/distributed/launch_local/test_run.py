@@ -1,18 +1,13 @@
 """A run of several ranks leaves the caller with what was trained, and with the process as it was."""
 
-import functools
+import gc
 import os
 import random
-import subprocess
 import sys
-import textwrap
 import threading
-import traceback
 import weakref
-from pathlib import Path
 
 import numpy
-import psutil
 import pytest
 import torch
 from leaks import affinity_masks
@@ -21,8 +16,7 @@ from torch import distributed, nn
 
 import nano_loop
 from distributed import small
-from distributed.conftest import belongings
-from nano_loop import NanoWorkerError, TorchNano, nano
+from nano_loop import TorchNano, nano
 from nano_loop.kernels.dropout.bernoulli import KERNEL
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -30,19 +24,6 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 def two(function):
     return nano(**small.OPTIONS)(function)
-
-
-def test_known_gradient_gives_a_quarter_with_one_process_and_with_two():
-    def step(model, optimizer):
-        optimizer.zero_grad()
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
-
-    for options in ({"verbose": False}, {**small.OPTIONS, "auto_lr": True}):
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(model.weight, 0.5)
-        nano(**options)(step)(model, torch.optim.SGD(model.parameters(), lr=0.25))
-        assert model.weight.item() == 0.25
 
 
 def test_two_ranks_train_the_caller_s_model_as_one_process_of_twice_the_batch_would():
@@ -70,8 +51,9 @@ def test_wrappers_of_optimizers_train_on_two_ranks_as_one_process_of_twice_the_b
         return [small.fit(*task) for task in tasks]
 
     tasks, plain = wrapped(4), wrapped(8)
-    ramping = nano(**{**small.OPTIONS, "auto_lr": True})  # near 1x in its first steps
-    assert ramping(train)(tasks) == train(plain)
+    ramping = nano(**{**small.OPTIONS, "auto_lr": True})(train)  # near 1x in its first steps
+    assert ramping(tasks) == train(plain)
+    assert {"broadcast", "gradient_averaging", "loaders", "learning_rate"} <= {*ramping.report.applied}
     for name, (model, *_), (twin, *_) in zip(names, tasks, plain, strict=True):
         torch.testing.assert_close(small.weights(model), small.weights(twin), rtol=0.02, atol=0.02, msg=name)
 
@@ -92,10 +74,7 @@ def seeded(function, *args):
     return function(*args)
 
 
-@functools.cache
-def found_by_two():
-    """What a run in the environment of a launcher returns and leaves. The first test to ask has it run."""
-
+def test_run_in_the_environment_of_a_launcher_gives_back_rank_0_s_and_leaves_the_caller_as_it_was():
     def train(model, losses, notes):
         numbers = drawn()
         losses.append(small.rank())
@@ -112,32 +91,13 @@ def found_by_two():
         for name in VARIABLES:
             patch.setenv(name, "4")
         model, rank, numbers, variables = seeded(run, nn.Linear(1, 1))
-    return {
-        "value": (model is given[0], rank),
-        "appended": (losses, notes),
-        "drawn": (numbers, drawn()),
-        "variables": variables,
-        "excepthook": sys.excepthook is hook,
-    }
-
-
-def test_value_of_rank_0_and_what_it_appends_are_the_caller_s():
-    assert found_by_two()["value"] == (True, 0)
-    assert found_by_two()["appended"] == ([0], {"rank": 0})
-
-
-def test_caller_s_random_generators_go_on_as_if_there_were_one_process():
-    assert found_by_two()["drawn"] == (seeded(drawn), drawn())
-
-
-def test_environment_of_a_launcher_does_not_reach_workers():
-    first, second = found_by_two()["variables"]
-    assert first == {**dict.fromkeys(VARIABLES, "4"), "PATH": os.environ["PATH"]}
-    assert second == {**dict.fromkeys(VARIABLES), "PATH": os.environ["PATH"]}
-
-
-def test_exception_hook_stays_the_caller_s():
-    assert found_by_two()["excepthook"]
+    after = drawn()
+    assert (model is given[0], rank) == (True, 0)
+    assert (losses, notes) == ([0], {"rank": 0})
+    assert (numbers, after) == (seeded(drawn), drawn()), "as if there were one process"
+    assert variables[0] == {**dict.fromkeys(VARIABLES, "4"), "PATH": os.environ["PATH"]}
+    assert variables[1] == {**dict.fromkeys(VARIABLES), "PATH": os.environ["PATH"]}
+    assert sys.excepthook is hook
 
 
 class Loop(TorchNano):
@@ -174,33 +134,74 @@ class Loop(TorchNano):
         return self.all_gather(torch.tensor([alone, model.weight.grad.item()])).tolist()
 
 
-@functools.cache
-def found_by_loop():
-    """What the loop finds, and itself as it was before and is now. The first test to ask has it run."""
+def test_torch_nano_tells_what_fabric_does_and_attributes_travel():
     loop = Loop(power=3)
     before = loop.world_size, loop.global_rank
-    return loop.train() | {"before": before, "after": (loop.world_size, loop.global_rank), "seen": loop.seen}
-
-
-@pytest.mark.slow
-def test_what_fabric_tells_is_the_run_s():
-    found = found_by_loop()
-    assert found["before"] == (2, 0)
+    found = loop.train()
+    assert before == (loop.world_size, loop.global_rank) == (2, 0)
     assert found["fabric"] == ((1, 1, 2, False, 0), 1.0)
-    assert found["after"] == (2, 0)
+    assert loop.seen == 30, "set by rank 0"
+    assert torch.equal(*found["made"]), "made inside of train"
+    assert found["gradients"] == [[1.0, 3.0], [2.0, 3.0]], "unaveraged inside of no_backward_sync"
 
 
-def test_attributes_of_the_loop_travel_and_those_that_rank_0_sets_stay():
-    assert found_by_loop()["seen"] == 30
+# --- what is left as it was ---
 
 
-def test_model_made_inside_train_is_made_equal():
-    first, second = found_by_loop()["made"]
-    assert torch.equal(first, second)
+class Caching(nn.Linear):
+    """Registers a buffer with the length of its rank's batch, and resizes another."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.register_buffer("cached", torch.zeros(0), persistent=False)
+        self.register_buffer("seen", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        self.register_buffer("cached", torch.ones(len(x)), persistent=False)
+        self.seen.resize_(len(x))
+        return super().forward(x) * self.cached[:, None]
 
 
-def test_gradients_stay_unaveraged_inside_no_backward_sync():
-    assert found_by_loop()["gradients"] == [[1.0, 3.0], [2.0, 3.0]]
+class Phases(TorchNano):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.device = "cpu"
+
+    def train(self, model):
+        for _ in range(2):
+            model, optimizer = self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            model(torch.ones(3 + self.global_rank, 3).to(self.device)).sum().backward()
+            optimizer.step()
+        return model.seen.shape
+
+
+def test_second_setup_takes_buffers_of_the_ranks_lengths_and_storages_are_resized():
+    model = Caching()
+    assert Phases(**small.OPTIONS).train(model) == (3,)
+    model.seen.resize_(100)
+    model.weight.data.resize_(10, 3)
+
+
+def test_patch_of_cuda_holds_in_workers_and_model_and_optimizer_are_freed_without_a_collection():
+    def train(model, optimizer, loader):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x.cuda()), y.to("cuda")).backward()
+            optimizer.step()
+        return nano_loop.all_gather(torch.ones(1, device="cuda:0")).tolist()
+
+    model, optimizer, loader = small.parts()
+    nano_loop.patch_cuda()
+    gc.collect()
+    gc.disable()
+    try:
+        assert two(train)(model, optimizer, loader) == [[1.0], [1.0]]
+        left = weakref.ref(model), weakref.ref(optimizer)
+        del model, optimizer
+        assert [reference() for reference in left] == [None, None]
+    finally:
+        gc.enable()
+        nano_loop.unpatch_cuda()
 
 
 # --- what is drawn, set and shown ---
@@ -317,14 +318,6 @@ def test_report_says_what_a_copy_of_the_arguments_takes_and_shared_memory_takes_
     assert "copied" not in titles[1]
 
 
-def test_report_tells_the_processes_and_their_cpus():
-    model, optimizer, loader = small.parts()
-    train = nano(**small.OPTIONS | {"auto_lr": True, "cpu_for_each_process": None})(small.fit)
-    train(model, optimizer, loader)
-    assert "2 processes × 1 thread · CPUs 0, 1 of" in train.report.title
-    assert {"broadcast", "gradient_averaging", "loaders", "learning_rate"} <= set(train.report.applied)
-
-
 class Dropping(nn.Module):
     """Keeps what its dropout kept."""
 
@@ -339,7 +332,10 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")  # a CPU without bf16 instructions
-@pytest.mark.parametrize(("precision", "counts"), [(32, [1 << 12]), ("bf16", [1 << 12, 1 << 20])])
+@pytest.mark.parametrize(
+    ("precision", "counts"),
+    [pytest.param(32, [1 << 12], marks=pytest.mark.slow), ("bf16", [1 << 12, 1 << 20])],
+)
 def test_dropout_draws_masks_of_its_own_on_each_rank_and_in_each_step(precision, counts):
     def train(model, optimizer):
         return [masks_of(model, optimizer, count) for count in counts]
@@ -393,7 +389,8 @@ def test_each_rank_is_on_its_own_cpus_with_all_its_threads(given):
     optimizer = torch.optim.SGD(model.parameters())
     try:
         options = small.OPTIONS | {"cpu_for_each_process": given}
-        found = nano(**options)(masks_inside)(model, optimizer, loader)
+        run = nano(**options)(masks_inside)
+        found = run(model, optimizer, loader)
         after = affinity_masks()
     finally:
         stop.set()
@@ -401,6 +398,7 @@ def test_each_rank_is_on_its_own_cpus_with_all_its_threads(given):
     first, second = sorted(os.sched_getaffinity(0))[:2]
     wanted = [(first,), (second,)] if given is None else [tuple(each) for each in given]
     assert found == [({mask}, 1, {mask}) for mask in wanted]
+    assert "2 processes × 1 thread · CPUs " in run.report.title
     assert all(before[thread] == mask for thread, mask in after.items() if thread in before)
     assert set(after.values()) == set(before.values())
 
@@ -444,99 +442,3 @@ def test_models_that_the_loop_drops_are_not_kept_but_for_the_last_one(precision)
     ranks = Several(**small.OPTIONS | {"precision": precision}).train(5)
     assert [count <= 2 for count, _ in ranks] == [True, True]
     assert ranks[0][1] == ranks[1][1], "the first is averaged all the time"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_many_runs_leave_no_more_than_one_does():
-    def tiny(model):
-        return None
-
-    run = two(tiny)
-    run(nn.Linear(1, 1))
-    threads, before = psutil.Process().num_threads(), belongings()
-    for _ in range(99):
-        run(nn.Linear(1, 1))
-    assert belongings() == before
-    assert psutil.Process().num_threads() <= threads
-
-
-MEMORY = """
-    import os, sys, torch, psutil
-    from nano_loop import nano
-
-    def pss(process):
-        return process.memory_full_info().pss
-
-    def total():
-        me = psutil.Process()
-        return sum(map(pss, [me, *me.children(recursive=True)]))
-
-    data = torch.rand(int(sys.argv[1]))
-    model = torch.nn.Linear(1, 1)
-    import lightning_fabric
-    before = total()
-
-    @nano(num_processes=2, verbose=False)
-    def train(model, data):
-        torch.distributed.barrier()
-        assert data.sum() > 0
-        torch.distributed.barrier()
-        return total() if torch.distributed.get_rank() == 0 else None, torch.distributed.barrier()
-
-    print((train(model, data)[0] - before) / (1 << 30))
-"""
-
-
-def growth(count):
-    """How many GiB a run with two processes adds, with a dataset of so many numbers of four bytes."""
-    command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=Path(nano_loop.__file__).parents[1])
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="proportional set sizes are Linux's")
-def test_dataset_in_memory_is_not_copied_for_each_rank():
-    """It is copied once, to where all ranks map it; what a worker takes for itself depends on the build of torch."""
-    assert growth(1 << 28) - growth(1 << 10) < 1.05
-
-
-def parting(model, optimizer, loader, stops):
-    for _ in range(3):
-        for x in loader:
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            optimizer.step()
-            if small.rank() == stops:  # as early stopping on the rank's own loss does
-                return
-
-
-class Parting(TorchNano):
-    def train(self, *parts):
-        parting(*self.setup(*parts[:3]), parts[3])
-
-
-@pytest.mark.parametrize(
-    ("face", "gone"),
-    [
-        ("decorated", 1),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("decorated", 0), ("subclassed", 1))),
-    ],
-)
-def test_ranks_that_part_are_named_by_the_user_s_function_and_line_in_a_few_lines(face, gone):
-    train = two(parting) if face == "decorated" else Parting(**small.OPTIONS).train
-    name, collectives = ("parting", "nano_loop") if face == "decorated" else ("train", "self")
-    model, optimizer, _ = small.parts()
-    with pytest.raises(NanoWorkerError) as caught:
-        train(model, optimizer, torch.utils.data.DataLoader(torch.ones(8, 3), 2), gone)
-    lines = "".join(traceback.format_exception(caught.value)).strip().splitlines()
-    assert len(lines) < 20, lines
-    message = next(line for line in lines if line.startswith("nano_loop.errors.NanoWorkerError: "))
-    assert f"rank {gone} has returned from {name}, and rank {1 - gone} still averages gradients" in message
-    assert f"{collectives}.broadcast(stop) or {collectives}.all_reduce(loss)" in message
-    assert lines[-3] == f"rank {1 - gone}:"
-    assert lines[-2].endswith("in parting")
-    assert f'test_run.py", line {parting.__code__.co_firstlineno + 4}' in lines[-2]
-    assert lines[-1].strip() == "model(x).sum().backward()"

@@ -1,7 +1,6 @@
 """The process that workers are forked from: kept for the next run, replaced where it does not fit, never in the way."""
 
 import importlib
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -106,21 +105,6 @@ def test_it_ends_by_itself_without_runs_and_the_next_run_starts_another(monkeypa
     servers.end_kept()  # which would end in the midst of the next test
 
 
-@pytest.mark.slow
-def test_forked_child_of_the_caller_starts_another(tmp_path):
-    def child():
-        (tmp_path / "found").write_text(str(server_of_a_run()))
-        servers.end_kept()
-
-    mine = server_of_a_run()
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    assert int((tmp_path / "found").read_text()) != mine
-    assert server_of_a_run() == mine
-
-
 EARLY = """
 from nano_loop.distributed.launch_local import kept_server
 def server():
@@ -163,27 +147,6 @@ def test_script_starts_it_when_it_decorates_and_leaves_nothing(tmp_path):
     first, second = map(int, done.stdout.split())
     assert first != second
     wait_until(lambda: is_gone(first) and is_gone(second))
-
-
-TWICE = """
-@nano(**OPTIONS)
-def train(model): ...
-
-train(Line())
-if os.fork() == 0:
-    sys.exit()  # whose end is not that of the process which forks workers
-os.wait()
-train(Line())
-from nano_loop.distributed.launch_local import kept_server
-assert len(kept_server.kept()) == 1
-"""
-
-
-@pytest.mark.slow
-def test_nothing_is_left_open_when_the_caller_ends(tmp_path):
-    command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", LOOP + TWICE]
-    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
 """From wherever several processes are started, the loop finds what it needs in each and trains the caller's model."""
 
 import os
-import pty
-import select
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -14,7 +11,7 @@ import psutil
 import pytest
 from torch import nn
 
-from distributed.launch.started import LOOP, environment, run_cells, run_python
+from distributed.launch.started import LOOP, run_cells, run_python
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -88,55 +85,13 @@ def test_options_threads_and_warnings_that_the_user_has_chosen_hold_in_workers_o
 
 @pytest.mark.slow
 def test_functions_typed_at_a_prompt_train_and_the_prompt_goes_on(tmp_path):
-    prompt = Prompt(tmp_path)
-    try:
-        for block in LOOP.split("\n\n"):
-            prompt.enter(block)
-        prompt.enter("ours = parts(4); size = nano(**OPTIONS)(fit)(*ours)")
-        prompt.enter("print('found', size, weights(ours[0]) == alone(), 1 + 1)")
-        assert "\nfound 2 True 2" in prompt.leave()
-    finally:
-        prompt.close()
-
-
-class Prompt:
-    """An interactive Python at a separate terminal."""
-
-    def __init__(self, folder):
-        self.terminal, theirs = pty.openpty()
-        variables = environment(TERM="dumb", PYTHON_BASIC_REPL=1, PYTHONSTARTUP=None, PYTHON_HISTORY=os.devnull)
-        self.process = subprocess.Popen(
-            [sys.executable, "-i", "-q"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=variables
-        )
-        os.close(theirs)
-        self.shown = ""
-        self._await(1)
-
-    def enter(self, block):
-        """Type some lines and an empty one, and wait until it asks for more."""
-        for line in [*block.strip().split("\n"), ""]:
-            asked = self._asked()
-            os.write(self.terminal, line.encode() + b"\n")
-            self._await(asked + 1)
-
-    def leave(self):
-        """End it, and return all that was shown."""
-        os.write(self.terminal, b"exit()\n")
-        assert self.process.wait(timeout=20) == 0
-        return self.shown.replace("\r", "")
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-        os.close(self.terminal)
-
-    def _asked(self):
-        return self.shown.count(">>> ") + self.shown.count("... ")
-
-    def _await(self, count):
-        while self._asked() < count:
-            assert select.select([self.terminal], [], [], 60)[0], self.shown
-            self.shown += os.read(self.terminal, 1 << 16).decode()
+    typed = LOOP.replace("\n\n", "\n\n\n") + (
+        "ours = parts(4); size = nano(**OPTIONS)(fit)(*ours)\n"
+        "print(json.dumps([size, weights(ours[0]) == alone(), 1 + 1]))\n"
+    )
+    variables = {"PYTHON_BASIC_REPL": 1, "PYTHONSTARTUP": None, "PYTHON_HISTORY": os.devnull}
+    found, _ = run_python("-i", "-q", folder=tmp_path, stdin=typed, **variables)
+    assert found == [2, True, 2]
 
 
 # --- from a notebook ---

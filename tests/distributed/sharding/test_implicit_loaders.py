@@ -125,18 +125,6 @@ def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(tea
     assert team(2)(loop) == [[5, 5, 5, 5, 5, 5, 3, 3, 5]] * 2
 
 
-def test_rank_0_may_evaluate_alone_on_a_loader_of_its_own(team):
-    def loop(ranks, step, model):
-        count = 0
-        if ranks.rank == 0:
-            loader = DataLoader(numbers(), 4)
-            model.eval()
-            count = len(loader) + len(seen(loader))
-        return count
-
-    assert in_run(team, loop) == [10, 0]
-
-
 def test_shard_of_a_setup_after_the_first_iteration_counts(team):
     def loop(ranks, step, model):
         loader = DataLoader(numbers(), 4)

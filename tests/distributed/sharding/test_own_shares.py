@@ -72,6 +72,9 @@ DIVIDED = {
     "single items": lambda rank: DataLoader(Asking(), batch_size=None),
     "data pipe": lambda rank: DataLoader(ShardingFilter(IterableWrapper(range(20))), 5),
     "DistributedSampler": lambda rank: DataLoader(numbers(), 5, sampler=DistributedSampler(numbers(), shuffle=False)),
+    "DistributedSampler in another": lambda rank: DataLoader(
+        numbers(), batch_sampler=BatchSampler(DistributedSampler(numbers(), shuffle=False), 5, False)
+    ),
 }
 
 
@@ -89,7 +92,7 @@ def test_data_that_the_loop_has_divided_is_not_divided_again(team, name, found):
         length = None if isinstance(loader.dataset, IterableDataset) else len(loader)
         return [[*flat(epoch)] for epoch in epochs], told and told.code, length
 
-    is_known = name == "DistributedSampler"  # without a comparison
+    is_known = name.startswith("DistributedSampler")  # without a comparison
     length = 10 if name == "single indices" else 2
     for rank, (epochs, code, own_length) in enumerate(team(2)(loop, DIVIDED[name])):
         assert epochs == [[*range(rank, 20, 2)]] * 2

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import multiprocessing
-import os
 import random
 import sys
 import threading
@@ -28,7 +27,6 @@ from torch.utils.data import (
 )
 
 from nano_loop.data.workers import BoundWorker
-from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.sharding.sharding import BatchSharding
 from nano_loop.patching.objects.loaders import changed
 
@@ -427,7 +425,7 @@ def eval_loop(loader, model):
 
 
 @pytest.mark.parametrize("loop", [no_grad_loop, inference_loop, eval_loop])
-@pytest.mark.parametrize("name", ["in order", "shuffled", "stream", "stream with workers"])
+@pytest.mark.parametrize("name", ["shuffled", "stream with workers"])
 def test_evaluation_sees_the_whole_loader_on_every_rank(team, name, loop):
     make = {**LOADERS, **STREAMS}[name]
 
@@ -487,23 +485,6 @@ def test_a_persistent_loader_is_whole_and_shared_in_turn(team):
 
     plain = plain_epochs(LOADERS["in order"], 1)[0][0]
     assert team(2)(loop) == [(plain, share, True) for share in shares_of(plain, 2)]
-
-
-@pytest.mark.parametrize("make", [LOADERS["in order"], STREAMS["stream"]])
-def test_asked_for_sharing_and_wholeness_win_over_modes(team, make):
-    def loop(ranks):
-        model, counts = nn.Linear(1, 1).eval(), []
-        for shard in (True, False):
-            with sharing(ranks, make(), models=[model], shard=shard) as loader:
-                with torch.no_grad():
-                    counts.append(len(list(loader)))
-                counts.append(len(list(loader)))
-                model.train()
-                counts.append(len(list(loader)))
-                model.eval()
-        return counts
-
-    assert team(2)(loop) == [[3, 3, 3, 6, 6, 6]] * 2
 
 
 # --- streams ---
@@ -588,22 +569,6 @@ def test_what_the_loop_changes_in_a_sampler_counts_from_then_on_and_alike(team):
         return seen
 
     assert team(2)(loop) == [[0, 1, 7, 8, 14, 15]] * 2
-
-
-@sizes
-def test_distributed_sampler_of_the_users_is_left_alone(team, size):
-    def loop(ranks, wrapped):
-        sampler = DistributedSampler(Numbers(12), ranks.size, ranks.rank, shuffle=False)
-        if wrapped:
-            made = DataLoader(Numbers(12), batch_sampler=BatchSampler(sampler, 2, False))
-        else:
-            made = DataLoader(Numbers(12), sampler=sampler)
-        with sharing(ranks, made) as loader:
-            positions = [int(each) for batch in loader for each in batch]
-            return positions, len(loader) == len(sampler) // (2 if wrapped else 1)
-
-    for wrapped in (False, True):
-        assert team(size)(loop, wrapped) == [(list(range(rank, 12, size)), True) for rank in range(size)]
 
 
 def test_sampler_of_the_users_for_other_ranks_is_shared(team):
@@ -694,18 +659,6 @@ def pairs_of_epochs(way):
     return [[each for each in share for _ in (0, 1)] for share in outer], [inner[0][r] + inner[1][r] for r in (0, 1)]
 
 
-def test_cycle_enumerate_and_next_are_ordinary(team):
-    def loop(ranks):
-        with sharing(ranks, DataLoader(Numbers(8), 2)) as loader:
-            cycled = [batch.tolist() for batch in itertools.islice(itertools.cycle(loader), 3)]
-            return cycled, [number for number, _ in enumerate(loader)], next(iter(loader)).tolist()
-
-    assert team(2)(loop) == [
-        ([[0, 1], [4, 5], [0, 1]], [0, 1], [0, 1]),
-        ([[2, 3], [6, 7], [2, 3]], [0, 1], [2, 3]),
-    ]
-
-
 def test_a_thread_may_iterate(team):
     def loop(ranks):
         with sharing(ranks, DataLoader(Numbers(), 4, shuffle=True)) as loader:
@@ -716,28 +669,6 @@ def test_a_thread_may_iterate(team):
             return seen
 
     assert team(2)(loop) == by_rank(plain_epochs(LOADERS["shuffled"], 2)[0], 2)
-
-
-def test_subclasses_keep_their_own_ways(team):
-    def loop(ranks):
-        class Doubles(DataLoader):
-            def __init__(self, count, *, times):
-                self.times = times
-                super().__init__(Numbers(count), batch_size=2)
-
-            def __iter__(self):
-                for batch in super().__iter__():
-                    yield batch * self.times
-
-            def __len__(self):
-                return super().__len__() * 10
-
-        made = Doubles(8, times=3)
-        before = dict(vars(made))
-        with sharing(ranks, made) as loader:
-            return epochs(loader, 1)[0], len(loader), vars(loader) == before, type(loader) is Doubles
-
-    assert team(2)(loop) == [([[0, 3], [12, 15]], 20, True, True), ([[6, 9], [18, 21]], 20, True, True)]
 
 
 @pytest.mark.slow
@@ -754,35 +685,6 @@ def test_collate_and_workers_of_spawn_are_the_users(team):
 
 
 # --- workers ---
-
-
-class Bound(Dataset):
-    """Tells on which CPUs its worker may run, and what its init function has left."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.tensor([sorted(os.sched_getaffinity(0))[0], len(os.sched_getaffinity(0)), int(os.environ["INIT"])])
-
-
-def note_worker(worker):
-    os.environ["INIT"] = str(worker + 5)
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
-def test_workers_are_bound_and_the_users_init_function_runs(team):
-    def loop(ranks):
-        cpu = max(os.sched_getaffinity(0))
-        own = os.sched_getaffinity(0)
-        bound = Ranks(ranks.rank, ranks.size, loader_cpus=(cpu,))
-        bound.channel = ranks.channel
-        with sharing(bound, DataLoader(Bound(), num_workers=1, worker_init_fn=note_worker)) as loader:
-            seen = epochs(loader, 1)[0]
-        assert loader.worker_init_fn is note_worker
-        return seen == [[[cpu, 1, 5]]] * 2 and os.sched_getaffinity(0) == own
-
-    assert team(2)(loop) == [True, True]
 
 
 def test_cpus_that_are_not_to_be_had_stop_no_worker():

@@ -92,17 +92,3 @@ def test_a_run_within_a_run_shares_once(team):
 
     shares = [[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]
     assert team(2)(loop) == [(share, share, None, 5) for share in shares]
-
-
-def test_counts_of_an_evaluation_are_summed_over_ranks_with_shard_alone(team):
-    def loop(ranks):
-        loader, sharding = numbers(count=16), made(Sharding, ranks)
-        sums = []
-        for shard in (None, True):
-            sharding.apply(TrainingObjects(models=[nn.Linear(1, 1)], loaders=[loader], shard=shard))
-            with torch.no_grad():
-                sums.append(sum(ranks.gather(sum(map(len, seen(loader))))))
-        sharding.undo()
-        return sums
-
-    assert team(2)(loop) == [[32, 16]] * 2

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -75,21 +74,6 @@ def test_making_one_reads_no_launch_and_leaves_the_environment_alone(monkeypatch
     made = Fabric(**fabric_arguments("32-true", ALONE))
     assert made.world_size == 1
     assert dict(os.environ) == before
-
-
-@pytest.mark.slow
-def test_fabric_works_as_ever_beside_nano_loop():
-    program = textwrap.dedent("""
-        import torch, nano_loop
-        from lightning_fabric import Fabric
-        fabric = Fabric(accelerator="cpu", devices=1)
-        model = torch.nn.Linear(2, 1)
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1))
-        fabric.backward(model(torch.ones(1, 2)).sum())
-        optimizer.step()
-    """)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("rank_put_back")
