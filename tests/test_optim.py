@@ -59,19 +59,6 @@ def test_gradients_with_two_sparse_dimensions_are_stepped_too():
     torch.testing.assert_close(found, stepped(torch.optim.SparseAdam([theirs]), theirs, [gradient] * 3))
 
 
-def test_rosenbrock_is_minimized_from_sparse_gradients():
-    one = nn.Parameter(torch.tensor([1.5, 1.5]))
-    optimizer = SparseAdam([one], lr=4e-2)
-    start = (one.detach() - 1).norm()
-    for step in range(1800):
-        x, y = one.detach().double().tolist()
-        full = [-400 * x * (y - x**2) - 2 * (1 - x), 200 * (y - x**2)]
-        place = step % 2
-        one.grad = torch.sparse_coo_tensor([[place]], [full[place]], (2,), dtype=torch.float32, check_invariants=True)
-        optimizer.step()
-    assert (one.detach() - 1).norm() < start / 10
-
-
 def test_gradients_may_become_dense_and_sparse_again():
     one = parameter(6, 3)
     optimizer = SparseAdam([one])
@@ -101,12 +88,6 @@ def train(model, optimizer, steps=60):
         loss.backward()
         optimizer.step()
     return loss.item()
-
-
-def test_model_with_both_kinds_of_gradients_is_trained():
-    torch.manual_seed(0)
-    model = Recommender()
-    assert train(model, SparseAdam(model.parameters(), lr=0.3)) < 0.05
 
 
 def test_it_is_accelerated_like_any_other_optimizer():
@@ -141,19 +122,6 @@ def test_checkpoint_of_torch_s_sparse_adam_is_resumed():
     optimizer = SparseAdam([ours])
     optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
     torch.testing.assert_close(stepped(optimizer, ours, gradients), stepped(saved, theirs, gradients))
-
-
-def test_closure_is_called_with_gradients_enabled_and_its_loss_returned():
-    one = parameter(3)
-    optimizer = SparseAdam([one])
-
-    def closure():
-        loss = one.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) > 0
-    assert one.grad is not None
 
 
 def test_groups_have_their_own_rates_and_parameters_without_gradients_stay():

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import nano_loop
 from nano_loop import NanoConfigError
 from nano_loop.vision import patch_torch, unpatch_torch
 
@@ -42,13 +41,6 @@ def test_loops_get_the_same_batches_without_decoding_again(pictures, workers, de
     unpatch_torch()
     epochs(loader)
     assert workers or len(decodings) >= 2 * 20
-
-
-def test_public_names():
-    assert nano_loop.patch_torch is patch_torch
-    assert nano_loop.unpatch_torch is unpatch_torch
-    with pytest.raises(AttributeError, match="no attribute 'patch'"):
-        nano_loop.vision.patch  # noqa: B018
 
 
 def test_cuda_too():

@@ -20,7 +20,6 @@ from PIL import Image
 from nano_loop.data.images import entries, lifetime
 from nano_loop.data.images.entries import ImageEntry
 from nano_loop.data.images.store import Store
-from nano_loop.distributed.launch import abandoned
 from nano_loop.errors import NanoError
 
 KEYS = [f"{number:02x}" + "0" * 38 for number in range(6)]
@@ -105,19 +104,6 @@ def test_damaged_entry_is_made_anew(tmp_path, damage):
     assert "damaged" in store.notes()[0]
     store.put(KEYS[2], entry(2))
     assert_right(store, len(KEYS))
-
-
-@pytest.mark.parametrize("shape", [(90_000, 90_000, 3), (40, 50, 2), (1, 2001, 1), (0, 0, 0)])
-def test_entry_whose_size_is_another_is_made_anew(tmp_path, monkeypatch, shape):
-    store = Store(tmp_path, None, sums=True)
-    with monkeypatch.context() as patched:
-        pack = entries._HEAD.pack
-        patched.setattr(entries, "_HEAD", Mock(pack=lambda key, *size: pack(key, *shape, size[-1])))
-        store.put(KEYS[0], entry(0))
-    assert store.get(KEYS[0]) is None
-    assert not (tmp_path / KEYS[0][:2] / KEYS[0][2:]).exists()
-    store.put(KEYS[0], entry(0))
-    assert_right(store, 1)
 
 
 @pytest.mark.parametrize(
@@ -206,29 +192,6 @@ def test_process_that_is_killed_while_it_writes_leaves_no_entry(tmp_path):
     assert_right(store, len(KEYS))
 
 
-def fill_many_times(folder, errors):
-    store = Store(folder, None, sums=True)
-    for _ in range(40):
-        fill(store)
-        assert_right(store)
-        for key in KEYS[::2]:
-            (folder / key[:2] / key[2:]).unlink(missing_ok=True)
-    errors.put(store.notes())
-
-
-def test_processes_that_write_the_same_entries_at_once(tmp_path):
-    context = multiprocessing.get_context("fork")
-    errors = context.SimpleQueue()
-    writers = [context.Process(target=fill_many_times, args=(tmp_path, errors)) for _ in range(3)]
-    for each in writers:
-        each.start()
-    for each in writers:
-        each.join()
-    assert [each.exitcode for each in writers] == [0, 0, 0]
-    assert all(errors.get() == [] for _ in writers)
-    assert not [*tmp_path.rglob("unfinished*")]
-
-
 class Data(torch.utils.data.Dataset):
     pass
 
@@ -269,22 +232,6 @@ def test_forked_process_has_a_cache_of_its_own_and_does_not_delete_the_other():
     process.join()
     assert process.exitcode == 0
     assert_right(store, len(KEYS))
-
-
-def test_cache_of_a_process_that_was_killed_is_deleted_by_the_next():
-    program = """if True:
-        import os
-        from nano_loop.data.images.lifetime import store_for
-        class Data: pass
-        data = Data()
-        print(store_for([data], 1 << 20).folder, flush=True)
-        os.kill(os.getpid(), 9)
-    """
-    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    folder = Path(killed.stdout.strip())
-    assert folder.exists()
-    abandoned.delete_abandoned(folder.parent, "nano_loop-images-")
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize("size", [(9, 7), (1, 1), (0, 3)])

@@ -43,11 +43,6 @@ def test_each_worker_has_called_it_before_it_reads_the_arguments(registered):
     assert sys.modules[NAME].calls == [os.getpid()], "and not in the caller's process"
 
 
-def test_without_it_the_arguments_cannot_be_read(registered):
-    with pytest.raises(NanoWorkerError, match=f"rank 1 raised ModuleNotFoundError: No module named '{NAME}'"):
-        nano(**small.OPTIONS)(lambda model, thing: None)(nn.Linear(1, 1), registered.Registered())
-
-
 def fails():
     raise LookupError("no such library")
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from distributed.shared_memory import transports
-from distributed.shared_memory.transports import averaged, opened, random_list
+from distributed.shared_memory.transports import opened
 from nano_loop.distributed.comm.packing import pack, signature
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_ring import LocalShard
@@ -76,32 +76,6 @@ def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rou
         return wrong
 
     assert team(size)(run) == [[]] * size
-
-
-@pytest.mark.parametrize("stalling", ["fill", "empty", "LocalShard.average"])
-def test_a_rank_that_stalls_anywhere_is_waited_for(team, tmp_path, stalling):
-    def run(ranks):
-        from nano_loop.distributed.comm import packing
-        from nano_loop.distributed.shared_memory import shared_ring
-
-        place = shared_ring.LocalShard if stalling == "LocalShard.average" else packing.Places
-        name = stalling.rpartition(".")[2]
-        original, naps = getattr(place, name), random.Random(ranks.rank)
-
-        def stall(*args):
-            if naps.random() < 0.2:
-                time.sleep(0.003)
-            original(*args)
-
-        setattr(place, name, stall)
-        try:
-            return averaged(ranks, KIND, tmp_path, range(20, 40))
-        finally:
-            setattr(place, name, original)
-
-    by_rank = team(2)(run)
-    for number, seed in enumerate(range(20, 40)):
-        transports.assert_means([each[number] for each in by_rank], [random_list(seed, rank) for rank in range(2)])
 
 
 def test_more_lists_than_plans_are_kept(team, tmp_path):

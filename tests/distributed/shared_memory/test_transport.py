@@ -1,9 +1,6 @@
 """Both transports give the means of what the ranks have, the same to the bit everywhere."""
 
-import os
-import signal
 import sys
-from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -134,30 +131,6 @@ def test_a_large_list_in_chunks_of_the_usual_size(team, tmp_path, kind):
     results = team(2)(run)
     assert [alike for alike, _ in results] == [True, True]
     assert_means([first for _, first in results], [make(0), make(1)])
-
-
-@pytest.mark.slow
-@kinds
-def test_a_rank_that_is_killed_ends_the_wait_of_the_others(team, tmp_path, kind):
-    def run(ranks):
-        transport, pids = opened(kind, ranks, tmp_path), ranks.gather(os.getpid())
-
-        def check():
-            if Path(f"/proc/{pids[1]}/stat").read_text().split()[2] == "Z":
-                raise ProcessLookupError("rank 1 was killed")
-
-        ranks.check = check
-        for turn in range(100):
-            if turn == 50 and ranks.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            transport.average([torch.ones(1000)])
-
-    with pytest.raises(AssertionError) as caught:
-        team(2)(run)
-    assert "rank 1: is gone" in str(caught.value)
-    expected = "rank 1 was killed" if kind == "shared memory" else "rank 0: Traceback"
-    assert expected in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_buffers_are_used_again(team):
