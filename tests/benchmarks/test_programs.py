@@ -49,7 +49,7 @@ PROGRAMS = {
         {r"\| `_log_softmax` \| forward \| 1 \|": 1, "_fused_adamw_": ..., r"^\| OWNconvolution \|": ..., "addmm": 0},
     ),
     "shapes --quick --threads 1 --only 'VAE: Linear'": (0, {r"\| VAE \| Linear\(784, 400\) \| 128 × 784 \|": ...}),
-    "least_sizes --rounds 2 --seconds 0.001 --only policy": (0, {r"\n\|": 3}),
+    "least_sizes --rounds 2 --seconds 0.001 --only policy": (0, {r"^\| policy \|": 1}),
     "training --only char_gpt --seeds 1 --modes fp32,bf16-true '--char-gpt=TINY'": (
         0,
         {r"^\| char_gpt \| fp32 \|": 1, r"^\| char_gpt \| bf16-true \|": 1},

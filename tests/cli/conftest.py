@@ -24,12 +24,27 @@ CLEAN = {
 
 @pytest.fixture(scope="session")
 def machines(tmp_path_factory):
-    """Give a function that unpacks a recorded machine once, hundreds of files, and gives its root folder."""
-    return functools.cache(lambda name: unpack(f"{name}.txt", tmp_path_factory.mktemp(name)))
+    """Give a function that makes the files of a recorded machine, with others, and gives their root folder.
+
+    They are hundreds, and made once for all that is found on the same.
+    """
+    recorded = functools.cache(lambda name: unpack(f"{name}.txt", tmp_path_factory.mktemp(name)))
+
+    @functools.cache
+    def root_of(name, files):
+        machine, root = recorded(name), tmp_path_factory.mktemp("root")
+        shutil.copytree(machine / "proc", root / "proc")
+        shutil.copytree(machine / "sys", root / "sys", ignore=shutil.ignore_patterns("devices"))
+        (root / "sys/devices").symlink_to(machine / "sys/devices")
+        for path, text in files:
+            write(root, path, text)
+        return root
+
+    return root_of
 
 
 @pytest.fixture
-def inspect(tmp_path, machines):
+def inspect(machines):
     """Give a function that inspects the machine, with other files, another environment or other packages."""
 
     def inspect(
@@ -41,14 +56,8 @@ def inspect(tmp_path, machines):
         instruction_sets=None,
         **replaced,
     ):
-        recorded, root = machines(machine), tmp_path / "root"
-        shutil.copytree(recorded / "proc", root / "proc")
-        shutil.copytree(recorded / "sys", root / "sys", ignore=shutil.ignore_patterns("devices"))
-        (root / "sys/devices").symlink_to(recorded / "sys/devices")
-        for path, text in {**CLEAN, **(files or {})}.items():
-            write(root, path, text)
+        root = machines(machine, (*{**CLEAN, **(files or {})}.items(),))
         found = inspect_system(root, environ or {}, Host(affinity=affinity))
-        shutil.rmtree(root)
         memory = dataclasses.replace(found.memory, shared=shared)
         if instruction_sets is not None:
             machine = dataclasses.replace(found.machine, instruction_sets=frozenset(instruction_sets))
