@@ -64,6 +64,12 @@ FAULTS = (
         "tests/cli",
     ),
     Fault(
+        "cli/script_options.py",
+        "place += 1 + (args[place] in with_values)",
+        "place += 1",
+        "tests/cli/test_run.py",
+    ),
+    Fault(
         "compile/blocks.py",
         "    return len(list(module.modules())) > 2 and",
         "    return",
@@ -189,6 +195,18 @@ FAULTS = (
         "tests/distributed/test_rank_slot.py",
     ),
     Fault(
+        "distributed/comm/process_group_channel.py",
+        "        if len(long) == 1:",
+        "        if long:",
+        "tests/distributed/shared_memory/test_shared_channel.py",
+    ),
+    Fault(
+        "distributed/data_parallel/agreement.py",
+        "        if any(norm for _, norm in gradients):",
+        "        if True:",
+        "tests/distributed/data_parallel/test_agreement.py",
+    ),
+    Fault(
         "distributed/data_parallel/gradients.py",
         "values = torch.cat([gradient.values() for gradient in parts]) / ranks.size",
         "values = torch.cat([gradient.values() for gradient in parts])",
@@ -211,6 +229,18 @@ FAULTS = (
         "            return _descriptor(overlay.new(key), flags | os.O_CREAT, S_IMODE(status.st_mode))",
         "            return _descriptor(key, flags | os.O_CREAT, S_IMODE(status.st_mode))",
         "tests/distributed/files/test_writers.py",
+    ),
+    Fault(
+        "distributed/files/shards.py",
+        "        return status is None or self.own(key, status) or status",
+        "        return status is not None or status is None or status",
+        "tests/distributed/files/test_shards.py",
+    ),
+    Fault(
+        "distributed/launch/ending.py",
+        "    if failure is not None and failure.kind <= Kind.LATE:",
+        "    if False:",
+        "tests/distributed/launch/test_workers.py",
     ),
     Fault(
         "distributed/launch/failure.py",
