@@ -157,7 +157,7 @@ def loss_of(model, batch):
 @pytest.mark.parametrize(
     ("precision", "channels_last", "kinds"),
     [
-        *((*each, KINDS[::4]) for each in MAIN),
+        *((*each, KINDS[::6]) for each in MAIN),
         *(pytest.param(*each, KINDS, marks=pytest.mark.slow) for each in (*MAIN, *OTHERS)),
     ],
     ids=lambda each: f"{len(each)} kinds" if isinstance(each, list) else str(each),
@@ -179,7 +179,7 @@ def test_sound_models_are_not_accused(precision, channels_last, kinds):
 @pytest.mark.parametrize("precision", ["bf16", 32, *(pytest.param(p, marks=pytest.mark.slow) for p in (16, "auto"))])
 def test_weight_that_is_off_by_5_percent_is_found_in_each_precision(precision):
     settings, missed = Settings.read({"precision": precision, "num_processes": 1}), []
-    for seed, (kind, arguments) in enumerate(KINDS[::4]):
+    for seed, (kind, arguments) in enumerate(KINDS[::6]):
         model, batch = made(kind, arguments, seed)
         name = next(name for name, weight in model.named_parameters() if weight.dim() > 1)
 

@@ -50,6 +50,13 @@ def rank():
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
+def everywhere(value):
+    """The values of both ranks, on each."""
+    gathered = [None, None]
+    distributed.all_gather_object(gathered, value)
+    return gathered
+
+
 def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 

@@ -1,9 +1,7 @@
 """Values that travel between ranks arrive whole, everywhere."""
 
-import sys
 import time
 
-import cloudpickle
 import pytest
 import torch
 from torch import distributed
@@ -11,9 +9,6 @@ from torch import distributed
 from nano_loop.distributed.comm.ranks import ALONE, Ranks, by_host, wait_until
 from nano_loop.distributed.launch.group import gradient_group
 from nano_loop.errors import NanoError, NanoWorkerError, RankLateError
-
-# The processes of a team do not find the tests' modules by name.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def test_alone_everything_stays_what_it_is():

@@ -408,7 +408,6 @@ FAULTS = [
             words=("rank 1 ended with the process that it was forked from", "was killed or has failed", "see dmesg"),
             rank=1,
             begins=True,
-            quick=name == "KILL" and phase == EPOCH,
         )
         for name in ("KILL", "TERM")
         for when, phase, commit in (

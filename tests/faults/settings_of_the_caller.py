@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,31 +35,27 @@ def _raises(*arguments):
 
 
 @contextlib.contextmanager
-def _traced():
-    before = sys.gettrace()
-    sys.settrace(lambda frame, event, argument: None)
+def _undone(do, undo):
+    """Do something for the body."""
+    do()
     try:
         yield
     finally:
-        sys.settrace(before)
+        undo()
 
 
-@contextlib.contextmanager
-def _without_garbage_collection():
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@contextlib.contextmanager
 def _handled(number, handler):
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
+    return _undone(partial(signal.signal, number, handler), partial(signal.signal, number, signal.getsignal(number)))
+
+
+def _path(*entries):
+    return attribute(sys, "path", [*entries, *sys.path])
+
+
+def _thread():
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    return _undone(thread.start, lambda: (stop.set(), thread.join()))
 
 
 @contextlib.contextmanager
@@ -71,18 +68,6 @@ def _faulthandler():
 
 
 @contextlib.contextmanager
-def _thread():
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-@contextlib.contextmanager
 def _deleted_working_folder():
     before, folder = os.getcwd(), Path(os.environ["TMPDIR"]) / "working"
     folder.mkdir()
@@ -92,16 +77,6 @@ def _deleted_working_folder():
         yield
     finally:
         os.chdir(before)
-
-
-@contextlib.contextmanager
-def _path(*entries):
-    before = [*sys.path]
-    sys.path[:0] = entries
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 @contextlib.contextmanager
@@ -182,8 +157,11 @@ _RAISES = at(1, 3, raising(ValueError, "a bad batch"))
 _HOOKS = [
     ("sys.excepthook raises", lambda: attribute(sys, "excepthook", _raises)),
     ("threading.excepthook raises", lambda: attribute(threading, "excepthook", _raises)),
-    ("sys.settrace is in use", _traced),
-    ("garbage collection is disabled", _without_garbage_collection),
+    (
+        "sys.settrace is in use",
+        lambda: _undone(lambda: sys.settrace(lambda *_: None), partial(sys.settrace, sys.gettrace())),
+    ),
+    ("garbage collection is disabled", lambda: _undone(gc.disable, gc.enable)),
     ("SIGCHLD is ignored", lambda: _handled(signal.SIGCHLD, signal.SIG_IGN)),
     ("SIGPIPE ends the process", lambda: _handled(signal.SIGPIPE, signal.SIG_DFL)),
     ("SIGTERM is handled by the program", lambda: _handled(signal.SIGTERM, lambda *arguments: None)),

@@ -1,10 +1,8 @@
 """Averaging that overlaps with the backward computes, to the bit, what averaging after it does."""
 
 import gc
-import sys
 import weakref
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -13,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from nano_loop.distributed.data_parallel.averaging import Averaging
 from nano_loop.distributed.data_parallel.buckets import GroupTransport, Overlap
 from nano_loop.distributed.launch.group import gradient_group
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 STEPS = 6
 #: After so many averagings that were begun for nothing, it is not tried again.

@@ -1,6 +1,5 @@
 """Checkpoints under several processes: rank 0 saves the caller's, and a worker loads what it has saved itself."""
 
-import functools
 import os
 
 import pytest
@@ -15,12 +14,6 @@ from nano_loop import nano
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 two = nano(**small.OPTIONS)
-
-
-def gathered(value):
-    values = [None, None]
-    torch.distributed.all_gather_object(values, value)
-    return values
 
 
 class Cached(Dataset):
@@ -40,33 +33,27 @@ class Cached(Dataset):
         return torch.load(file)[0].item(), found, torch.rand(1 << 16)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("saved")
-
-
-@functools.cache
-def found(folder):
-    """What two ranks load from what they save in one run. The first test to ask has it run."""
+def test_each_rank_loads_what_it_has_saved_and_the_caller_has_rank_0_s(tmp_path):
+    folder = tmp_path
 
     def train(model, by_name, rename, opened):
         return {
             "more often": saving_more_often(),
             "rank 0's": saved_by_rank_0(),
             "by name": saving_by_name(by_name, rename, opened),
-            "loader": gathered(loading() if small.rank() == 1 else None),
+            "loader": small.everywhere(loading() if small.rank() == 1 else None),
         }
 
     def saving_more_often():
         for time in range(1 + small.rank()):  # as where the loss of a rank's own batches decides
             torch.save(time, folder / "often.pt")
-        return gathered(torch.load(folder / "often.pt"))
+        return small.everywhere(torch.load(folder / "often.pt"))
 
     def saved_by_rank_0():
         if small.rank() == 0:
             torch.save("rank 0's", folder / "guarded.pt")
         torch.distributed.barrier()
-        return gathered(torch.load(folder / "guarded.pt"))
+        return small.everywhere(torch.load(folder / "guarded.pt"))
 
     def saving_by_name(by_name, rename, opened):
         own = ("first", "second")[small.rank()]
@@ -75,7 +62,7 @@ def found(folder):
         with opened(folder / f"new {own}", "w") as file:
             file.write("x")
         rename(file.name, folder / f"opened {own}")
-        return gathered(sorted(os.listdir(folder)))
+        return small.everywhere(sorted(os.listdir(folder)))
 
     @torch.no_grad()  # for one rank alone iterates the loader, which is divided otherwise
     def loading():
@@ -84,27 +71,15 @@ def found(folder):
         epochs = [[*DataLoader(samples, num_workers=1, batch_size=None)] for _ in range(2)]
         return [[[each[0] for each in epoch], [each[1] for each in epoch]] for epoch in epochs]
 
-    return two(train)(nn.Linear(1, 1), save_by_name, os.replace, open)
-
-
-def test_worker_that_saves_more_often_than_rank_0_loads_its_own(folder):
-    assert found(folder)["more often"] == [0, 1]
-
-
-def test_file_that_rank_0_alone_has_saved_is_loaded_from_there(folder):
-    assert found(folder)["rank 0's"] == ["rank 0's"] * 2
-
-
-def test_functions_that_travel_write_private_copies_in_a_worker(folder):
-    by_name = found(folder)["by name"]
+    found = two(train)(nn.Linear(1, 1), save_by_name, os.replace, open)
+    assert found["more often"] == [0, 1], "a worker that saves more often loads its own"
+    assert found["rank 0's"] == ["rank 0's"] * 2, "what rank 0 alone has saved"
+    by_name = found["by name"]
     assert {"argument second", "imported second", "opened second"} <= set(by_name[1])
     assert {"argument first", "imported first", "opened first"} <= set(by_name[0])
     files = ["argument first", "guarded.pt", "imported first", "often.pt", "opened first"]
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == files
-
-
-def test_loader_workers_write_to_the_folder_of_their_rank_and_share_tensors(folder):
-    first, second = found(folder)["loader"][1]
-    assert first == [[*range(6)], [False] * 6]
+    first, second = found["loader"][1]
+    assert first == [[*range(6)], [False] * 6], "a loader's workers write to the folder of their rank"
     assert second == [[*range(6)], [True] * 6]
     assert not (folder / "cache").exists()

@@ -65,13 +65,14 @@ def real(folder):
 
 
 def test_parts_are_moved_and_what_rank_0_lacks_or_has_itself_stays_private(folder):
-    for name in ("0.pt", "chunk 0 0", "both 0", "both 1", "late 1"):
+    theirs = ("0.pt", "chunk 0 0", "both 0", "both 1", "late 0", "late 1")
+    for name in theirs:
         rank_0(name)
     for name in ("1.pt", "chunk 1 0", "chunk 1 7", "both 0", "both 1", "late 1", "alone 1"):
         Path(name).write_text("of rank 1")
     of_this_rank().move()
     own = dict.fromkeys(("1.pt", "chunk 1 0", "chunk 1 7"), "of rank 1")
-    assert real(folder) == dict.fromkeys(("0.pt", "chunk 0 0", "both 0", "both 1", "late 1"), "of rank 0") | own
+    assert real(folder) == dict.fromkeys(theirs, "of rank 0") | own
     assert {path.name: path.read_text() for path in folder.iterdir() if "1" in path.name} == own | dict.fromkeys(
         ("both 1", "late 1", "alone 1"), "of rank 1"
     )

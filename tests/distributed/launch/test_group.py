@@ -93,9 +93,7 @@ def test_gloo_that_is_asked_for_is_on_the_loopback_alone_whatever_the_environmen
         groups = distributed.get_backend(), distributed.new_group([0, 1], backend="gloo")
         distributed.barrier(group=groups[1])
         found = [each.laddr.ip for each in psutil.Process().net_connections("inet")]
-        gathered = [None, None]
-        distributed.all_gather_object(gathered, (groups[0], found))
-        return gathered
+        return small.everywhere((groups[0], found))
 
     for name in ("lo-that-is-not-there", "eth0"):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)

@@ -20,12 +20,6 @@ from nano_loop import NanoError, TorchNano, nano
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def everywhere(value):
-    gathered = [None, None]
-    distributed.all_gather_object(gathered, value)
-    return gathered
-
-
 def tensors(found):
     return [each.tolist() for each in found]
 
@@ -153,7 +147,7 @@ def test_functions_of_torch_distributed_give_what_they_are_documented_to_give():
     def train(model):
         rank = distributed.get_rank()
         asked = (reductions, moved, refused, groups, sampled, wrapped)
-        return everywhere({each.__name__: each(rank) for each in asked})
+        return small.everywhere({each.__name__: each(rank) for each in asked})
 
     first, second = nano(**small.OPTIONS)(train)(nn.Linear(1, 1))
     assert second["reductions"] == REDUCED
@@ -190,7 +184,9 @@ def test_fabric_s_collectives_and_buffers_of_every_dtype_reach_all_ranks():
             values = {name: each.float() for name, each in model.named_buffers() if name.startswith("b")}
             values |= {"scale": model.quantized.q_scale(), "quantized": model.quantized.dequantize()}
             values["sparse"] = model.sparse.to_dense()
-            return everywhere((values, mean.tolist(), stacked.tolist(), self.broadcast({"a": self.global_rank}, 1)))
+            return small.everywhere(
+                (values, mean.tolist(), stacked.tolist(), self.broadcast({"a": self.global_rank}, 1))
+            )
 
     for values, mean, stacked, broadcast in Loop(**small.OPTIONS).train():
         for number, dtype in enumerate(BUFFERS):
@@ -227,7 +223,7 @@ def test_parameter_without_memory_is_refused_by_name_on_every_rank():
 def test_ranks_of_one_host_have_no_socket_that_another_user_could_connect_to():
     def train(model, optimizer, loader):
         steps = small.fit(model, optimizer, loader)
-        everywhere("values of the user's")
+        small.everywhere("values of the user's")
         time.sleep(0.5)  # for whoever looks for a socket
         distributed.barrier()
         return steps

@@ -12,7 +12,7 @@ import pytest
 import torch
 from leaks import affinity_masks
 from loops import wrappers
-from torch import distributed, nn
+from torch import nn
 
 import nano_loop
 from distributed import small
@@ -79,7 +79,12 @@ def test_run_in_the_environment_of_a_launcher_gives_back_rank_0_s_and_leaves_the
         numbers = drawn()
         losses.append(small.rank())
         notes["rank"] = small.rank()
-        return model, small.rank(), numbers, everywhere({name: os.environ.get(name) for name in (*VARIABLES, "PATH")})
+        return (
+            model,
+            small.rank(),
+            numbers,
+            small.everywhere({name: os.environ.get(name) for name in (*VARIABLES, "PATH")}),
+        )
 
     given, losses, notes, hook = [], [], {}, sys.excepthook
 
@@ -207,12 +212,6 @@ def test_patch_of_cuda_holds_in_workers_and_model_and_optimizer_are_freed_withou
 # --- what is drawn, set and shown ---
 
 
-def everywhere(value):
-    gathered = [None, None]
-    distributed.all_gather_object(gathered, value)
-    return gathered
-
-
 class Adjoint(torch.autograd.Function):
     """Calls a model inside a backward of the program's own, as solvers of differential equations do."""
 
@@ -242,7 +241,7 @@ def test_ranks_draw_the_same_numbers_until_training_begins_and_others_from_then_
     def train(model, loader):
         before = drawn()
         BEGINNINGS[begins_with](model, loader)
-        return everywhere((before, drawn()))
+        return small.everywhere((before, drawn()))
 
     model, _, loader = small.parts()
     first, second = results = seeded(two(train), model, loader)
@@ -255,7 +254,7 @@ def test_ranks_of_a_loop_that_seeds_itself_draw_what_it_has_chosen():
     def train(model):
         torch.manual_seed(9)
         model(torch.ones(1, 3))
-        return everywhere(torch.rand(1).item())
+        return small.everywhere(torch.rand(1).item())
 
     first, second = two(train)(small.parts()[0])
     assert first == second
@@ -264,7 +263,7 @@ def test_ranks_of_a_loop_that_seeds_itself_draw_what_it_has_chosen():
 def test_settings_of_torch_travel():
     def settings(model):
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return everywhere((torch.get_default_dtype(), deterministic, torch.is_grad_enabled()))
+        return small.everywhere((torch.get_default_dtype(), deterministic, torch.is_grad_enabled()))
 
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
@@ -346,7 +345,7 @@ def test_dropout_draws_masks_of_its_own_on_each_rank_and_in_each_step(precision,
             model(torch.ones(count)).sum().backward()
             optimizer.step()
             kept.append(model.kept)
-        return [each for kept in everywhere(kept) for each in kept]
+        return [each for kept in small.everywhere(kept) for each in kept]
 
     model = Dropping()
     torch.manual_seed(0)
@@ -363,7 +362,7 @@ def masks_inside(model, optimizer, loader):
     """The masks of the ranks' threads, their thread counts, and the masks of loader workers, by rank."""
     workers = [tuple(worker.tolist()) for x, worker in loader]
     masks = set(map(tuple, map(sorted, affinity_masks().values())))
-    return everywhere((masks, torch.get_num_threads(), set(workers)))
+    return small.everywhere((masks, torch.get_num_threads(), set(workers)))
 
 
 class MaskOfWorker(torch.utils.data.Dataset):
@@ -433,7 +432,7 @@ class Several(TorchNano):
                     one.step()
                     one.zero_grad()
             del model, optimizer, loader, loss
-        return everywhere((sum(reference() is not None for reference in alive), small.weights(first[0]).tolist()))
+        return small.everywhere((sum(reference() is not None for reference in alive), small.weights(first[0]).tolist()))
 
 
 @pytest.mark.parametrize("precision", [32, pytest.param("bf16", marks=pytest.mark.slow)])

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from torch import distributed
 
 from distributed import small
 from distributed.launch.started import LOOP, environment
@@ -22,15 +21,9 @@ from nano_loop.distributed.launch_local import kept_server as servers
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def everywhere(value):
-    found = [None, None]
-    distributed.all_gather_object(found, value)
-    return found
-
-
 def run(task, **options):
     def train(model):
-        return everywhere(task())
+        return small.everywhere(task())
 
     return nano(**small.OPTIONS | options)(train)(torch.nn.Linear(1, 1))
 

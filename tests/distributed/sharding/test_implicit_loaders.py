@@ -2,11 +2,9 @@
 
 import gc
 import multiprocessing
-import sys
 import threading
 import weakref
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -29,8 +27,6 @@ from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import StepContext
 from nano_loop.steps.sharding import Sharding
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
 
 
 class Stream(IterableDataset):

@@ -1,16 +1,11 @@
 """Loaders whose class iterates by itself are divided like others, and their lengths agree with what is delivered."""
 
-import sys
-
-import cloudpickle
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from distributed.sharding.test_implicit_loaders import in_run, numbers, seen, sharding_of
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
 
 
 class Repeated:

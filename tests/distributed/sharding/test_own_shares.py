@@ -2,10 +2,8 @@
 
 import itertools
 import random
-import sys
 import warnings
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -24,8 +22,6 @@ from torch.utils.data.datapipes.iter import IterableWrapper, ShardingFilter
 from distributed.sharding.test_implicit_loaders import Stream, in_run, numbers, seen, sharding_of
 from nano_loop.patching import user_code
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
 
 
 class OfRank(Sampler):

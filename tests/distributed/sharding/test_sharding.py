@@ -4,10 +4,8 @@ import contextlib
 import itertools
 import multiprocessing
 import random
-import sys
 import threading
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -29,8 +27,6 @@ from torch.utils.data import (
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.sharding.sharding import BatchSharding
 from nano_loop.patching.objects.loaders import changed
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
 
 # --- loaders ---
 

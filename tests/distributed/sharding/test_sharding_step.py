@@ -1,8 +1,5 @@
 """Ranks share loaders out for as long as the run of their step lasts, with fast_fetch too."""
 
-import sys
-
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -15,8 +12,6 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import StepContext
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.sharding import Sharding
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
 
 
 def numbers(count=10, **options):

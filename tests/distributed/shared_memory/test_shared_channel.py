@@ -2,13 +2,11 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from functools import partial
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 
@@ -18,9 +16,6 @@ from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_file import make, map_whole
 from nano_loop.distributed.shared_memory.shared_group import SharedGroup
 from nano_loop.errors import NanoError, RankLeftError
-
-# The processes of a team do not find the tests' modules by name.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn)
 DTYPES += (torch.bfloat16, torch.float16, torch.complex64, torch.int64)

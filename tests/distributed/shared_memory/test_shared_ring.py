@@ -5,27 +5,20 @@ import mmap
 import os
 import random
 import resource
-import sys
 import time
 from copy import copy
 from functools import partial
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 
-from distributed.shared_memory import transports
 from distributed.shared_memory.transports import opened
 from nano_loop.distributed.comm.packing import pack, signature
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_ring import LocalShard
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 from nano_loop.errors import NanoError, RankLateError, RankLeftError
-
-# The processes of a team do not find the tests' modules by name.
-cloudpickle.register_pickle_by_value(transports)
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 KIND = "shared memory"
 

@@ -1,12 +1,8 @@
 """Both transports give the means of what the ranks have, the same to the bit everywhere."""
 
-import sys
-
-import cloudpickle
 import pytest
 import torch
 
-from distributed.shared_memory import transports
 from distributed.shared_memory.transports import (
     KINDS,
     SMALL,
@@ -19,10 +15,6 @@ from distributed.shared_memory.transports import (
     values,
 )
 from nano_loop.errors import NanoError
-
-# The processes of a team do not find the tests' modules by name.
-cloudpickle.register_pickle_by_value(transports)
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZES = (2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)))
 kinds = pytest.mark.parametrize("kind", KINDS)
