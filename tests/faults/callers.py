@@ -284,7 +284,13 @@ def _dies_a_little_later(rank):
     collective()
 
 
-_ENDS = "workers end, and their memory is freed"
+def _of_a_program(what, text, printed, when=STARTING, **settings):
+    return Fault(what, when, _program(text, printed), None, seconds=40, **settings)
+
+
+def _ended(what, commit, when=EPOCH, result="workers end, and their memory is freed"):
+    return Fault(what, when, commit, None, begins=True, result=result)
+
 
 FAULTS = [
     Fault(
@@ -311,80 +317,38 @@ FAULTS = [
         rank=1,
     ),
     Fault("a run in a signal handler", EPOCH, _in_a_handler, None),
-    Fault("a run in a forked child of multiprocessing", STARTING, _program(_FORKED, "trained 2"), None, seconds=40),
-    Fault(
-        "a run of the main program's functions in a spawned child of multiprocessing",
-        STARTING,
-        _program(_SPAWNED, "trained"),
-        None,
-        seconds=40,
-    ),
-    Fault(
+    _of_a_program("a run in a forked child of multiprocessing", _FORKED, "trained 2"),
+    _of_a_program("a run of the main program's functions in a spawned child of multiprocessing", _SPAWNED, "trained"),
+    _of_a_program(
         "a run fails in a pool of multiprocessing",
-        EPOCH,
-        _program(_POOL, "raised"),
-        None,
-        seconds=40,
+        *(_POOL, "raised", EPOCH),
         result="`NanoWorkerError`, in the process that has the pool",
     ),
-    Fault("a run in a function of atexit", STARTING, _program(_AT_EXIT, "trained 2"), None, seconds=40),
-    Fault(
+    _of_a_program("a run in a function of atexit", _AT_EXIT, "trained 2"),
+    _of_a_program(
         "a run while the interpreter shuts down",
-        STARTING,
-        _program(_AT_SHUTDOWN, "trained"),
-        None,
-        seconds=40,
+        *(_AT_SHUTDOWN, "trained"),
         result="an exception of Python's, and no process is left",
     ),
-    Fault("the caller is killed", EPOCH, _killed(_ASLEEP), None, begins=True, result=_ENDS),
-    Fault(
+    _ended("the caller is killed", _killed(_ASLEEP)),
+    _ended(
         "the caller is killed while the process that workers are forked from imports torch",
-        STARTING,
         _killed_while_the_other_process_imports_torch,
-        None,
-        begins=True,
-        result=_ENDS,
-    ),
-    Fault(
-        "all processes of a run are killed at once",
-        EPOCH,
-        _all_killed,
-        None,
-        begins=True,
-        result="the next run of this user frees the memory",
-    ),
-    Fault("the caller gets SIGTERM", EPOCH, _killed(_ASLEEP, signal.SIGTERM), None, begins=True, result=_ENDS),
-    Fault(
-        "the caller is killed while a worker holds Python's lock in C",
-        EPOCH,
-        _killed(_LOCKED),
-        None,
-        begins=True,
-        result=_ENDS,
-    ),
-    Fault(
-        "the caller is killed while it writes the arguments",
-        BEFORE,
-        _killed(_WRITING),
-        None,
-        begins=True,
-        result="their memory is freed",
-    ),
-    Fault(
-        "the caller is killed while a worker reads 64 MB of arguments",
         STARTING,
-        _killed(_LOADING.replace("SIZE", "1 << 24")),
-        None,
-        begins=True,
-        result=_ENDS,
     ),
-    Fault(
-        "the caller is killed while a worker reads 1 GB of arguments",
-        STARTING,
-        _killed(_LOADING.replace("SIZE", "1 << 28")),
-        None,
-        begins=True,
-        result=_ENDS,
+    _ended(
+        "all processes of a run are killed at once", _all_killed, result="the next run of this user frees the memory"
+    ),
+    _ended("the caller gets SIGTERM", _killed(_ASLEEP, signal.SIGTERM)),
+    _ended("the caller is killed while a worker holds Python's lock in C", _killed(_LOCKED)),
+    _ended("the caller is killed while it writes the arguments", _killed(_WRITING), BEFORE, "their memory is freed"),
+    *(
+        _ended(
+            f"the caller is killed while a worker reads {what} of arguments",
+            _killed(_LOADING.replace("SIZE", size)),
+            STARTING,
+        )
+        for what, size in (("64 MB", "1 << 24"), ("1 GB", "1 << 28"))
     ),
     Fault(
         "the process that workers are forked from is killed between two runs",

@@ -167,34 +167,61 @@ def sum_of_lists(lists):
     return [each for some in lists for each in some]
 
 
-def test_fabric_s_collectives_and_buffers_of_every_dtype_reach_all_ranks():
-    class Loop(TorchNano):
-        def train(self):
-            model = nn.Linear(2, 1)
-            for number, dtype in enumerate(BUFFERS):
-                value = torch.tensor([number + self.global_rank])
-                model.register_buffer(f"b{number}", value.to(dtype))
-            model.register_buffer("quantized", quantized(0.1 + self.global_rank))
-            model.register_buffer("sparse", torch.eye(2).mul(self.global_rank + 1).to_sparse())
-            self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            mean = self.all_reduce(torch.ones(2) * self.global_rank)
-            stacked = self.all_gather(torch.tensor([self.global_rank]))
-            self.barrier()
-            # torch cannot pickle all dtypes.
-            values = {name: each.float() for name, each in model.named_buffers() if name.startswith("b")}
-            values |= {"scale": model.quantized.q_scale(), "quantized": model.quantized.dequantize()}
-            values["sparse"] = model.sparse.to_dense()
-            return small.everywhere(
-                (values, mean.tolist(), stacked.tolist(), self.broadcast({"a": self.global_rank}, 1))
-            )
+class Loop(TorchNano):
+    """Tells what a loop of two ranks finds."""
 
-    for values, mean, stacked, broadcast in Loop(**small.OPTIONS).train():
+    def __init__(self, power):
+        super().__init__(**small.OPTIONS)
+        self.power = power
+
+    def train(self):
+        model = nn.Linear(2, 1, bias=False)  # ranks draw different weights
+        for number, dtype in enumerate(BUFFERS):
+            value = torch.tensor([number + self.global_rank])
+            model.register_buffer(f"b{number}", value.to(dtype))
+        model.register_buffer("quantized", quantized(0.1 + self.global_rank))
+        model.register_buffer("sparse", torch.eye(2).mul(self.global_rank + 1).to_sparse())
+        self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        # torch cannot pickle all dtypes.
+        values = {name: each.float() for name, each in model.named_buffers() if name.startswith("b")}
+        values |= {"scale": model.quantized.q_scale(), "quantized": model.quantized.dequantize()}
+        values |= {"sparse": model.sparse.to_dense(), "weights": small.weights(model)}
+        x = torch.full((1, 2), self.global_rank + 1.0)
+        with self.no_backward_sync(model):
+            model(x).sum().backward()
+        values["alone"] = model.weight.grad.tolist()
+        model(x).sum().backward()
+        values["averaged"] = model.weight.grad.tolist()
+        self.seen = self.broadcast(self.power * 10, src=1)
+        with self.rank_zero_first():
+            pass
+        self.barrier()
+        fabric = {
+            "place": (self.global_rank, self.local_rank, self.world_size, self.is_global_zero, self.node_rank),
+            "mean": self.all_reduce(torch.ones(2) * self.global_rank).tolist(),
+            "sum": self.all_reduce(torch.tensor([1.0 + self.global_rank]), reduce_op="sum").tolist(),
+            "gathered": self.all_gather(torch.tensor([self.global_rank])).tolist(),
+            "from 1": self.broadcast({"a": self.global_rank}, 1),
+        }
+        return small.everywhere((values, fabric))
+
+
+def test_fabric_s_collectives_attributes_and_buffers_of_every_dtype_reach_all_ranks():
+    loop = Loop(power=3)
+    before = loop.world_size, loop.global_rank
+    ranks = loop.train()
+    assert before == (loop.world_size, loop.global_rank) == (2, 0)
+    assert loop.seen == 30, "set by rank 0"
+    for rank, (values, fabric) in enumerate(ranks):
         for number, dtype in enumerate(BUFFERS):
             assert values[f"b{number}"].item() == torch.tensor(number).to(dtype).float().item()
         assert values["scale"] == pytest.approx(0.1)
         assert values["quantized"].equal(quantized(0.1).dequantize())
         assert values["sparse"].equal(torch.eye(2))
-        assert (mean, stacked, broadcast) == ([0.5, 0.5], [[0], [1]], {"a": 1})
+        assert values["weights"].equal(ranks[0][0]["weights"]), "made inside of train"
+        assert (values["alone"], values["averaged"]) == ([[rank + 1.0] * 2], [[3.0] * 2])
+        place = rank, rank, 2, rank == 0, 0
+        assert fabric == {"place": place, "mean": [0.5] * 2, "sum": [3.0], "gathered": [[0], [1]], "from 1": {"a": 1}}
 
 
 BUFFERS = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.bool, torch.float64)

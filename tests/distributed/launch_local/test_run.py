@@ -105,51 +105,6 @@ def test_run_in_the_environment_of_a_launcher_gives_back_rank_0_s_and_leaves_the
     assert sys.excepthook is hook
 
 
-class Loop(TorchNano):
-    """Tells what a loop of two ranks finds."""
-
-    def __init__(self, power):
-        super().__init__(**small.OPTIONS)
-        self.power = power
-
-    def train(self):
-        made = self.weights_of_a_model()
-        gradients = self.gradients_without_sync()
-        self.seen = self.broadcast(self.power * 10, src=1)
-        mine = (self.global_rank, self.local_rank, self.world_size, self.is_global_zero, self.node_rank)
-        total = self.all_reduce(torch.tensor([float(self.global_rank)]), reduce_op="sum")
-        with self.rank_zero_first():
-            pass
-        fabric = self.broadcast(mine, src=1), total.item()
-        return {"made": made, "gradients": gradients, "fabric": fabric}
-
-    def weights_of_a_model(self):
-        model = nn.Linear(3, 1)  # ranks draw different weights
-        model, _ = self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return self.all_gather(small.weights(model))
-
-    def gradients_without_sync(self):
-        model = nn.Linear(1, 1, bias=False)
-        self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        x = torch.ones(1, 1) * (self.global_rank + 1)
-        with self.no_backward_sync(model):
-            model(x).sum().backward()
-        alone = model.weight.grad.item()
-        model(x).sum().backward()
-        return self.all_gather(torch.tensor([alone, model.weight.grad.item()])).tolist()
-
-
-def test_torch_nano_tells_what_fabric_does_and_attributes_travel():
-    loop = Loop(power=3)
-    before = loop.world_size, loop.global_rank
-    found = loop.train()
-    assert before == (loop.world_size, loop.global_rank) == (2, 0)
-    assert found["fabric"] == ((1, 1, 2, False, 0), 1.0)
-    assert loop.seen == 30, "set by rank 0"
-    assert torch.equal(*found["made"]), "made inside of train"
-    assert found["gradients"] == [[1.0, 3.0], [2.0, 3.0]], "unaveraged inside of no_backward_sync"
-
-
 # --- what is left as it was ---
 
 
@@ -250,30 +205,24 @@ def test_ranks_draw_the_same_numbers_until_training_begins_and_others_from_then_
     assert all(a != b for a, b in zip(first[1], second[1], strict=True))
 
 
-def test_ranks_of_a_loop_that_seeds_itself_draw_what_it_has_chosen():
+def test_settings_of_torch_travel_and_ranks_of_a_loop_that_seeds_itself_draw_what_it_has_chosen():
     def train(model):
+        settings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
         torch.manual_seed(9)
-        model(torch.ones(1, 3))
-        return small.everywhere(torch.rand(1).item())
-
-    first, second = two(train)(small.parts()[0])
-    assert first == second
-
-
-def test_settings_of_torch_travel():
-    def settings(model):
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return small.everywhere((torch.get_default_dtype(), deterministic, torch.is_grad_enabled()))
+        with torch.enable_grad():
+            model(torch.ones(1, 1))
+        return small.everywhere((settings, torch.rand(1).item()))
 
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
     try:
         with torch.no_grad():
-            first, second = two(settings)(nn.Linear(1, 1))
+            first, second = two(train)(nn.Linear(1, 1))
     finally:
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
-    assert first == second == (torch.float64, True, False)
+    assert first == second
+    assert first[0] == (torch.float64, True, False)
 
 
 def test_only_rank_0_prints_and_saves_and_workers_are_asked_nothing(tmp_path, capfd):

@@ -5,19 +5,15 @@ import multiprocessing
 import threading
 import weakref
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Subset,
     TensorDataset,
 )
-from torch.utils.data.datapipes.iter import IterableWrapper
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
@@ -66,39 +62,6 @@ def _in_run(ranks, loop, *args):
 
 def seen(loader):
     return [torch.as_tensor(batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader]
-
-
-LOADERS = {
-    "in order": lambda: DataLoader(numbers(), 3),
-    "shuffled": lambda: DataLoader(numbers(), 3, shuffle=True),
-    "drop_last": lambda: DataLoader(numbers(), 3, shuffle=True, drop_last=True),
-    "generator": lambda: DataLoader(numbers(), 3, shuffle=True, generator=torch.Generator().manual_seed(4)),
-    "batch sampler": lambda: DataLoader(numbers(), batch_sampler=BatchSampler(RandomSampler(numbers()), 3, False)),
-    "no batches": lambda: DataLoader(numbers(), batch_size=None, shuffle=True),
-    "iterable": lambda: DataLoader(Stream(), 3),
-    "data pipe": lambda: DataLoader(IterableWrapper(range(20)), 3),
-    "workers": lambda: DataLoader(numbers(), 3, shuffle=True, num_workers=1),
-}
-
-
-@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_loader_of_the_loop_is_divided_as_one_that_was_set_up(team, make):
-    def loop(ranks, make, found):
-        torch.manual_seed(7 + ranks.rank)
-        step, _ = sharding_of(ranks)
-        loader = make()
-        if not found:
-            step.apply(TrainingObjects(loaders=[loader]))
-        batches = [seen(loader), seen(loader)]
-        length = 0 if isinstance(loader.dataset, IterableDataset) else len(loader)
-        step.undo()
-        return batches, length, torch.rand(1).item() if ranks.rank == 0 else None
-
-    found = team(2)(loop, make, True)
-    assert found == team(2)(loop, make, False)
-    (first, length, _), (second, *_) = found
-    assert length in (len(first[0]), 0)
-    assert not any(batch in second[0][:-1] for batch in first[0])  # the last may fill the group up
 
 
 def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(team):

@@ -23,7 +23,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 
+from distributed.sharding.test_implicit_loaders import sharding_of
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.sharding.sharding import BatchSharding
 from nano_loop.patching.objects.loaders import changed
@@ -183,6 +185,7 @@ STREAMS = {
     "stream with persistent workers": lambda: DataLoader(
         Stream(), batch_size=2, num_workers=2, persistent_workers=True
     ),
+    "data pipe": lambda: DataLoader(IterableWrapper(range(20)), 3),
     "stream, any order": lambda: DataLoader(Stream(), batch_size=2, num_workers=2, in_order=False),
 }
 
@@ -228,9 +231,19 @@ def sharing(ranks, *loaders, models=(), shard=None):
     assert not multiprocessing.active_children()
 
 
-def sharded_epochs(ranks, make, count=3, most=None):
-    with sharing(ranks, make()) as loader:
+def sharded_epochs(ranks, make, count=3, most=None, found=False):
+    with (finding if found else sharing)(ranks, make()) as loader:
         return epochs(loader, count, most), states()
+
+
+@contextlib.contextmanager
+def finding(ranks, loader):
+    """Let a loader be one that the loop has made, in a run that has set up a model."""
+    seed(ranks.rank)
+    step, _ = sharding_of(ranks)
+    yield loader
+    step.undo()
+    assert not multiprocessing.active_children()
 
 
 def shares_of(batches, size):
@@ -250,11 +263,15 @@ def by_rank(plain, size):
 sizes = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 
 
+found = pytest.mark.parametrize("found", [False, True], ids=["set up", "found"])
+
+
 @sizes
+@found
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_ranks_share_the_batches_of_the_plain_loop_epoch_after_epoch(team, make, size):
+def test_ranks_share_the_batches_of_the_plain_loop_epoch_after_epoch(team, make, size, found):
     plain, after = plain_epochs(make)
-    results = team(size)(sharded_epochs, make)
+    results = team(size)(sharded_epochs, make, 3, None, found)
     assert [batches for batches, _ in results] == by_rank(plain, size)
     assert results[0][1] == after, "rank 0's loop would draw other numbers after the epoch than the plain loop"
 
@@ -487,11 +504,12 @@ def test_a_persistent_loader_is_whole_and_shared_in_turn(team):
 
 
 @sizes
+@found
 @pytest.mark.parametrize("name", STREAMS)
-def test_ranks_share_what_a_stream_yields(team, name, size):
+def test_ranks_share_what_a_stream_yields(team, name, size, found):
     make = STREAMS[name.replace(", any order", " with workers")]
     plain, _ = plain_epochs(make)
-    results = team(size)(sharded_epochs, STREAMS[name])
+    results = team(size)(sharded_epochs, STREAMS[name], 3, None, found)
     assert [batches for batches, _ in results] == by_rank(plain, size)
 
 
