@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from lightning_fabric import Fabric
-from lightning_fabric.strategies import SingleDeviceStrategy
 from torch import nn
 
 from nano_loop import TorchNano
@@ -26,22 +25,6 @@ def test_it_is_fabric_s_own_class():
     assert issubclass(TorchNano, Fabric)
 
 
-def test_one_process_on_the_cpu(fabric):
-    made, _ = fabric
-    assert made.device == torch.device("cpu")
-    assert (made.world_size, made.global_rank, made.local_rank, made.is_global_zero) == (1, 0, 0, True)
-    assert isinstance(made.strategy, SingleDeviceStrategy)
-
-
-def test_autocast_is_that_of_the_precision(fabric):
-    made, precision = fabric
-    with made.autocast():
-        assert torch.is_autocast_enabled("cpu") is (precision == "bf16-mixed")
-        product = nn.Linear(3, 3)(torch.ones(2, 3))
-    assert product.dtype is (torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
-    assert not torch.is_autocast_enabled("cpu")
-
-
 def test_plain_backward_and_fabric_s_give_the_same_gradients(fabric):
     made, _ = fabric
     model = nn.Linear(3, 1)
@@ -54,14 +37,6 @@ def test_plain_backward_and_fabric_s_give_the_same_gradients(fabric):
         gradients.append(model.weight.grad)
     assert torch.equal(*gradients)
     assert gradients[0].dtype is torch.float32
-
-
-def test_inputs_are_not_cast(fabric):
-    made, _ = fabric
-    x = torch.ones(2)
-    with made.autocast():
-        assert (x + x).dtype is torch.float32
-    assert made.to_device(x) is x
 
 
 @pytest.mark.parametrize(
