@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from email import message_from_string
 from pathlib import Path
 
@@ -539,7 +540,7 @@ case "$*" in
     for venv; do :; done
     echo venv >> calls; rm -rf "$venv"; mkdir -p "$venv/bin"; cp "$0" "$venv/bin/python" ;;
 *"pip install"*" -r "*)
-    echo pins >> calls
+    echo pins >> calls; sleep 0.1
     if test -e broken; then rm broken; echo "bad pin" >&2; exit 1; fi ;;
 *"pip install"*--editable*) echo package >> calls ;;
 *"pip check"*) ;;
@@ -688,3 +689,13 @@ def test_what_has_changed_is_set_up_again(checkout, change, calls):
     assert checkout.make("test")[::3] == (0, [*SET_UP, OF_TEST])
     change(checkout)
     assert checkout.make("test")[::3] == (0, [*calls, OF_TEST])
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two `make` apart")
+def test_two_makes_at_once_set_up_once(checkout):
+    with ThreadPoolExecutor() as threads:
+        ended = [*threads.map(checkout.make, ["lint", "test"])]
+    assert [code for code, *_ in ended] == [0, 0]
+    calls = [call for *_, lines in ended for call in lines]
+    assert [call for call in calls if call in SET_UP] == SET_UP
+    assert len([call for call in calls if call.startswith("ran")]) == 5

@@ -155,6 +155,8 @@ def test_what_an_earlier_run_has_found_holds_at_once_until_steps_take_longer(mad
     again.steps(20, {1: 0.5, MORE: 1.0})
     assert again.numbers == [MORE] * 10 + [1] * 10
     assert (again.trial.measured, again.trial.medians) == (0, pytest.approx({1: 0.5, MORE: 1.0}))
+    again.steps(2000, {1: 1.3, MORE: 1.0})  # it is looked up once
+    assert (again.trial.setting, again.trial.measured) == (MORE, 1)
     larger = made(choices)  # batches
     larger.steps(20, {1: 50.0, MORE: 100.0})
     assert set(larger.numbers) == {MORE}
