@@ -239,8 +239,8 @@ def sharded_epochs(ranks, make, count=3, most=None, found=False):
 @contextlib.contextmanager
 def finding(ranks, loader):
     """Let a loader be one that the loop has made, in a run that has set up a model."""
-    seed(ranks.rank)
     step, _ = sharding_of(ranks)
+    seed(ranks.rank)
     yield loader
     step.undo()
     assert not multiprocessing.active_children()
