@@ -1,12 +1,10 @@
 """Attention in blocks draws, masks and differentiates as torch's, and leaves it the rest; see `test_exactness`, too."""
 
-import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.compared import attention as compared
 from kernels.compared.attention import attention, inputs, results
@@ -66,28 +64,6 @@ def test_views_compute_what_their_copies_compute(view):
 
     for mine, reference in zip(computed(lambda x: x), computed(torch.clone), strict=True):
         assert torch.equal(mine, reference)
-
-
-def test_numbers_that_are_none_stay_in_their_rows():
-    # Of 17 keys, torch's own products on a CPU with AMX multiply the number behind each row by 0.
-    tensors = inputs(batch=(1, 1), length=18)
-    with torch.no_grad():
-        tensors[0][0, 0, 3, 2] = math.nan
-        tensors[0][0, 0, 5] = math.inf
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, torchs = attention(*tensors), F.scaled_dot_product_attention(*tensors)
-    assert torch.equal(ours.isnan(), torchs.isnan())
-
-
-def test_rows_that_are_masked_out_whole_are_zero_as_torchs_are():
-    tensors, mask = inputs(), torch.ones(17, 17, dtype=torch.bool)
-    mask[3] = False
-    with torch.autocast("cpu", torch.bfloat16):
-        ours = results(attention, tensors, attn_mask=mask)
-        torchs = results(F.scaled_dot_product_attention, tensors, attn_mask=mask)
-    assert ours[0][..., 3, :].eq(0).all()
-    for mine, theirs in zip(ours, torchs, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.02)
 
 
 @IN_BLOCKS
@@ -159,23 +135,6 @@ def test_certain_dropout_gives_zeros():
         assert all(each.eq(0).all() for each in results(attention, inputs(), dropout_p=1.0))
 
 
-LEFT_TO_TORCH = {
-    "learned mask": ([*inputs()], {"attn_mask": torch.zeros(17, 17, requires_grad=True)}),
-    "double precision": ([each.detach().double() for each in inputs()], {}),
-    "broadcast batch": ([inputs()[0], *inputs(batch=(1, 3))[1:]], {}),
-    "two dimensions": ([each[0, 0] for each in inputs()], {}),
-}
-
-
-@pytest.mark.parametrize(("tensors", "kwargs"), LEFT_TO_TORCH.values(), ids=LEFT_TO_TORCH)
-def test_other_calls_are_left_to_torch(tensors, kwargs, calls):
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, torchs = attention(*tensors, **kwargs), F.scaled_dot_product_attention(*tensors, **kwargs)
-    assert calls == [False]
-    assert torch.equal(ours, torchs)
-    assert ours.dtype is torchs.dtype
-
-
 def test_scratch_above_the_bound_is_left_to_torch(called, monkeypatch):
     monkeypatch.setattr(blocked_attention, "SCRATCH_BOUND", 0)
     with torch.autocast("cpu", torch.bfloat16):
@@ -215,16 +174,6 @@ def test_it_reaches_multi_head_attention_and_encoder_layers(in_force):
         (out[0] if isinstance(out, tuple) else out).float().sum().backward()
         assert in_force.pop()
         assert not in_force
-
-
-def test_second_derivatives_work_where_the_user_asks_for_torchs_plain_kernel(in_force):
-    tensors = inputs()
-    with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(*tensors)
-    (gradient,) = torch.autograd.grad(out.float().sum(), tensors[0], create_graph=True)
-    gradient.float().square().sum().backward()
-    assert tensors[1].grad.isfinite().all()
-    assert in_force == [False]
 
 
 def test_fp32_calls_are_torchs(in_force):

@@ -1,9 +1,9 @@
-"""Layers run around the outermost calls into a model, and around nothing else."""
+"""Layers run around the outermost calls into a model, and around nothing else.
 
-import copy
+What calls compute, whichever way they enter, is held by `tests/loops/test_submodules.py` and `test_copies.py`.
+"""
+
 import inspect
-import pickle
-import threading
 
 import pytest
 import torch
@@ -77,39 +77,29 @@ def count(interceptors, log):
 
 
 X = torch.ones(1, 3)
+#: Ways into a model, and how often they pass its layer.
+WAYS = {
+    "call": (lambda net: net(X), 1),
+    "forward": (lambda net: net.forward(X), 1),
+    "submodule": (lambda net: net.encoder(X), 1),
+    "indexed": (lambda net: net.head[0](X), 1),
+    "method": (lambda net: net.encode(X), 1),
+    "method of a mixin": (lambda net: net.my_loss(X), 1),
+    "by keyword": (lambda net: net.__call__(x=X), 1),
+    "train": (lambda net: net.train(), 0),
+    "property": (lambda net: net.width, 0),
+    "state_dict": (lambda net: net.state_dict(), 0),
+    "staticmethod": (lambda net: net.helper(X), 0),
+    "generator": (lambda net: [*net.pieces()].index(net.encoder), 0),
+}
 
 
-@pytest.mark.parametrize(
-    "enter",
-    [
-        lambda net: net(X),
-        lambda net: net.forward(X),
-        lambda net: net.encoder(X),
-        lambda net: net.head[0](X),
-        lambda net: net.encode(X),
-        lambda net: net.my_loss(X),
-        lambda net: net.__call__(x=X),
-    ],
-    ids=["call", "forward", "submodule", "indexed", "method", "method of a mixin", "by keyword"],
-)
-def test_every_way_in_passes_the_layer_once(net, count, log, enter):
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_in_passes_the_layer_once_and_what_computes_nothing_is_none(net, count, log, way):
+    enter, times = WAYS[way]
     count(net)
     enter(net)
-    assert log == ["layer"]
-
-
-@pytest.mark.parametrize(
-    "touch",
-    [
-        *(lambda net: net.train(), lambda net: net.width, lambda net: net.state_dict(), lambda net: net.helper(X)),
-        lambda net: [*net.pieces()].index(net.encoder),
-    ],
-    ids=["train", "property", "state_dict", "staticmethod", "generator"],
-)
-def test_what_computes_nothing_is_no_way_in(net, count, log, touch):
-    count(net)
-    touch(net)
-    assert log == []
+    assert log == ["layer"] * times
 
 
 def test_reading_a_parametrized_weight_is_no_call(count, log):
@@ -121,67 +111,12 @@ def test_reading_a_parametrized_weight_is_no_call(count, log):
     assert log == ["layer"]
 
 
-def test_other_models_of_the_same_class_are_not_touched(net, count, log):
-    count(net)
-    Net()(X)
-    nn.Linear(3, 1)(X)
-    assert log == []
-
-
 def test_layers_are_nested_in_the_order_of_their_names_of_which_each_has_one(net, count, log):
     count(net, "outer", "outer")
     count(net, "first", "inner")
     count(net, "inner", "inner")
     net(X)
     assert log == ["outer", "inner"]
-
-
-def test_next_call_is_outermost_again_after_an_exception(net, count, log):
-    count(net)
-    with pytest.raises(RuntimeError):
-        net(torch.ones(1, 99))
-    net(X)
-    assert log == ["layer", "layer"]
-
-
-def test_each_thread_has_its_own_outermost_call(net, count, log):
-    inside, go_on = threading.Event(), threading.Event()
-
-    class Waits(nn.Module):
-        def forward(self, x):
-            inside.set()
-            assert go_on.wait(10)
-            return x
-
-    waiting = Waits()
-    count(waiting, "waiting")
-    count(net, "net")
-    thread = threading.Thread(target=waiting, args=(X,))
-    thread.start()
-    assert inside.wait(10)
-    net(X)
-    go_on.set()
-    thread.join()
-    assert log == ["waiting", "net"]
-
-
-def test_nothing_hangs_on_the_model(net, count):
-    def state():
-        return {name: (type(module), list(vars(module))) for name, module in net.named_modules()}
-
-    before = state()
-    count(net)
-    assert state() == before
-    assert type(net) is Net
-    assert type(net.encoder) is nn.Linear
-
-
-def test_copies_and_pickles_are_plain(net, count, log):
-    count(net)
-    for clone in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert type(clone) is Net
-        clone(X)
-    assert log == []
 
 
 def test_close_leaves_the_classes_as_they_were(net, interceptors, count):
@@ -194,33 +129,12 @@ def test_close_leaves_the_classes_as_they_were(net, interceptors, count):
     assert [dict(vars(owner)) for owner in classes] == before
 
 
-def test_run_inside_a_run_has_its_own_layers_and_leaves_the_outer_ones(net, count, log):
-    count(net, "outer run")
-    inner = CallInterceptors()
-    count(net, "inner run", interceptors=inner)
-    net(X)
-    inner.close()
-    net(X)
-    assert log == ["inner run", "outer run"]
-
-
 def test_submodule_set_up_after_its_parent_keeps_one_layer_a_call(net, count, log):
     count(net, "net")
     count(net.encoder, "encoder")
     net(X)
     net.encoder(X)
     assert log == ["net", "encoder"]
-
-
-def test_module_with_a_call_of_its_own_is_entered(count, log):
-    class Calls(nn.Module):
-        def __call__(self, x):
-            return x + 1
-
-    model = Calls()
-    count(model)
-    assert model(1) == 2
-    assert log == ["layer"]
 
 
 def test_function_compiled_during_a_run_forgets_the_layers_with_it(net):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from kernels.compared.oracle import Row, drawn, rms
+from kernels.compared.oracle import Row, drawn, in_fp64, rms
 from nano_loop.kernels.attention import attention as module
 from nano_loop.kernels.attention import blocked_attention, fp32_attention
 from nano_loop.patching.operators.operators import gives_kernels
@@ -119,6 +119,12 @@ def nan_in_a_masked_key():
     return call
 
 
+def undefined_queries():
+    call = call_of(batch=(1, 1), length=18)
+    call[0][0].data[0, 0, 3, 2], call[0][0].data[0, 0, 5] = torch.nan, torch.inf
+    return call
+
+
 IN_BF16 = Row(
     make=call_of,
     ours=by(attention),
@@ -136,8 +142,14 @@ IN_BF16 = Row(
         seed=(0, 99),
     ).filter(lambda sizes: math.prod(sizes["batch"]) * sizes["length"] * sizes["source"] >= 1 << 14),
     supports=is_computed,
-    others={"small heads": lambda call: call_of(width=8)},
-    undefined={"NaN in a masked key": nan_in_a_masked_key},
+    others={
+        "small heads": lambda call: call_of(width=8),
+        "learned mask": lambda call: call_of({"attn_mask": torch.zeros(17, 17, requires_grad=True)}),
+        "double precision": lambda call: in_fp64(call),
+        "broadcast batch": lambda call: ([call[0][0], *inputs(batch=(1, 3))[1:]], {}),
+        "two dimensions": lambda call: ([each[0, 0] for each in call[0]], {}),
+    },
+    undefined={"NaN in a masked key": nan_in_a_masked_key, "NaN and infinity in queries": undefined_queries},
     kernel=blocked_attention.KERNEL,
     needs_kernel=False,
     patches=[(module, "MIN_SCORES", 1)],

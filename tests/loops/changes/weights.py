@@ -238,10 +238,11 @@ def parametrized(program):
 
 @row()
 def weight_norm(program):
-    for module in (program.model.mlp[7], program.model.queries):
-        parametrizations.weight_norm(module, "weight")
+    model = program.model
+    for module, name in ((model.mlp[7], "weight"), (model.queries, "weight"), (model.gru, "weight_hh_l0")):
+        parametrizations.weight_norm(module, name)
         program.adagrad.add_param_group({"params": [*module.parametrizations.parameters()]})
-        program.undo.callback(parametrize.remove_parametrizations, module, "weight")
+        program.undo.callback(parametrize.remove_parametrizations, module, name)
 
 
 # --- shapes and strides ---

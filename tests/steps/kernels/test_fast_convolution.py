@@ -44,27 +44,3 @@ def test_convolutions_use_it_during_the_run_only(step, products):
     made.undo()
     backward(layer)
     assert len(products) == 1
-
-
-@gets_kernels
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_convolutions_use_it_too(step, products, reentrant):
-    class Checkpointed(nn.Sequential):
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=reentrant)
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Conv2d(4, 4, 3)
-
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    for model in (Checkpointed(nn.Conv2d(4, 4, 3)).bfloat16(), Outer().bfloat16()):
-        made = step(BY_NAME["fast_convolution"], precision="bf16")
-        made.apply(TrainingObjects([model]))
-        x = torch.ones(2, 4, 6, 6, dtype=torch.bfloat16, requires_grad=True)
-        model(x.contiguous(memory_format=torch.channels_last)).float().square().sum().backward()
-        assert len(products) == 1
-        products.clear()
