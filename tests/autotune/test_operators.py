@@ -245,17 +245,6 @@ def test_shapes_are_measured_apart_and_batches_of_about_the_same_size_together(o
 
 
 @EVERY
-def test_without_time_the_guess_is_taken_until_the_next_generation(operator):
-    budget = TimeFor(0.0)
-    bench = Bench(operator, budget=budget)
-    torchs, other, *_ = bench.names
-    assert [bench(torchs, other) for _ in range(3)] == [torchs] * 3
-    assert len(budget.asked) == 1
-    budget.seconds, bench.generation = float("inf"), bench.generation.next()
-    assert bench(torchs, other) == other
-
-
-@EVERY
 def test_tensors_that_are_too_large_are_not_measured(operator, monkeypatch):
     torchs, other, *_ = names_of(operator)
     monkeypatch.setattr(override, "MOST_ELEMENTS", 1)

@@ -1,6 +1,5 @@
 """Attention in blocks draws, masks and differentiates as torch's, and leaves it the rest; see `test_exactness`, too."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

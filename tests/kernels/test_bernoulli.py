@@ -4,7 +4,6 @@ import functools
 import hashlib
 import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from nano_loop.patching.operators.operators import overridden
 LARGE = 100_003
 RATES = [0.1, 0.5, 0.9, 1 / 3, 5e-6, 2**-17, 2**-53, 1e-300, 1 - 2**-53, 0.0, 1.0]
 DTYPES = [*bernoulli._ONES]
-SOURCE = Path(compiled.__file__).parent / "csrc/bernoulli.c"
-
 same_draws = pytest.mark.skipif(KERNEL.unavailable is not None, reason=f"fast masks: {KERNEL.unavailable}")
 
 
@@ -179,7 +176,15 @@ DAMAGES = {
 
 
 @same_draws
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(
+            damage, id=name, marks=[pytest.mark.slow] * (name in ("cut off", "empty", "a link", "other bytes"))
+        )
+        for name, damage in DAMAGES.items()
+    ],
+)
 def test_damaged_library_is_compiled_again(compiled_here, damage):
     assert made()
     (library,) = compiled_here.iterdir()

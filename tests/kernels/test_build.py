@@ -265,7 +265,7 @@ def test_beside_the_runtime_of_scikit_learn_kernels_run_on_torch_s_threads():
     assert printed(program) == ["True", "2", "None"]
 
 
-@pytest.mark.parametrize("beside", ["", "import sklearn.cluster"])
+@pytest.mark.parametrize("beside", ["", pytest.param("import sklearn.cluster", marks=pytest.mark.slow)])
 def test_runtime_that_torch_does_not_share_is_found(beside):
     """As with torch's wheels for ARM, whose libtorch_global_deps.so needs libc alone."""
     program = f"""

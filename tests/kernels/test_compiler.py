@@ -57,7 +57,12 @@ def test_each_file_compiles_for_this_processor_without_an_implicit_declaration(s
 
 
 @pytest.mark.parametrize(
-    "source", [source for source in SOURCES if "omp parallel" in source.read_text()], ids=lambda source: source.stem
+    "source",
+    [
+        pytest.param(source, id=source.stem, marks=[pytest.mark.slow] * (source.stem != "norms"))
+        for source in SOURCES
+        if "omp parallel" in source.read_text()
+    ],
 )
 def test_no_file_compiles_where_directives_are_ignored(source, monkeypatch, tmp_path):
     """clang ignores them with ``-fopenmp=libgomp``."""

@@ -50,14 +50,6 @@ def test_bias_meets_a_gradient_that_is_a_slice_of_another(in_force):
     assert in_force[0] == (True, True, False)
 
 
-def test_gradients_of_few_elements_are_torchs(in_force, monkeypatch):
-    function, tensors, geometry, left = call_of(**OF_GROUPS.cases["depthwise, 5x5, stride"])
-    for elements in (3 * 8 * 5 * 4, 3 * 8 * 5 * 4 + 1):
-        monkeypatch.setattr(gradient_plans, "MIN_ELEMENTS", elements)
-        gradients(function, tensors, **geometry)
-    assert in_force == [*left, (True, True, True)]
-
-
 LEFT_TO_TORCH = {
     "fp32": (torch.float32, {}, {"padding": 1}),
     "fp64": (torch.float64, {}, {"padding": 1}),
@@ -85,23 +77,30 @@ def test_images_that_are_not_in_nhwc_are_torchs(which, in_force):
     assert in_force == [(True, True, True)]
 
 
-def test_small_convolutions_are_torchs(in_force, monkeypatch):
-    monkeypatch.setattr(gradient_plans, "MIN_MULTIPLICATIONS", 3 * 63 * 6 * 8 * 9 + 1)
-    gradients(F.conv2d, inputs(), padding=1)
-    monkeypatch.setattr(gradient_plans, "MIN_MULTIPLICATIONS", 3 * 63 * 6 * 8 * 9)
-    gradients(F.conv2d, inputs(), padding=1)
-    assert in_force == [(True, True, True), (True, False, False)]
+ALL, INPUT = (True, True, True), (True, False, False)
+#: A bound, the size of a kernel, and what is asked of torch where the bound is these numbers.
+BOUNDS = [
+    ("MIN_MULTIPLICATIONS", 3, {3 * 63 * 6 * 8 * 9 + 1: ALL, 3 * 63 * 6 * 8 * 9: INPUT}),
+    ("_PIXELS", 3, {188: ALL, 189: INPUT}),
+    ("_PIXELS_OF_1X1", 1, {188: ALL, 189: INPUT}),
+    ("_COLUMNS", 3, {189 * 72 - 1: ALL, 189 * 72: INPUT}),
+]
 
 
-@pytest.mark.parametrize(
-    ("bound", "kernel", "at"), [("_PIXELS", 3, 189), ("_PIXELS_OF_1X1", 1, 189), ("_COLUMNS", 3, 189 * 72)]
-)
-def test_convolutions_of_many_pixels_are_torchs(in_force, monkeypatch, bound, kernel, at):
-    tensors = inputs(kernel=(kernel, kernel))
-    for value in (at - 1, at):
+@pytest.mark.parametrize(("bound", "kernel", "left"), BOUNDS)
+def test_small_convolutions_and_those_of_many_pixels_are_torchs(in_force, monkeypatch, bound, kernel, left):
+    for value in left:
         monkeypatch.setattr(gradient_plans, bound, value)
-        gradients(F.conv2d, tensors, padding=kernel // 2)
-    assert in_force == [(True, True, True), (True, False, False)]
+        gradients(F.conv2d, inputs(kernel=(kernel, kernel)), padding=kernel // 2)
+    assert in_force == [*left.values()]
+
+
+def test_gradients_of_few_elements_are_torchs(in_force, monkeypatch):
+    function, tensors, geometry, left = call_of(**OF_GROUPS.cases["depthwise, 5x5, stride"])
+    for elements in (3 * 8 * 5 * 4, 3 * 8 * 5 * 4 + 1):
+        monkeypatch.setattr(gradient_plans, "MIN_ELEMENTS", elements)
+        gradients(function, tensors, **geometry)
+    assert in_force == [*left, (True, True, True)]
 
 
 def test_a_frozen_weight_gets_no_product(in_force, monkeypatch):

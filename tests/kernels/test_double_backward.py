@@ -257,9 +257,15 @@ def row_of(name):
     return row
 
 
-#: With those of rare layers only where slow tests run.
+#: Rows whose functions have another row, and those of rare layers, are for where slow tests run.
+LIKE_OTHERS = {
+    *(f"{kind}, packed" for kind in ("lstm", "rnn_tanh", "rnn_relu")),
+    *(f"{kind}, packed, both ways" for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu", "lstm, projected")),
+    *("rnn_relu", "gru of two layers", "gru with one bias", "rms norm without weights"),
+    *("cross-entropy without smoothing", "attention in blocks, of three dimensions", "group norm of images"),
+}
 EACH_ROW = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("both ways")) for name in ROWS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in ROWS]
 )
 
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(IN_FP32.kernel.unavailable is not None, reason=s
 
 
 @pytest.mark.parametrize("scale", [3.0, 30.0, 300.0])
-@pytest.mark.parametrize("sizes", [(40, 30, 16), (130, 130, 64)], ids=str)
+@pytest.mark.parametrize("sizes", [(40, 30, 16), pytest.param((130, 130, 64), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_saturated_scores_are_as_exact_as_torch(scale, sizes, is_causal):
     """Large scores whose rows have two close ones, as where a query meets two keys that are nearly the same.

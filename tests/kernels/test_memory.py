@@ -1,6 +1,7 @@
 """C functions are called with tensors as they are declared alone, and with memory that no default of torch changes."""
 
 import ast
+import functools
 import importlib
 import pkgutil
 import re
@@ -30,11 +31,17 @@ FUNCTIONS = [(kernel, function) for kernel in KERNELS.values() for function in k
 TYPES = {torch.bfloat16: "uint16_t", torch.float32: "float", torch.int64: "int64_t"}
 
 
-def pointers_of(kernel, function):
-    """The types of the pointers to elements that a function takes, as the compiler reads its declaration."""
-    source = ROOT / "csrc" / f"{kernel.name}.c"
+@functools.cache
+def preprocessed(name):
+    """The source of a kernel as the compiler reads it."""
+    source = ROOT / "csrc" / f"{name}.c"
     command = [*compiler.compiler_command(), "-fopenmp", *compiler.NATIVE.flags, "-E", "-P", str(source)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def pointers_of(kernel, function):
+    """The types of the pointers to elements that a function takes."""
+    text = preprocessed(kernel.name)
     (parameters,) = re.findall(rf"\b(?:void|int) {function}\(([^)]*)\)\s*\{{", text)
     names = re.findall(r"(?:const )?(\w+) \*", parameters)
     return [name for name in names if name not in ("Call", "Shape", "Entry", "Activation")]

@@ -186,7 +186,9 @@ def test_outputs_without_a_gradient_count_as_zero(called, kind, used):
 
 
 @EACH
-@pytest.mark.parametrize(("hidden", "steps"), [(25, 40), pytest.param(64, 50, marks=pytest.mark.slow), (200, 20)])
+@pytest.mark.parametrize(
+    ("hidden", "steps"), [(25, 40), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((64, 50), (200, 20)))]
+)
 def test_errors_are_not_larger_than_those_of_torch(kind, hidden, steps):
     squares = []
     for seed in range(25 if hidden < 200 else 8):
@@ -314,7 +316,7 @@ def test_what_the_function_in_c_does_not_know_is_torchs(called, compute):
 
 
 @EACH
-@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lengths", [None, [20] * 30 + [8] * 3], ids=["equal", "packed"])
 def test_in_reduced_precision_it_is_as_exact_as_torch_with_its_dtypes(called, kind, by_hand, lengths):
     squares = []

@@ -172,7 +172,9 @@ WRAPPED_TWICE = "timm_lookahead"  # its inner optimizer has separate state, whic
 ROUNDED = (PRODUCTS, PRODUCTS_NHWC, FP16)
 
 
-def pair(*builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=False, repeats=()):
+def pair(
+    *builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=False, repeats=(), kernels_in_bf16=False
+):
     """
     Turn a loop into a test that it does the same plain and accelerated.
 
@@ -186,24 +188,38 @@ def pair(*builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=F
     a call, its gradients are added in fp32 without autocast's cache.
 
     `repeats` has the configs under which the loop shows what it shows under others. Those, and what autocast does for
-    a model of an earlier build, are for `make test-all`.
+    a model of an earlier build, are for `make test-all`. So is `EXACT` where `BF16` is held bit for bit, too, and of
+    loops over vectors `SHIPPED`, which adds to `FUSED` and `BF16` the kernels that compute in bf16: these meet images,
+    and what `kernels_in_bf16` says.
     """
     models = [getattr(build, "model", build) for build in builds]
 
-    def is_slow(build, config):
+    def is_possible(build, config):
+        return (
+            config not in without
+            and (not config.channels_last or takes_images(build))
+            and (not trains_lstms or config.autocast is None or can_train_lstms(config.autocast))
+            and (not config.dtype or getattr(build, "name", "") != WRAPPED_TWICE)
+        )
+
+    def is_slow(build, config, others):
         is_first = models.index(getattr(build, "model", build)) == builds.index(build)
-        return config in ROUNDED or config in repeats or (config in OF_MODELS and not is_first)
+        if config in ROUNDED or config in repeats or (config in OF_MODELS and not is_first):
+            return True
+        if config is EXACT:
+            return is_first and BF16 in others and BF16 not in repeats
+        return config is SHIPPED and not kernels_in_bf16 and not takes_images(build)
 
     def decorate(loop):
-        cases = [
-            pytest.param(build, config, id=case_id(build, config), marks=[pytest.mark.slow] * is_slow(build, config))
-            for build in builds
-            for config in configs
-            if config not in without
-            if not config.channels_last or takes_images(build)
-            if not trains_lstms or config.autocast is None or can_train_lstms(config.autocast)
-            if not config.dtype or getattr(build, "name", "") != WRAPPED_TWICE
-        ]
+        cases = []
+        for build in builds:
+            possible = [config for config in configs if is_possible(build, config)]
+            cases += [
+                pytest.param(
+                    build, each, id=case_id(build, each), marks=[pytest.mark.slow] * is_slow(build, each, possible)
+                )
+                for each in possible
+            ]
 
         @pytest.mark.parametrize(("build", "config"), cases)
         def test(build, config):

@@ -20,7 +20,7 @@ def gan():
     }
 
 
-@pair(gan)
+@pair(gan, kernels_in_bf16=True)
 def test_gan(generator, critic, for_generator, for_critic, loader, by_hand=untouched):
     losses = []
     for _ in range(2):

@@ -14,7 +14,21 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 from nano_loop import nano
 
-from .pairs import BF16, CONVOLUTIONS, EXACT, FUSED, NHWC_BF16, WITH_IPEX, pair, untouched
+from .pairs import (
+    BF16,
+    CONVOLUTIONS,
+    EXACT,
+    FP64,
+    FUSED,
+    NHWC,
+    NHWC_BF16,
+    NHWC_FUSED,
+    SHIPPED,
+    SHIPPED_NHWC,
+    WITH_IPEX,
+    pair,
+    untouched,
+)
 from .tasks import ADAM, ConvNet, Net, entropy, fit, images, job, train
 
 NETS = job("", optimizer=ADAM), job("convolutional", model=ConvNet, optimizer=ADAM, loader=images)
@@ -48,7 +62,7 @@ def test_ema_by_averaged_model(model, optimizer, loader, by_hand=untouched):
     return outputs, average.state_dict()
 
 
-@pair(*NETS, configs=CONVOLUTIONS)
+@pair(*NETS, configs=CONVOLUTIONS, repeats=[EXACT, FP64, NHWC, NHWC_FUSED, SHIPPED, SHIPPED_NHWC])
 def test_stochastic_weight_averaging(model, optimizer, loader, by_hand=untouched):
     average, scheduler = AveragedModel(model), SWALR(optimizer, swa_lr=0.001, anneal_epochs=2)
     for _ in range(3):

@@ -51,7 +51,7 @@ def evaluated_each_epoch(model, optimizer, loader, validation, by_hand=untouched
     return found
 
 
-test_evaluation_each_epoch = pair(with_validation())(evaluated_each_epoch)
+test_evaluation_each_epoch = pair(with_validation(), kernels_in_bf16=True)(evaluated_each_epoch)
 test_evaluation_of_images_each_epoch = pair(with_validation("convolutional", ConvNet, images), configs=CONVOLUTIONS)(
     evaluated_each_epoch
 )

@@ -90,7 +90,9 @@ RECOMPUTING = [
     job("reentrant", functools.partial(Recomputing, True), ADAMW),
     job("not_reentrant", functools.partial(Recomputing, False), ADAMW),
 ]
-test_activation_checkpointing_inside_forward = pair(*RECOMPUTING, without=ROUNDED, repeats_weights=True)(fit)
+test_activation_checkpointing_inside_forward = pair(
+    *RECOMPUTING, without=ROUNDED, repeats_weights=True, kernels_in_bf16=True
+)(fit)
 
 
 @pair(*RECOMPUTING)
@@ -132,43 +134,19 @@ PARAMETRIZATIONS = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
+    "older_weight_norm": nn.utils.weight_norm,
+    "older_spectral_norm": nn.utils.spectral_norm,
+    "pruned": functools.partial(prune.l1_unstructured, name="weight", amount=0.5),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pair(*(job(name, parametrized(kind), ADAMW) for name, kind in PARAMETRIZATIONS.items()))
 def test_parametrized_weights(model, optimizer, loader, by_hand=untouched):
     weight = model[4].weight.detach().clone()
     losses = fit(model, optimizer, loader, by_hand)
     with parametrize.cached():
         return weight, losses, by_hand(model)(torch.ones(2, 6)), parametrize.is_parametrized(model[4])
-
-
-OLDER = job("weight", parametrized(nn.utils.weight_norm)), job("spectral", parametrized(nn.utils.spectral_norm))
-deprecated = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-test_weights_normed_by_the_older_functions = deprecated(pair(*OLDER)(fit))
-
-
-class Symmetric(nn.Module):
-    def forward(self, x):
-        return x.triu() + x.triu(1).transpose(-1, -2)
-
-
-@pair(job(model=deep))
-def test_parametrizations_that_come_and_go_inside_the_loop(model, optimizer, loader, by_hand=untouched):
-    parametrize.register_parametrization(model[2], "weight", Symmetric())
-    first = fit(model, optimizer, loader, by_hand, epochs=1), type(model[2]).__name__, model[2].weight.detach()
-    parametrize.remove_parametrizations(model[2], "weight")
-    assert type(model[2]) is nn.Linear
-    parametrizations.weight_norm(model[4])
-    return first, fit(model, optimizer, loader, by_hand, epochs=1), type(model[4]).__name__
-
-
-@pair(job(model=deep))
-def test_pruned_weights(model, optimizer, loader, by_hand=untouched):
-    prune.l1_unstructured(model[0], "weight", amount=0.5)
-    first = fit(model, optimizer, loader, by_hand, epochs=1), model[0].weight_mask.clone()
-    prune.remove(model[0], "weight")
-    return first, fit(model, optimizer, loader, by_hand, epochs=1)
 
 
 @pair(job(model=deep, optimizer=ADAM))

@@ -102,7 +102,7 @@ def test_packed_sequences_through_an_lstm(model, optimizer, loader, by_hand=unto
     return outputs
 
 
-@pair(job(model=Recurrent, optimizer=ADAMW, loader=sequences), trains_lstms=True)
+@pair(job(model=Recurrent, optimizer=ADAMW, loader=sequences), trains_lstms=True, kernels_in_bf16=True)
 def test_a_hidden_state_carried_from_call_to_call(model, optimizer, loader, by_hand=untouched):
     """Truncated backpropagation through time: what came out, detached, goes in again."""
     state, losses = None, []

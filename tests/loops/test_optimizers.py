@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
-from .pairs import CONVOLUTIONS, EXACT, pair
+from .pairs import BF16, CONVOLUTIONS, EXACT, FP64, pair
 from .tasks import ConvNet, Lion, fit, images, job
 from .wrappers import WRAPPERS
 
@@ -58,8 +58,14 @@ OPTIMIZERS = {
 }
 
 
-ONE_EACH = (job(name, optimizer=factory) for name, factory in OPTIMIZERS.items())
-test_one_model_and_one_optimizer = pair(*ONE_EACH)(fit)
+#: Of each way in which states are converted to fp64 and back, the first one.
+IN_FP64 = ("momentum", "amsgrad", "adagrad", "param_groups", "own", "lookahead", "rescaled")
+test_one_model_and_one_optimizer = pair(
+    *(job(name, optimizer=OPTIMIZERS[name]) for name in IN_FP64), kernels_in_bf16=True
+)(fit)
+test_one_model_and_another_optimizer = pair(
+    *(job(name, optimizer=OPTIMIZERS[name]) for name in OPTIMIZERS if name not in IN_FP64), repeats=[BF16, FP64]
+)(fit)
 
 
 def convolutional(name):

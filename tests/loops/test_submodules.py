@@ -237,7 +237,7 @@ class WithDisabledCasts(WithFp32Part):
         return disable_casts()
 
 
-@pair(job("autocast", model=WithFp32Part), job("disable_casts", model=WithDisabledCasts))
+@pair(job("autocast", model=WithFp32Part), job("disable_casts", model=WithDisabledCasts), kernels_in_bf16=True)
 def test_an_fp32_region_of_the_users_inside_forward(model, optimizer, loader, by_hand=untouched):
     losses = fit(model, optimizer, loader, by_hand)
     return losses, model.first.saw, model.delicate.saw, model.last.saw

@@ -84,7 +84,7 @@ def test_it_trains_as_in_the_plain_loop(make):
 
 
 @EACH
-@pytest.mark.parametrize("precision", ["bf16-true", pytest.param(64, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("precision", ["bf16-true", *(pytest.param(each, marks=pytest.mark.slow) for each in (64, 16))])
 def test_it_trains_in_other_precisions_to_about_the_same_loss(make, precision):
     plain, _ = trained(make, fit)
     losses, weights = trained(make, nano(precision=precision, verbose=False)(fit))

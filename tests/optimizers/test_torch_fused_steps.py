@@ -222,9 +222,17 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("step", [directly, by_closure])
+#: How closures are called does not depend on the kind: all but two are for where slow tests run.
+WITH_CLOSURE = ("SGD with momentum", "AdamW")
+STEPS = [
+    pytest.param(name, step, id=f"{name}-{step.__name__}", marks=[pytest.mark.slow] * is_slow)
+    for name in KINDS
+    for step, is_slow in ((directly, False), (by_closure, name not in WITH_CLOSURE))
+]
+
+
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@OF_EACH_KIND
+@pytest.mark.parametrize(("name", "step"), STEPS)
 def test_what_changes_between_steps_changes_steps_as_in_the_plain_loop(name, change, step):
     def train(loop):
         for number in range(6):

@@ -61,7 +61,14 @@ EXPORTS = {
 }
 
 
-@pytest.fixture(params=OPTIONS.values(), ids=OPTIONS)
+#: What is exported with both is for all that each does.
+EACH_OPTION = [
+    pytest.param(OPTIONS[name], id=name, marks=[pytest.mark.slow] * (name in ("channels_last", "bf16")))
+    for name in OPTIONS
+]
+
+
+@pytest.fixture(params=EACH_OPTION)
 def running(request):
     """A model in a run, and its copy from before."""
     torch.manual_seed(0)

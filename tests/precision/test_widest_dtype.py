@@ -361,7 +361,13 @@ TRACED = {
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("lerp", "index_copy_", "lerp_ of fp32")))
+        for name in TRACED
+    ],
+)
 def test_operator_computes_the_same_where_a_part_of_the_model_is_compiled(net, name):
     model = net(TRACED[name])
     expected = trained(model, model(X))

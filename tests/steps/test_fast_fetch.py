@@ -171,33 +171,6 @@ def test_index_that_is_no_integer_selects_what_it_selects_by_default(step, value
         assert_equal(*map(outcome, loaders))
 
 
-TENSORS = {
-    "bools": lambda: torch.rand(23, 4) > 0.5,
-    "bytes": lambda: torch.randint(256, (23, 3, 5), dtype=torch.uint8),
-    "complex": lambda: torch.randn(23, 2, dtype=torch.complex64),
-    "bf16": lambda: torch.randn(23, 3).bfloat16(),
-    "nothing in a row": lambda: torch.empty(23, 0),
-    "channels_last": lambda: torch.rand(23, 3, 4, 4).to(memory_format=torch.channels_last),
-    "rows": lambda: torch.rand(23, 4),
-    "numbers": lambda: torch.arange(23),
-    "transposed": lambda: torch.rand(4, 23).t(),
-    "subset": lambda: Subset(torch.rand(23, 4), [3, 1, 1, 8]),
-}
-
-
-@pytest.mark.parametrize("dataset", TENSORS.values(), ids=TENSORS)
-def test_batches_of_a_tensor_are_the_default_loaders_too(step, dataset):
-    torch.manual_seed(1)
-    data = dataset()
-    expected, state = epochs(DataLoader(data, 4, shuffle=True))
-    loader = DataLoader(data, 4, shuffle=True)
-    assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == WHOLE
-    batches, after = epochs(loader)
-    assert all(map(torch.equal, batches, expected))
-    assert all(one.stride() == other.stride() for one, other in zip(batches, expected, strict=True))
-    assert torch.equal(state, after)
-
-
 class OfSkorch(Dataset):
     """A stand-in for skorch's `Dataset`: it indexes arrays, or dicts of them; without targets, it has zeros."""
 
@@ -225,7 +198,17 @@ def takes_truths():
 
 ROWS = np.random.default_rng(0).normal(size=(23, 4))
 WHOLE = "whole batches sliced from memory, 1 of 1 loaders"
-CONTAINERS = {
+DATASETS = {
+    "tensor": lambda data: torch.rand(23, 4),
+    "bools": lambda data: torch.rand(23, 4) > 0.5,
+    "bytes": lambda data: torch.randint(256, (23, 3, 5), dtype=torch.uint8),
+    "complex": lambda data: torch.randn(23, 2, dtype=torch.complex64),
+    "bf16": lambda data: torch.randn(23, 3).bfloat16(),
+    "nothing in a row": lambda data: torch.empty(23, 0),
+    "channels_last": lambda data: torch.rand(23, 3, 4, 4).to(memory_format=torch.channels_last),
+    "numbers": lambda data: torch.arange(23),
+    "transposed": lambda data: torch.rand(4, 23).t(),
+    "subset": lambda data: Subset(torch.rand(23, 4), [3, 1, 1, 8]),
     "array": lambda data: ROWS,
     "array in fp32": lambda data: ROWS.astype(np.float32),
     "array of columns": lambda data: np.asfortranarray(ROWS),
@@ -249,13 +232,13 @@ CONTAINERS = {
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # torch's, of rows one by one
-@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
-def test_batches_of_containers_and_arrays_are_the_default_loaders(step, dataset, make):
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_batches_of_tensors_arrays_and_containers_are_the_default_loaders(step, dataset, make):
     data = make(dataset)
     expected = epochs(DataLoader(data, 4, shuffle=True))
     loader = DataLoader(data, 4, shuffle=True)
     assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == WHOLE
-    with nullcontext() if type(data) is np.ndarray else only_whole_batches(type(data)):
+    with nullcontext() if type(data) in (np.ndarray, torch.Tensor) else only_whole_batches(type(data)):
         assert_same(epochs(loader), expected)
 
 
@@ -445,12 +428,12 @@ def test_report_says_that_samples_are_collated_by_the_program(step, monkeypatch,
     assert "the program has registered a function with torch's collate" in words
 
 
-def test_writing_into_a_batch_of_arrays_does_not_reach_them(fast):
-    arrays = [np.ones(2), np.ones(2)]
-    loader = fast(DataLoader(arrays, 1))
-    for batch in loader:
-        batch.zero_()
-    assert [array.tolist() for array in arrays] == [[1, 1], [1, 1]]
+@pytest.mark.parametrize("make", [list, lambda arrays: TensorDataset(torch.tensor(np.stack(arrays)))])
+def test_writing_into_a_batch_does_not_reach_the_dataset(fast, make):
+    data = make([np.ones(2), np.ones(2)])
+    for batch in fast(DataLoader(data, 1)):
+        (batch[0] if isinstance(data, TensorDataset) else batch).zero_()
+    assert all((sample[0] == 1).all() for sample in data)
 
 
 class OwnItems(TensorDataset):
@@ -729,14 +712,6 @@ def test_datasets_that_do_more_than_index_fetch_their_samples(step, dataset, kin
 def test_samples_of_other_classes_are_fetched_by_them(dataset, make):
     changes = _Fetching().attributes(DataLoader(make(dataset)))
     assert changes == {"collate_fn": collate}
-
-
-def test_collate_fn_put_on_the_loader_in_the_loop_is_obeyed(fast, dataset):
-    loader = fast(DataLoader(dataset, batch_size=4))
-    loader.collate_fn = lambda samples: len(samples)
-    assert list(loader) == [4, 4, 4, 4, 4, 3]
-    loader.collate_fn = default_collate
-    assert torch.equal(next(iter(loader))[1], torch.arange(4))
 
 
 def test_loader_set_up_twice_and_in_a_run_within_a_run_is_fast_until_the_last_has_ended(step, dataset):

@@ -115,38 +115,29 @@ class SharedHead(Images):
         return duplicate
 
 
-def test_gradients_that_copies_reach_in_the_loops_modules_stay(takes):
+OUTSIDE = nn.Conv2d(3, 3, 1)
+
+
+class Scaled(Images):
+    """Calls a module that neither it nor the optimizer holds."""
+
+    def forward(self, x):
+        return super().forward(OUTSIDE(x))
+
+
+@pytest.mark.parametrize(("kind", "reached"), [(SharedHead, lambda model: model.head), (Scaled, lambda model: OUTSIDE)])
+def test_gradients_that_copies_reach_in_modules_of_the_loop_stay(takes, kind, reached):
     takes(2)
-    made, gradients = parts(SharedHead, steps=1), []
+    made, gradients = parts(kind, steps=1), []
 
     def loop(model, optimizer, loader):
+        weight = reached(model).weight
+        weight.grad = None
         for x, y in loader:
             nn.functional.cross_entropy(model(x), y).backward()
-            gradients.append(model.head.weight.grad.clone())
+            gradients.append(weight.grad.clone())
             optimizer.step()
-            gradients.append(model.head.weight.grad.clone())
-
-    assert run(made, loop)[1].detail.startswith("NCHW: ")
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
-
-
-def test_gradients_of_a_module_that_neither_model_nor_optimizer_hold_stay(takes):
-    takes(2)
-    made, scale = parts(steps=1), nn.Conv2d(3, 3, 1)
-    gradients = []
-
-    class Scaled(Images):
-        def forward(self, x):
-            return super().forward(scale(x))
-
-    made[0].__class__ = Scaled
-
-    def loop(model, optimizer, loader):
-        for x, y in loader:
-            nn.functional.cross_entropy(model(x), y).backward()
-            gradients.append(scale.weight.grad.clone())
-            optimizer.step()
-            gradients.append(scale.weight.grad.clone())
+            gradients.append(weight.grad.clone())
 
     assert run(made, loop)[1].detail.startswith("NCHW: ")
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-import nano_loop
-from nano_loop import TorchNano, nano
+from nano_loop import nano
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.runtime import run as run_module
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -52,39 +51,6 @@ def test_report_says_what_was_measured_and_the_number_is_put_back(monkeypatch, m
     assert found == [("applied", None), ("measured", code)]
     assert torch.get_num_threads() == 2
     assert threads._settings == []
-
-
-class Trainer(TorchNano):
-    def train(self):
-        model, optimizer = self.setup(*parts())
-        fit(model, optimizer)
-
-
-def in_a_block():
-    model, optimizer = parts()
-    with nano_loop.accelerated(model, optimizer, **OPTIONS) as run:
-        fit(model, optimizer)
-    return run.report
-
-
-def as_a_class():
-    trainer = Trainer(**OPTIONS)
-    trainer.train()
-    return trainer.report
-
-
-def by_the_environment(monkeypatch):
-    monkeypatch.setenv("NANO_LOOP_NUM_THREADS", "auto")
-    train = nano(verbose=False)(fit)
-    train(*parts())
-    return train.report
-
-
-@pytest.mark.parametrize("door", ["class", "block", "environment"])
-def test_every_door_has_it(monkeypatch, door):
-    report = {"class": as_a_class, "block": in_a_block, "environment": lambda: by_the_environment(monkeypatch)}[door]()
-    assert report["num_threads"].code == "too_few_steps"
-    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize(

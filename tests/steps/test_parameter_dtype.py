@@ -110,7 +110,7 @@ def test_small_updates_are_not_lost_in_bf16_true_as_they_are_by_hand(kind):
         assert by_hand > 1.3 * losses[32]  # whose updates are smaller than the last bit
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, pytest.param(torch.optim.AdamW, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_there_before", [True, False])
 def test_small_updates_of_optimizers_that_nobody_has_set_up_are_not_lost(kind, is_there_before):
     def steps(model, hidden):
@@ -266,7 +266,10 @@ def test_ranks_stay_the_same(precision):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 @pytest.mark.parametrize(
     ("precision", "cast"),
-    [(32, False), ("bf16", False), ("bf16-true", False), (64, False), ("bf16", True), ("bf16-true", True)],
+    [
+        *(pytest.param(each, False, marks=pytest.mark.slow) for each in (32, "bf16", 64)),
+        *(("bf16-true", False), ("bf16", True), ("bf16-true", True)),
+    ],
 )
 def test_scripted_models_train_in_each_precision(precision, cast):
     if "intel_extension_for_pytorch" in sys.modules:

@@ -474,7 +474,7 @@ def counted(rows, precision):
 
 
 @either
-@pytest.mark.parametrize(("rows", "stays"), [(8, 0), (4096, 1)])
+@pytest.mark.parametrize(("rows", "stays"), [(8, 0), (1024, 1)])
 def test_kernels_and_calls_are_torch_s_again_where_no_product_rounds(rows, stays, precision):
     used = counted(rows, precision)
     assert used == [(1, 1)] * (module.LEARNS_AT - 1) + [(stays, stays)] * 3
@@ -558,7 +558,7 @@ def clock(monkeypatch):
 
 
 @either
-@pytest.mark.parametrize("models", [1, 2])
+@pytest.mark.parametrize("models", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_products_are_fp32_where_steps_are_faster_without_rounding(clock, models, precision):
     used, report = trained_by(clock, precision, lambda users: 1.05 if users else 1.0, models)
     assert used[module.LEARNS_AT // models - 1] == 1

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from .layers import norms_of
 from .table import Row, add_row, row
 
 #: The configs of which a loop by hand calls other functions: it enters autocast, and attention has a fast path there.
@@ -210,11 +211,13 @@ def wrapped_before_the_run(functions):
 
 for _owner, _name in FUNCTIONS:
     _function = f"{'torch' if _owner is torch else 'F' if _owner is F else 'Tensor'}.{_name}"
-    _repeats = (_owner is not F or _name in ("silu", "leaky_relu", "gelu", "conv2d")) and _name != "relu"
     _without = IN_BF16 if _name in ("linear", "scaled_dot_product_attention") else ()
-    _row = Row(wrapped_in_the_run([(_owner, _name)]), repeats=_repeats, without=_without)
+    _row = Row(
+        wrapped_in_the_run([(_owner, _name)]), repeats=_name not in ("layer_norm", "embedding"), without=_without
+    )
     add_row(f"{_function} wrapped", _row)
     add_row(f"{_function} wrapped before the run", wrapped_before_the_run([(_owner, _name)]))
+add_row("functions wrapped in the run", Row(wrapped_in_the_run(FUNCTIONS), without=IN_BF16))
 add_row("functions wrapped before the run", wrapped_before_the_run(FUNCTIONS)._replace(without=IN_BF16))
 
 
@@ -403,8 +406,7 @@ def outputs_changed_in_place(program):
     def hook(_, __, out):
         (out[0] if isinstance(out, tuple) else out).mul_(0.5)
 
-    norms = (model.batch_norm, model.group_norm, model.rms_norm, model.layer_norm, model.mlp[1], model.mlp[5])
     others = (model.convolution, model.embedding, model.queries, model.attention, model.gru, model.silu, model.head)
-    for module in (*norms, *others):
+    for module in (*norms_of(model), *others):
         program.undo.callback(module.register_forward_hook(hook).remove)
     program.set(program, loss=lambda out, targets: losses(out, targets).mul_(0.5).mean())

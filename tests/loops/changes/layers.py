@@ -6,43 +6,28 @@ from torch import nn
 from .table import row
 
 
+def norms_of(model):
+    """All norms of the model."""
+    return model.batch_norm, model.group_norm, model.rms_norm, model.layer_norm, model.mlp[1], model.mlp[5]
+
+
 @row()
-def momentum_of_batch_norms(program):
+def eps_of_norms(program):
+    for norm in norms_of(program.model):
+        program.set(norm, eps=0.5)
+
+
+@row()
+def momentum_and_groups_of_norms(program):
     for norm in (program.model.batch_norm, program.model.mlp[1]):
         program.set(norm, momentum=0.5)
+    program.set(program.model.group_norm, num_groups=2)
 
 
 @row(repeats=True)
 def no_momentum_of_batch_norms(program):
     for norm in (program.model.batch_norm, program.model.mlp[1]):
         program.set(norm, momentum=None)
-
-
-@row()
-def eps_of_batch_norms(program):
-    for norm in (program.model.batch_norm, program.model.mlp[1]):
-        program.set(norm, eps=0.5)
-
-
-@row()
-def eps_of_a_group_norm(program):
-    program.set(program.model.group_norm, eps=0.5)
-
-
-@row()
-def eps_of_layer_norms(program):
-    for norm in (program.model.layer_norm, program.model.mlp[5]):
-        program.set(norm, eps=0.5)
-
-
-@row()
-def eps_of_an_rms_norm(program):
-    program.set(program.model.rms_norm, eps=0.5)
-
-
-@row()
-def num_groups(program):
-    program.set(program.model.group_norm, num_groups=2)
 
 
 @row()
@@ -65,17 +50,9 @@ def running_statistics_reset(program):
 
 
 @row()
-def negative_slope(program):
+def numbers_of_activations(program):
     program.set(program.model.mlp[2], negative_slope=0.5)
-
-
-@row()
-def alpha_of_an_elu(program):
     program.set(program.model.mlp[6], alpha=0.3)
-
-
-@row()
-def approximate_of_a_gelu(program):
     program.set(program.model.gelu, approximate="tanh")
 
 
@@ -83,6 +60,8 @@ def approximate_of_a_gelu(program):
 def p_of_dropouts(program):
     program.set(program.model.dropout, p=0.6)
     program.set(program.model.mlp[3], p=0.0)
+    program.set(program.model.gru, dropout=0.6)
+    program.set(program.model.attention, dropout=0.6)
 
 
 @row(repeats=True)
@@ -97,13 +76,8 @@ def inplace(program):
 
 
 @row()
-def stride_of_a_convolution(program):
-    program.set(program.model.convolution, stride=(2, 1))
-
-
-@row()
-def padding_of_convolutions(program):
-    program.set(program.model.convolution, padding=(0, 2))
+def stride_and_padding_of_convolutions(program):
+    program.set(program.model.convolution, stride=(2, 1), padding=(0, 2))
     program.set(program.model.depthwise, padding="same")
 
 
@@ -121,11 +95,6 @@ def dilation_of_a_convolution(program):
 def num_layers_of_a_gru(program):
     """Its other weights stay where they are: torch's error, or numbers, are those of the accelerated loop."""
     program.set(program.model.gru, num_layers=1)
-
-
-@row()
-def dropout_of_a_gru(program):
-    program.set(program.model.gru, dropout=0.6)
 
 
 @row(repeats=True)
@@ -153,11 +122,6 @@ def scale_grad_by_freq_of_an_embedding(program):
 def sparse_of_an_embedding(program):
     """AdamW refuses sparse gradients, and so ends the loop."""
     program.set(program.model.embedding, sparse=True)
-
-
-@row()
-def dropout_of_an_attention(program):
-    program.set(program.model.attention, dropout=0.6)
 
 
 @row(repeats=True)

@@ -165,8 +165,11 @@ def lr_that_is_a_tensor(program):
 
 
 @row()
-def momentum(program):
-    setting(("sgd",), momentum=0.3)(program)
+def settings_of_each_kind(program):
+    setting(("sgd",), momentum=0.3, dampening=0.5)(program)
+    setting(("adamw",), betas=(0.5, 0.6), eps=0.3)(program)
+    setting(("adamw", "adagrad"), maximize=True)(program)
+    setting(("sgd", "adamw", "adagrad"), weight_decay=0.3)(program)
 
 
 @row(repeats=True)
@@ -174,31 +177,15 @@ def momentum_0(program):
     setting(("sgd",), momentum=0)(program)
 
 
-@row()
-def nesterov_dampening_maximize(program):
-    setting(("sgd",), dampening=0.5)(program)
-    setting(("adamw", "adagrad"), maximize=True)(program)
-
-
 @row(repeats=True)
 def nesterov(program):
     setting(("sgd",), nesterov=True)(program)
-
-
-@row()
-def betas_and_eps(program):
-    setting(("adamw",), betas=(0.5, 0.6), eps=0.3)(program)
 
 
 @row(repeats=True)
 def amsgrad(program):
     program.adamw.state.clear()  # which has no maximum
     setting(("adamw",), amsgrad=True)(program)
-
-
-@row()
-def weight_decay(program):
-    setting(("sgd", "adamw", "adagrad"), weight_decay=0.3)(program)
 
 
 @row(repeats=True)

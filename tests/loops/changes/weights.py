@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 
+from .layers import norms_of
 from .table import row
 
 #: The configs of which a model by hand has weights in NHWC.
@@ -14,7 +15,6 @@ CHANNELS_LAST = ("channels_last-fused", "channels_last-as-shipped")
 
 def weights_of(model):
     """A weight of each kind of layer, all of whose elements may be changed."""
-    norms = (model.batch_norm, model.group_norm, model.layer_norm, model.rms_norm, model.mlp[1], model.mlp[5])
     others = (
         model.convolution,
         model.depthwise,
@@ -24,7 +24,7 @@ def weights_of(model):
         model.mlp[4],
         model.head,
     )
-    return [module.weight for module in (*norms, *others)] + [model.gru.weight_hh_l0, model.lstm.weight_ih_l0]
+    return [module.weight for module in (*norms_of(model), *others)] + [model.gru.weight_hh_l0, model.lstm.weight_ih_l0]
 
 
 def in_group(optimizer, parameter, other):
