@@ -363,6 +363,12 @@ FAULTS = (
         "tests/steps/kernels/test_training.py",
     ),
     Fault(
+        "kernels/override.py",
+        "None if call is None or call.tensors[0] is None else",
+        "None if call is None else",
+        "tests/kernels/test_writes.py",
+    ),
+    Fault(
         "kernels/embedding/row_gradient.py",
         " and not has_lone_storage(returned):",
         " and False:",
@@ -453,6 +459,18 @@ FAULTS = (
         "tests/runtime/test_ambient.py",
     ),
     Fault(
+        "patching/calls/calls.py",
+        "        _interceptors.pop(key, None)\n        self._modules.pop(key, None)\n",
+        "",
+        "tests/loops/test_lifetimes.py",
+    ),
+    Fault(
+        "patching/lifetime.py",
+        "    undoing.callback(finalizer)\n",
+        "",
+        "tests/patching/test_lifetime.py",
+    ),
+    Fault(
         "patching/ownership.py",
         "number < graphs.ends[place]",
         "number <= graphs.ends[place]",
@@ -468,6 +486,12 @@ FAULTS = (
         "policy/product_precision.py",
         "self._fewest.get(kind, math.inf) for",
         "self._fewest.get(kind, 0) for",
+        "tests/steps/test_products.py",
+    ),
+    Fault(
+        "policy/product_precision.py",
+        "        self._least = {}\n",
+        "        pass\n",
         "tests/steps/test_products.py",
     ),
     Fault(
@@ -544,10 +568,22 @@ FAULTS = (
         "tests/runtime/test_learnt_options.py",
     ),
     Fault(
+        "runtime/clock.py",
+        "self._next = min((step for step, _ in self._due.values()), default=math.inf)",
+        "self._next = math.inf",
+        "tests/steps/test_products.py",
+    ),
+    Fault(
         "runtime/trial.py",
         "        if self.measured or power == self._power:\n",
         "        if self.measured:\n",
         "tests/runtime/test_trial.py",
+    ),
+    Fault(
+        "runtime/trial.py",
+        "        self.setting, self._other = self.settings\n",
+        "",
+        "tests/steps/test_num_threads.py",
     ),
     Fault(
         "steps/kernels/models.py",
