@@ -188,9 +188,9 @@ def pair(
     a call, its gradients are added in fp32 without autocast's cache.
 
     `repeats` has the configs under which the loop shows what it shows under others. Those, and what autocast does for
-    a model of an earlier build, are for `make test-all`. So is `EXACT` where `BF16` is held bit for bit, too, and of
-    loops over vectors `SHIPPED`, which adds to `FUSED` and `BF16` the kernels that compute in bf16: these meet images,
-    and what `kernels_in_bf16` says.
+    a model of an earlier build, are for `make test-all`. So is `EXACT` where `BF16` is held bit for bit, too, and
+    `SHIPPED`, which adds to `FUSED` and `BF16` the kernels in bf16, but for loops over images and where
+    `kernels_in_bf16`.
     """
     models = [getattr(build, "model", build) for build in builds]
 
@@ -208,7 +208,7 @@ def pair(
             return True
         if config is EXACT:
             return is_first and BF16 in others and BF16 not in repeats
-        return config is SHIPPED and not kernels_in_bf16 and not takes_images(build)
+        return config is SHIPPED and not kernels_in_bf16 and not any(each.channels_last for each in configs)
 
     def decorate(loop):
         cases = []

@@ -69,7 +69,7 @@ def adapter():
     return {"model": model, "optimizer": torch.optim.AdamW(trained, lr=0.01), "loader": images()}
 
 
-@pair(adapter)
+@pair(adapter, kernels_in_bf16=True)
 def test_a_frozen_base_with_a_trained_adapter(model, optimizer, loader, by_hand=untouched):
     before = model.base.head.weight.clone()
     losses = fit(model, optimizer, loader, by_hand)

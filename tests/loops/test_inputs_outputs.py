@@ -127,7 +127,7 @@ class TwoImages(nn.Module):
         return {"logits": total[:, :3] if weight is None else total[:, :3] * weight, "maps": (first, deep)}
 
 
-@pair(job(model=TwoImages, optimizer=ADAMW, loader=images), repeats_weights=True)
+@pair(job(model=TwoImages, optimizer=ADAMW, loader=images), repeats_weights=True, kernels_in_bf16=True)
 def test_nested_inputs(model, optimizer, loader, by_hand=untouched):
     outputs = []
     for x, y in steps(loader, optimizer):
