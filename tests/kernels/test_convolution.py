@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from kernels.compared.convolution_gradients import OF_GROUPS, call_of, gradients, inputs, standing_in
 from kernels.compared.convolutions import NHWC
@@ -142,19 +141,6 @@ def test_compiled_callers_compute_the_same(in_force):
     compiled = gradients(torch.compile(call, backend="aot_eager"), inputs())
     assert all(itertools.starmap(torch.equal, zip(eager, compiled, strict=True)))
     torch._dynamo.reset()
-
-
-def test_layers_of_a_model_get_gradients_of_their_dtype_and_shape(in_force):
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.ConvTranspose2d(8, 4, 2, 2)
-    )
-    with torch.autocast("cpu", torch.bfloat16):
-        out = model(torch.randn(2, 3, 12, 12).contiguous(memory_format=NHWC))
-    out.float().square().sum().backward()
-    for parameter in model.parameters():
-        assert parameter.grad.dtype is torch.float32
-        assert parameter.grad.shape == parameter.shape
-    assert in_force == [(True, True, False), (True, False, False)]
 
 
 # --- plans ---

@@ -427,36 +427,6 @@ def test_flags_are_the_programs_in_hooks_and_closures_and_after_an_error(name, f
     assert_alike(*pair(name, train))
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "SGD"])
-def test_copied_model_with_optimizer_and_scheduler_trains_in_another_layout_as_the_plain_copy(name, how):
-    def trained(is_plain):
-        torch.manual_seed(0)
-        model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 6, 6)
-        kind, settings = KINDS[name]
-        optimizer = kind(model.parameters(), **settings)
-        parts = model, optimizer, StepLR(optimizer, 2)
-
-        def fit(model, optimizer, scheduler):
-            for _ in range(3):
-                optimizer.zero_grad()
-                model(x).square().sum().backward()
-                optimizer.step()
-                scheduler.step()
-
-        with contextlib.nullcontext() if is_plain else accelerated(model, optimizer, verbose=False):
-            fit(*parts)
-            other = how(parts)
-            other[0].to(memory_format=torch.channels_last)
-            x = x.to(memory_format=torch.channels_last)
-            fit(*other)
-        fit(*other)
-        assert [(each["fused"], each["foreach"]) for each in other[1].param_groups] == [(None, None)]
-        return other[0].weight.detach()
-
-    torch.testing.assert_close(trained(False), trained(True), rtol=1e-4, atol=1e-6)
-
-
 # --- layouts ---
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loops.wrappers import WRAPPERS, Lookahead
+from loops.wrappers import Lookahead
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -12,14 +12,6 @@ from nano_loop.patching.objects.optimizer_wrappers import innermost
 
 def weights(count=1):
     return [nn.Parameter(torch.zeros(2)) for _ in range(count)]
-
-
-@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
-def test_the_optimizer_that_steps_is_found(make):
-    parameters = weights(2)
-    (inner,) = innermost([make(parameters)])
-    assert type(inner) in (SGD, AdamW)
-    assert [id(each) for each in inner.param_groups[0]["params"]] == list(map(id, parameters))
 
 
 def test_wrapper_given_with_its_inner_optimizer_counts_once():
