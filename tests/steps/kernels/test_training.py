@@ -124,11 +124,14 @@ def test_deterministic_mode_brings_back_kernels_that_measured_times_have_taken_o
 
 
 @pytest.mark.usefixtures("compiled_first")
-def test_exact_run_beside_another_has_torchs_kernels(called, monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{"exact": True}, {"precision": 16, "fast_norm": False, "fast_linear": False}], ids=["exact", "rounding"]
+)
+def test_run_beside_another_has_its_own_kernels(called, monkeypatch, options):
     use_for_all_sizes(monkeypatch, BY_NAME["fast_norm"])
-    model, exact, x = nn.LayerNorm(16), nn.LayerNorm(16), torch.randn(8, 16)
-    with accelerated(model, verbose=False), accelerated(exact, exact=True, verbose=False):
-        exact(x).sum().backward()
+    model, other, x = nn.LayerNorm(256), nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256)), torch.randn(8, 256)
+    with accelerated(model, verbose=False), accelerated(other, verbose=False, **options):
+        other(x).sum().backward()
         assert not called
         model(x).sum().backward()
     assert called == ["layer_norm"]
