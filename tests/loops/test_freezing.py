@@ -5,7 +5,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from .pairs import EXACT, WITH_IPEX, pair, untouched
-from .tasks import ADAM, SGD, ConvNet, Net, fit, images, job, train, vectors
+from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, fit, images, job, train, vectors
+
+
+@pair(job("sgd"), job("adamw", optimizer=ADAMW))
+def test_a_layer_frozen_and_thawed(model, optimizer, loader, by_hand=untouched):
+    model.encoder.requires_grad_(False)
+    first = fit(model, optimizer, loader, by_hand, epochs=1)
+    model.encoder.requires_grad_(True)
+    return first, fit(model, optimizer, loader, by_hand, epochs=1)
 
 
 def head_first(optimizer):

@@ -428,12 +428,12 @@ def test_report_says_that_samples_are_collated_by_the_program(step, monkeypatch,
     assert "the program has registered a function with torch's collate" in words
 
 
-@pytest.mark.parametrize("make", [list, lambda arrays: TensorDataset(torch.tensor(np.stack(arrays)))])
-def test_writing_into_a_batch_does_not_reach_the_dataset(fast, make):
-    data = make([np.ones(2), np.ones(2)])
-    for batch in fast(DataLoader(data, 1)):
-        (batch[0] if isinstance(data, TensorDataset) else batch).zero_()
-    assert all((sample[0] == 1).all() for sample in data)
+def test_writing_into_a_batch_of_arrays_does_not_reach_them(fast):
+    arrays = [np.ones(2), np.ones(2)]
+    loader = fast(DataLoader(arrays, 1))
+    for batch in loader:
+        batch.zero_()
+    assert [array.tolist() for array in arrays] == [[1, 1], [1, 1]]
 
 
 class OwnItems(TensorDataset):
