@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.workloads import users
 from benchmarks.workloads.images import resnet18_folder, resnet50, unet, vit
-from benchmarks.workloads.sequences import bert, gpt2, lstm
+from benchmarks.workloads.sequences import bert, gpt2, lstm, qwen_lora
 from benchmarks.workloads.tables import mlp
 from benchmarks.workloads.untuned import convnext, distilbert, efficientnet, group_norm_unet, mobilenet, t5
 from benchmarks.workloads.workload import Workload
@@ -33,6 +33,9 @@ UNTUNED: dict[str, Callable[[bool], Workload]] = {
     "group_norm_unet": group_norm_unet,
 }
 
+#: Models of which a few weights are trained, and most are frozen.
+ADAPTED: dict[str, Callable[[bool], Workload]] = {"qwen_lora": qwen_lora}
+
 #: The small models that people train on CPUs. They are fixed: speed is worked on by others too.
 USERS: dict[str, Callable[[bool], Workload]] = {
     workload.__name__: workload
@@ -42,8 +45,9 @@ USERS: dict[str, Callable[[bool], Workload]] = {
         *(users.tabnet, users.bpr, users.wide),
     )
 }
-ALL = WORKLOADS | UNTUNED | USERS
+ALL = WORKLOADS | UNTUNED | ADAPTED | USERS
 #: Names that stand for several workloads.
-LISTS = {"tuned": tuple(WORKLOADS), "untuned": tuple(UNTUNED), "users": tuple(USERS), "all": tuple(ALL)}
+LISTS = {"tuned": tuple(WORKLOADS), "untuned": tuple(UNTUNED), "adapted": tuple(ADAPTED), "users": tuple(USERS)}
+LISTS["all"] = tuple(ALL)
 
-__all__ = ["ALL", "LISTS", "UNTUNED", "USERS", "WORKLOADS", "Workload"]
+__all__ = ["ADAPTED", "ALL", "LISTS", "UNTUNED", "USERS", "WORKLOADS", "Workload"]

@@ -1,4 +1,4 @@
-"""Sequences: BERT and GPT-2 of transformers, with random weights, and a language model of torch's own LSTM."""
+"""Sequences: BERT, GPT-2 and Qwen2 of transformers, with random weights, and a language model of torch's own LSTM."""
 
 from __future__ import annotations
 
@@ -30,11 +30,45 @@ def gpt2(small: bool) -> Workload:
 def _language_model(model: nn.Module, tokens: Tensor, steps: int) -> Workload:
     return Workload(
         model,
-        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-4),
         [tokens],
         lambda model, tokens: model(input_ids=tokens, labels=tokens).loss,
         steps=steps,
     )
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and a low-rank adapter beside it, as PEFT's of rank 8, which no environment here needs."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 8, bias=False), nn.Linear(8, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2 * self.up(self.down(x.to(self.down.weight.dtype)))
+
+
+def qwen_lora(small: bool) -> Workload:
+    """Qwen2-0.5B's shape, LoRA of q and v, 1 sequence of 256 tokens, AdamW; small, 2 of its 24 layers, 8,000 words."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    layers, words = (2, 8000) if small else (24, 151936)
+    config = Qwen2Config(
+        vocab_size=words,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config).requires_grad_(False)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.q_proj, attention.v_proj = LowRank(attention.q_proj), LowRank(attention.v_proj)
+    return _language_model(model, torch.randint(words, (1, 256)), steps=4 if small else 6)
 
 
 class LstmModel(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.autocast.default_ops import in_force
 from nano_loop.precision.autocast.fast_paths import fast_paths_left
 from nano_loop.precision.autocast.fp32_consumers import consumers_get_fp32
+from nano_loop.precision.autocast.frozen_weights import Frozen, RoundedOnce, of_model, rounded_once
 from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.precision.autocast.output_activations import activations_noticed
 from nano_loop.precision.autocast.recurrent_layers import around_recurrent_layer, can_train_lstms
@@ -38,7 +40,8 @@ class Precision(Step):
     """Enters autocast for each outermost call into a model, and exits it when the call returns.
 
     Autocast's cache of bf16 weights is disabled: the model may change a weight between two uses. The layers that use
-    weights several times keep their casts during a call.
+    weights several times keep their casts during a call, and frozen weights are cast again once something may have
+    written to them.
     """
 
     name = "precision"
@@ -88,14 +91,23 @@ class Precision(Step):
         for model in parts.models:
             if _uncast_dtype(model):
                 continue
-            interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model))
+            has_copies = self._frozen(model).have_copies
+            once = self.undoing.enter_context(rounded_once(dtype)) if has_copies else None
+            interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model, once))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
+            if once is not None:
+                rules = {**once.rules, **interceptor.rules.operators}
+                interceptor.rules = interceptor.rules._replace(operators=rules)
             if not can_train_lstms(dtype):  # the model may get one
                 rules = {**interceptor.rules.operators, **self._rules_of_lstms()}
                 interceptor.rules = interceptor.rules._replace(operators=rules)
-        remarks = [_remark(model, dtype) for model in parts.models]
+        remarks = [_remark(model, dtype) or self._frozen(model).remark for model in parts.models]
         return "; ".join([self.options.kind.summary, *dict.fromkeys(filter(None, remarks))])
+
+    def _frozen(self, model: nn.Module) -> Frozen:
+        """Return what there is of frozen weights in a model: nothing where others than torch compute its layers."""
+        return Frozen(False, None) if self.options.use_ipex or self.options.compile else of_model(model)
 
     def _rules_of_lstms(self) -> Mapping[str, OperatorRule]:
         """Return the rules by which LSTMs run in fp32."""
@@ -182,8 +194,8 @@ def _low_state(model: nn.Module) -> list[Tensor]:
     return [tensor for tensor in state if tensor.dtype in LOW_DTYPES]
 
 
-def _under_autocast(dtype: torch.dtype, model: nn.Module) -> CallWrapper:
-    state = _low_state(model)
+def _under_autocast(dtype: torch.dtype, model: nn.Module, once: RoundedOnce | None) -> CallWrapper:
+    state, known = _low_state(model), weakref.ref(model)
 
     def outward(cast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def of_others(tensor: Tensor) -> Tensor:
@@ -200,6 +212,8 @@ def _under_autocast(dtype: torch.dtype, model: nn.Module) -> CallWrapper:
                 with cpu_autocast(dtype):
                     outputs = call(function, *args, **kwargs)
                 return map_tensors(outward(to_fp32), outputs)
+            if once is not None and (called := known()) is not None:
+                once.prepare(called)
             with CallUnderAutocast(dtype) as context:
                 outputs = call(function, *args, **kwargs)
             convert = outward(context.activations.in_fp32)

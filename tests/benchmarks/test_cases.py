@@ -10,7 +10,7 @@ from benchmarks.case import build, perform
 from benchmarks.fresh import fresh
 from benchmarks.limits import step_flops
 from benchmarks.systems import SYSTEMS
-from benchmarks.workloads import UNTUNED, USERS, WORKLOADS
+from benchmarks.workloads import ADAPTED, UNTUNED, USERS, WORKLOADS
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 
 FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, of twice the rows
@@ -67,7 +67,9 @@ def test_compile_that_compiles_nothing_is_no_system(workload):
 WITHOUT_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 
-OF_TRANSFORMERS = [pytest.param(name, marks=WITHOUT_TRANSFORMERS) for name in UNTUNED if name != "group_norm_unet"]
+OF_TRANSFORMERS = [
+    pytest.param(name, marks=WITHOUT_TRANSFORMERS) for name in (*UNTUNED, *ADAPTED) if name != "group_norm_unet"
+]
 
 
 @pytest.mark.parametrize("name", [*OF_TRANSFORMERS, "group_norm_unet", *USERS])

@@ -22,6 +22,7 @@ from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.policy import product_precision
+from nano_loop.precision.autocast import frozen_weights
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 from nano_loop.steps import products
 
@@ -541,6 +542,7 @@ def every_size_worth_it(config):
             patch.setattr(bernoulli, "MIN_ELEMENTS", 1)
         if config.products:
             rounding_every_product(patch)
+        patch.setattr(frozen_weights, "FEWEST", 1)
         yield
 
 

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
-from .pairs import EXACT, WITH_IPEX, pair, untouched
-from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, fit, images, job, train, vectors
+from .pairs import BF16, EXACT, SHIPPED, WITH_IPEX, named, pair, untouched
+from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, entropy, fit, images, job, steps, train, vectors
 
 
 @pair(job("sgd"), job("adamw", optimizer=ADAMW))
@@ -83,6 +84,112 @@ def test_a_frozen_base_with_a_trained_adapter(model, optimizer, loader, by_hand=
     losses = fit(model, optimizer, loader, by_hand)
     assert torch.equal(before, model.base.head.weight)
     assert not model.base.training
+    return losses
+
+
+class LowRank(nn.Module):
+    """Frozen layers, each with a low-rank adapter, as PEFT makes them of a language model's."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(*sizes) for sizes in ((6, 16), (16, 16), (16, 3))).requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(layer.in_features, 2, bias=False) for layer in self.base)
+        self.up = nn.ModuleList(nn.Linear(2, layer.out_features, bias=False) for layer in self.base)
+        self.recomputes = False
+
+    def forward(self, x):
+        for place in range(3):
+            x = checkpoint(self.layer, x, place, use_reentrant=False) if self.recomputes else self.layer(x, place)
+        return x
+
+    def layer(self, x, place):
+        x = self.base[place](x) + self.up[place](self.down[place](x))
+        return torch.tanh(x) if place < 2 else x
+
+
+def add_deltas(model, sign):
+    """Merge the adapters into the layers, as PEFT does, or take them out again."""
+    for layer, down, up in zip(model.base, model.down, model.up, strict=True):
+        layer.weight.data += sign * (up.weight.detach() @ down.weight.detach())
+
+
+def merged_and_unmerged(model, optimizer):
+    add_deltas(model, 1)
+    yield
+    add_deltas(model, -1)
+
+
+def clamped_by_data(model, optimizer):
+    for layer in model.base:
+        layer.weight.data.clamp_(-0.1, 0.1)
+    yield
+
+
+def written_by_an_array_that_is_kept(model, optimizer):
+    arrays = [layer.weight.numpy() for layer in model.base]
+    yield
+    for array in arrays:
+        array *= 0.5
+
+
+def set_to_other_memory(model, optimizer):
+    for layer in model.base:
+        layer.weight.data = 0.5 * layer.weight.data
+    yield
+
+
+def thawed_and_frozen(model, optimizer):
+    weight = model.base[1].weight.requires_grad_(True)
+    optimizer.add_param_group({"params": [weight]})
+    yield
+    weight.requires_grad_(False).grad = None
+
+
+def recomputed(model, optimizer):
+    model.recomputes = True
+    yield
+    model.recomputes = False
+
+
+def state_loaded_in_another_place(model, optimizer):
+    model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
+    yield
+
+
+def adapted(change):
+    def build():
+        model = LowRank()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return {"model": model, "optimizer": torch.optim.AdamW(trained, lr=0.01), "loader": vectors(), "change": change}
+
+    return named(change.__name__, build, LowRank)
+
+
+@pair(
+    *map(
+        adapted,
+        (
+            *(merged_and_unmerged, clamped_by_data, written_by_an_array_that_is_kept, set_to_other_memory),
+            *(thawed_and_frozen, recomputed, state_loaded_in_another_place),
+        ),
+    ),
+    configs=(BF16, SHIPPED),
+)
+def test_frozen_weights_that_change_between_steps(model, optimizer, loader, change, by_hand=untouched):
+    """And between forward and backward, and between the forwards of one step."""
+    losses = fit(model, optimizer, loader, by_hand, epochs=1)
+    changing = change(model, optimizer)
+    next(changing)
+    losses += fit(model, optimizer, loader, by_hand, epochs=1)
+    next(changing, None)
+    loss_of = entropy(by_hand(model))
+    for x, y in steps(loader, optimizer):
+        first = loss_of(x, y)
+        model.base[1].weight.data.mul_(0.9)
+        second = loss_of(x, y)
+        first.backward()
+        second.backward()
+        losses += [first.item(), second.item()]
     return losses
 
 

@@ -1,0 +1,193 @@
+"""Frozen weights under autocast are rounded once where the graph keeps the rounded one, and nowhere else."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nano_loop import disable_casts, nano
+from nano_loop.patching.weight_copies import WeightCopies
+from nano_loop.precision.autocast import frozen_weights
+from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.steps.op_lists import OperatorLists
+from nano_loop.steps.precision import Precision
+
+X = torch.rand(4, 3, 8, 8)
+
+
+class Net(nn.Module):
+    """A trained layer, and behind it frozen ones of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 1)
+        self.convolution = nn.Conv2d(4, 4, 1).requires_grad_(False)
+        self.linear = nn.Linear(8, 8).requires_grad_(False)
+        self.factor = nn.Parameter(torch.rand(8, 8), requires_grad=False)
+        self.recomputes = False
+
+    def forward(self, x):
+        x = self.first(x)
+        return checkpoint(self.frozen, x, use_reentrant=False) if self.recomputes else self.frozen(x)
+
+    def frozen(self, x):
+        return self.linear(self.convolution(x)) @ self.factor
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The shapes of the weights that were copied."""
+    monkeypatch.setattr(frozen_weights, "FEWEST", 10)
+    shapes, make = [], WeightCopies.make
+
+    def noted(self, weight):
+        copy = make(self, weight)
+        assert copy is not None
+        shapes.append(tuple(weight.shape))
+        return copy
+
+    monkeypatch.setattr(WeightCopies, "make", noted)
+    return shapes
+
+
+ALL = [(4, 4, 1, 1), (8, 8), (8, 8)]
+
+
+def set_up(step, model):
+    made = step(Precision, precision="bf16")
+    return made, made.apply(TrainingObjects([model]))
+
+
+def trained(model, steps=3):
+    for _ in range(steps):
+        model(X).sum().backward()
+
+
+def test_weights_are_rounded_once_for_all_steps(step, made):
+    model = Net()
+    _, line = set_up(step, model)
+    trained(model)
+    with torch.no_grad():
+        model.eval()(X)
+    assert sorted(made) == sorted(ALL)
+    assert line.endswith("frozen weights of Net rounded once")
+
+
+def test_what_is_computed_has_the_bits_of_autocast_by_hand(step, made):
+    model = Net()
+    set_up(step, model)
+    trained(model, steps=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(X)
+    assert made
+    assert torch.equal(model(X), expected.float())
+
+
+def only_evaluated(model):
+    with torch.no_grad():
+        for _ in range(3):
+            model(X)
+
+
+def without_a_trained_layer_before(model):
+    model.first.requires_grad_(False)
+    for _ in range(3):
+        model(X)
+
+
+def recomputed(model):
+    model.recomputes = True
+    trained(model)
+
+
+def without_casts(model):
+    with disable_casts():
+        trained(model)
+
+
+@pytest.mark.parametrize("use", [only_evaluated, without_a_trained_layer_before, recomputed, without_casts])
+def test_no_copy_is_made_where_no_graph_would_keep_one(step, made, use):
+    model = Net()
+    set_up(step, model)
+    use(model)
+    assert made == []
+
+
+def test_only_what_was_written_to_is_rounded_again(step, made):
+    model = Net()
+    set_up(step, model)
+    trained(model)
+    made.clear()
+    model.linear.weight.data.mul_(2)
+    trained(model)
+    assert made == [(8, 8)]
+
+
+def test_a_list_of_the_user_takes_precedence(step, made):
+    model = Net()
+    made_step, _ = set_up(step, model)
+    lists = step(OperatorLists, precision="bf16", fp32_ops=["linear"])
+    lists.interceptors = made_step.interceptors
+    lists.apply(TrainingObjects([model]))
+    seen = []
+    model.linear.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    trained(model)
+    assert set(seen) == {torch.float32}
+
+
+def test_copies_are_freed_with_the_model_and_with_the_run(step, monkeypatch):
+    monkeypatch.setattr(frozen_weights, "FEWEST", 10)
+    copies, make = [], WeightCopies.make
+
+    def noted(self, weight):
+        copy = make(self, weight)
+        copies.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(WeightCopies, "make", noted)
+    first, second = Net(), Net()
+    made, _ = set_up(step, first)
+    made.apply(TrainingObjects([second]))
+    trained(first)
+    trained(second)
+    del first
+    gc.collect()
+    assert [copy() is not None for copy in copies] == 3 * [False] + 3 * [True]
+    made.undo()
+    assert not any(copy() is not None for copy in copies)
+
+
+def test_a_weight_that_is_trained_again_has_no_copy(step, made):
+    model = Net()
+    set_up(step, model)
+    trained(model)
+    model.linear.requires_grad_(True)
+    trained(model)
+    assert model.linear.weight.grad is not None
+    assert sorted(made) == sorted(ALL)
+
+
+def test_report_says_that_memory_of_numpy_has_no_copies(step, monkeypatch):
+    monkeypatch.setattr(frozen_weights, "FEWEST", 10)
+    model = nn.Linear(8, 8).requires_grad_(False)
+    model.weight.data = torch.from_numpy(model.weight.detach().numpy().copy())
+    _, line = set_up(step, model)
+    assert "rounded in each call" in line
+
+
+@pytest.mark.filterwarnings("ignore:.*this CPU has no bf16 instructions")
+def test_a_program_may_compile_the_model(made, compiles_anew):
+    @nano(precision="bf16", verbose=False)
+    def train(model):
+        trained(model)
+        compiled = torch.compile(model, backend="aot_eager")
+        for _ in range(2):
+            assert torch.allclose(compiled(X), model(X), atol=0.02)
+            model.linear.weight.data.mul_(2)
+        compiled(X).sum().backward()
+
+    train(Net())
+    assert made
