@@ -116,9 +116,9 @@ BUDGETS = {
     "integrations": 1_600,
     "runtime": 2_275,  # 1_700 is the goal
     "steps": 3_750,  # 3_300 is the goal
-    "policy": 125,
-    "kernels": 11_375,  # 9_600 is the goal
-    "autotune": 700,
+    "policy": 150,
+    "kernels": 11_350,  # 9_600 is the goal
+    "autotune": 730,
     "optimizers": 650,  # 600 is the goal
     "patching": 3_350,  # 3_100 is the goal
     "precision": 2_250,  # 2_000 is the goal
