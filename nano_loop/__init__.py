@@ -9,7 +9,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nano_loop.errors import NanoConfigError, NanoError, NanoWarning, NanoWorkerError
+from nano_loop.errors import NanoConfigError, NanoError, NanoMemoryError, NanoWarning, NanoWorkerError
 from nano_loop.version import __version__
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ __all__ = [
     "DefaultOps",
     "NanoConfigError",
     "NanoError",
+    "NanoMemoryError",
     "NanoWarning",
     "NanoWorkerError",
     "SetupReport",

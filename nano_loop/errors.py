@@ -18,6 +18,10 @@ class NanoConfigError(NanoError, ValueError):
     """One or more arguments are invalid. The message lists each, with the allowed values and what to do."""
 
 
+class NanoMemoryError(NanoError, MemoryError):
+    """A training needs more memory than it may use. The message names the largest tensors, and what to change."""
+
+
 class NanoWorkerError(NanoError):
     """A rank failed.
 

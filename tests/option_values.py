@@ -50,6 +50,7 @@ SPELLINGS = {
         *((value, value) for value in (True, False, "whole", {"mode": "max-autotune"})),
     ],
     checks.boolean_or_path: [(True, True), ("casts.json", CASTS), (Path("casts.json"), CASTS), (CASTS, CASTS)],
+    checks.memory_limit: [(None, None), ("8 GB", 8 * 10**9), ("1.5GiB", 3 << 29), (8e9, 8 * 10**9), (1, 1)],
     checks.image_cache: [
         *((None, None), ("auto", None), (8_000_000_000, 8_000_000_000), (2e6, 2_000_000), ("8 GB", 8 * 10**9)),
         *(("1.5GiB", 3 << 29), ("500kB", 500_000), ("64B", 64), ("images", IMAGES), (Path("images"), IMAGES)),
@@ -80,6 +81,7 @@ REFUSED = {
     ],
     checks.compile_arguments: ["inductor", None, {}, {1: "max-autotune"}],
     checks.boolean_or_path: ["", None, 3, 10**400, "no/such/folder/casts.json", ".", "a\0b"],
+    checks.memory_limit: ["", "8 GBs", "8", "0 GB", "auto", "images", 10**400, 0, -1, True, float("nan"), [1]],
     checks.image_cache: [
         "",
         "8 GBs",
@@ -120,6 +122,7 @@ ALLOWED = {
     checks.cpu_for_each_process: ("list", "CPU ids", "each process"),
     checks.compile_arguments: ("True", "False", '"whole"', "dict", "torch.compile"),
     checks.boolean_or_path: ("path",),
+    checks.memory_limit: ("None", "bytes", '"8 GB"'),
     checks.image_cache: ("bytes", "folder"),
     checks.operators: (),  # a path has other faults than a list
     checks.operators_or_safe: (),
@@ -141,6 +144,7 @@ TEXTS = {
     checks.cpu_for_each_process: [("[[0, 1]]", ((0, 1),))],
     checks.compile_arguments: [("{'mode': 'max-autotune'}", {"mode": "max-autotune"}), ("1", True), ("whole", "whole")],
     checks.boolean_or_path: [("yes", True), ("0", False), ("casts.json", CASTS)],
+    checks.memory_limit: [("8 GB", 8 * 10**9), ("8000000000", 8 * 10**9), ("none", None)],
     checks.image_cache: [("8 GB", 8 * 10**9), ("8000000000", 8 * 10**9), ("images", IMAGES), ("none", None)],
     checks.operators: [
         ("['layer_norm', 'softmax']", ("layer_norm", "softmax")),

@@ -132,6 +132,8 @@ def _table(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         available = "" if memory["available"] is None else f", {in_words(memory['available'])} available"
         limit = "no limit" if memory["limit"] is None else f"limit {in_words(memory['limit'])}"
         yield "memory", f"{in_words(memory['total'])}{available}, {limit}"
+    left = sorted((count, name) for name, count in memory["left"].items())
+    yield "a process", ", ".join(f"{in_words(count)} more by {name}" for count, name in left) or "no known limit"
     yield "shared memory", "unknown" if memory["shared"] is None else in_words(memory["shared"])
     yield "huge pages", memory["huge_pages"] or "unknown"
     yield "allocator", " and ".join(facts["libraries"]["allocators"]) or "that of the C library"

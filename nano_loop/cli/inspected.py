@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nano_loop.config.environment import kernels_choice
-from nano_loop.cpu import Host, Machine, read_machine
+from nano_loop.cpu import Host, Machine, memory_left, read_machine
 from nano_loop.cpu.cgroup import read_cpuset, read_memory_limit
 from nano_loop.cpu.glibc import libraries_in
 from nano_loop.cpu.host import live_host
@@ -56,6 +56,7 @@ class Memory:
     total: int | None = None
     available: int | None = None
     limit: int | None = None  # what the process's cgroups may use; None if there is no limit
+    left: Mapping[str, int] = field(default_factory=dict)  # what this process may still get, by what limits it
     shared: int | None = None  # the size of the file system for shared memory
     #: The kernel's mode of transparent huge pages: ``always``, ``madvise`` or ``never``; empty if it is not known.
     huge_pages: str = ""
@@ -252,6 +253,7 @@ def _read_memory(tree: Tree, is_live: bool) -> Memory:
         total=total,
         available=available,
         limit=limit if total is None or (limit is not None and limit < total) else None,
+        left=memory_left(tree, is_live),
         shared=None if shared is None else shared.f_frsize * shared.f_blocks,
         huge_pages=modes[1] if modes else "",
     )

@@ -20,7 +20,7 @@ from nano_loop.config.declarations import CHECKS
 from nano_loop.config.environment import read_options
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.profiling import STEPS
-from nano_loop.profiling.kinds import lines_of
+from nano_loop.profiling.kinds import lines_of, lines_of_memory
 
 _EXAMPLES = """\b
 Examples:
@@ -33,7 +33,7 @@ Examples:
 @click.option("--trace", type=click.Path(dir_okay=False, writable=True), help="Write a trace that Perfetto opens.")
 @takes_script()
 def profile(script: Script, as_json: bool, trace: str | None) -> None:
-    """Show where the time of a step goes.
+    """Show where the time and the memory of a step go.
 
     The script runs until some steps of its first optimizer are timed and profiled, and then ends. Options override
     those in the code.
@@ -65,7 +65,7 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
     if as_json:
         click.echo(as_text("profile", **content))
     else:
-        click.echo("\n".join(lines_of(content)))
+        click.echo("\n".join([*lines_of(content), "", *lines_of_memory(content["memory"])]))
 
 
 @contextlib.contextmanager

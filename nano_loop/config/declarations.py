@@ -270,6 +270,12 @@ class Declarations:
         "Compares the parameters of all processes every 100 steps, with an error where they differ, and the buffers, "
         "with a warning.",
     )
+    memory_limit: int | str | None = option(
+        None,
+        checks.memory_limit,
+        'Limits the memory of all processes together, such as `"8 GB"`: a training that needs more raises in its first '
+        "step, with the largest tensors. A cgroup's limit counts without it.",
+    )
     worker_init: Callable[[], object] | None = option(  # noqa: RUF009
         None,
         checks.worker_init,

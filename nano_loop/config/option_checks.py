@@ -159,17 +159,30 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", re.ASCII)
 _POWERS = " kMGT"
 
 
-def image_cache(value: Any) -> int | str | None:
-    """Accept None, ``"auto"``, a number of bytes, also as ``"8 GB"``, and a folder, and return an absolute path."""
-    if value is None or (isinstance(value, str) and value == "auto"):
-        return None
+def _bytes_in(value: Any) -> int | None:
+    """Return a number of bytes, which may be written as ``"8 GB"``; None if it is none."""
     size = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     count = value
     if size is not None:
         power = _POWERS.index(size[2].replace("K", "k") or " ")
         count = float(size[1]) * (1024.0 if size[3] else 1000.0) ** power
-    if _is_number(count, Real) and 1 <= count < 1 << 62:
-        return int(count)
+    return int(count) if _is_number(count, Real) and 1 <= count < 1 << 62 else None
+
+
+def memory_limit(value: Any) -> int | None:
+    """Accept None and a number of bytes, also as ``"8 GB"``."""
+    count = _bytes_in(value)
+    if value is None or count is not None:
+        return count
+    raise RefusedValueError('it must be None, a number of bytes or a size such as "8 GB"', "Leave it out for no limit")
+
+
+def image_cache(value: Any) -> int | str | None:
+    """Accept None, ``"auto"``, a number of bytes, also as ``"8 GB"``, and a folder, and return an absolute path."""
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return None
+    if (count := _bytes_in(value)) is not None:
+        return count
     if isinstance(value, (str, os.PathLike)) and _may_be_a_folder(os.fsdecode(value)):
         return str(Path(os.path.expanduser(os.fsdecode(value))).absolute())
     allowed = 'it must be None, a number of bytes, a size such as "8 GB", or a folder in one that exists'

@@ -5,7 +5,7 @@ from nano_loop.cpu.cpu_list import format_cpu_list, parse_cpu_list
 from nano_loop.cpu.host import Host
 from nano_loop.cpu.machine import LogicalCpu, Machine
 from nano_loop.cpu.partition import Share, given_shares, partition, restricted
-from nano_loop.cpu.process_memory import peak_memory
+from nano_loop.cpu.process_memory import memory_left, peak_memory, resident_memory
 from nano_loop.cpu.reading import read_machine
 
 __all__ = [
@@ -16,9 +16,11 @@ __all__ = [
     "bound",
     "format_cpu_list",
     "given_shares",
+    "memory_left",
     "parse_cpu_list",
     "partition",
     "peak_memory",
     "read_machine",
+    "resident_memory",
     "restricted",
 ]

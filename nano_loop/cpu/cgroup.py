@@ -7,6 +7,7 @@ version 2 and hybrid set-ups are read in the same way: ``/proc/self/cgroup`` nam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -56,6 +57,36 @@ def read_memory_limit(tree: Tree) -> int | None:
     names = ("memory.max", "memory.limit_in_bytes")  # without a limit: the word max, and a number of 19 digits
     limits = [tree.number(f"{folder}/{name}") for folder in _folders(tree, "memory") for name in names]
     return min((limit for limit in limits if limit is not None and limit > 0), default=None)
+
+
+def read_memory_left(tree: Tree) -> int | None:
+    """Return the bytes that this process and others of its cgroups may still get, or None if there is no limit.
+
+    With those of swap, and without what the kernel keeps of files, which it gives up before it kills.
+    """
+    left = [_folder_left(tree, folder) for folder in _folders(tree, "memory")]
+    return min((count for count in left if count is not None), default=None)
+
+
+def _folder_left(tree: Tree, folder: str) -> int | None:
+    """Return what one cgroup leaves of its own limit; None if it has none."""
+    version_1 = tree.number(f"{folder}/memory.limit_in_bytes")
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version_1 else ("memory.max", "memory.current")
+    limit, usage = (tree.number(f"{folder}/{name}") for name in names)
+    if not limit or limit < 0 or usage is None:
+        return None
+    swap = dict(re.findall(r"^(SwapFree):\s+(\d{1,15}) kB$", tree.text("/proc/meminfo"), re.MULTILINE))
+    swap_left = int(swap.get("SwapFree", 0)) << 10
+    if version_1:  # of memory and swap together
+        both, used = (tree.number(f"{folder}/memory.memsw.{name}_in_bytes") for name in ("limit", "usage"))
+        limits = None if both is None or used is None else (both - limit) - (used - usage)
+    else:
+        both, used = (tree.number(f"{folder}/memory.swap.{name}") for name in ("max", "current"))
+        limits = None if both is None or used is None else both - used
+    swap_left = swap_left if limits is None else max(min(swap_left, limits), 0)
+    numbers = dict(re.findall(r"^(?:total_)?(cache|file|shmem) (\d{1,18})$", tree.text(f"{folder}/memory.stat"), re.M))
+    files = int(numbers.get("file", numbers.get("cache", 0))) - int(numbers.get("shmem", 0))
+    return max(limit - usage + max(files, 0) + swap_left, 0)
 
 
 def _folder_quota(tree: Tree, folder: str) -> float | None:

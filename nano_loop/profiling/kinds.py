@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from nano_loop.config.protocol import AVERAGING_EVENT
+from nano_loop.runtime.objects.report import size
 
 #: The kinds of work, in the order of the table.
 PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products and convolutions", "attention", "norms and elementwise"
@@ -14,6 +15,10 @@ AVERAGING = "averaging and waiting for ranks"
 KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, OPTIMIZER, CASTS, LOADER, AVERAGING, PYTHON)
 #: The names of what the recorder puts around the steps of optimizers, as torch does, and around their closures.
 OPTIMIZER_EVENT, CLOSURE_EVENT = "Optimizer.step", "nano_loop: closure"
+
+#: What allocates memory outside of layers.
+OUTSIDE = "loss, batch and backward"
+_LAYERS = 10  # in the table of memory
 
 # Operators of ATen, without the underscore that some begin with. A softmax outside of torch's attention is nearly
 # always that of attention by hand.
@@ -94,3 +99,13 @@ def lines_of(profile: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {row['kind']:<{width}}  {row['milliseconds']:9.3f}  {row['share']:5.0%}"
     yield f"  {'a step, profiled':<{width}}  {profile['profiled_ms']:9.3f}"
     yield f"  {'a step, not profiled':<{width}}  {profile['step_ms']:9.3f}"
+
+
+def lines_of_memory(memory: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table of what `profiling.memory` has found as text."""
+    names = {"states": "optimizer states", "other": OUTSIDE}
+    yield f"  {'memory at the peak of a step':<33}  {'size':>9}"
+    for kind in ("parameters", "gradients", "states", "other", "activations"):
+        yield f"  {names.get(kind, kind):<33}  {size(memory[kind]):>9}"
+    for each in memory["layers"][:_LAYERS]:
+        yield f"    {each['layer']:<31}  {size(each['bytes']):>9}"

@@ -12,12 +12,14 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.config.protocol import Command
 from nano_loop.cpu.native_output import without_lines
 from nano_loop.patching.objects.optimizers import called_after_steps, called_before_steps, closure_of, with_closure
 from nano_loop.profiling import PROFILED, STEPS, TIMED, UNCOUNTED, WARMUP
 from nano_loop.profiling.kinds import CLOSURE_EVENT, KINDS, OPTIMIZER_EVENT, times_of
+from nano_loop.profiling.memory import LayerMarks, memory_of
 from nano_loop.runtime.run import active_run
 
 _MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
@@ -37,6 +39,9 @@ class Recorder:
         self._began = 0.0
         self._seconds: list[float] = []  # of each step
         self._profile: Any = None
+        self._marks: LayerMarks | None = None
+        self._memory: dict[str, Any] = {}
+        self._optimizers: Any = WeakIdKeyDictionary()  # all that step
         self._open: list[Any] = []  # a mark for each optimizer that steps
         self._hooks = ExitStack()  # never closed: the process ends
         self._hooks.enter_context(called_before_steps(self._mark))
@@ -52,6 +57,7 @@ class Recorder:
         """
         if not self._is_here():
             return None
+        self._optimizers[optimizer] = None
         mark: Any = record_function(OPTIMIZER_EVENT)
         mark.__enter__()
         self._open.append(mark)
@@ -77,10 +83,15 @@ class Recorder:
         taken = len(self._seconds)
         with without_lines(2, _MARK) if taken in (*_BEGINNINGS, *_ENDS) else nullcontext():
             if taken in _BEGINNINGS:
-                self._profile = profile(activities=[ProfilerActivity.CPU])
+                is_first = taken == _BEGINNINGS[0]  # whose times do not count
+                self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=is_first)
                 self._profile.start()
+                self._marks = LayerMarks() if is_first else None
             elif taken in _ENDS:
                 self._profile.stop()
+                if self._marks is not None:
+                    self._marks.close()
+                    self._memory = memory_of(self._profile, self._optimizers)
         if taken == STEPS:
             self._end()
         self._began = time.perf_counter()
@@ -104,6 +115,7 @@ class Recorder:
             ],
             "step_ms": statistics.median(self._seconds[WARMUP : WARMUP + TIMED]) * 1e3,
             "profiled_ms": wall / PROFILED * 1e3,
+            "memory": self._memory,
         }
 
 

@@ -35,6 +35,7 @@ from nano_loop.patching.members import parameters_of
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.user_code import trim_tracebacks
 from nano_loop.runtime.clock import StepClock
+from nano_loop.runtime.memory import MemoryWatch
 from nano_loop.runtime.mkl_functions import resolve_mkl_functions
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport, StepResult, print_lines
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -42,6 +43,7 @@ from nano_loop.runtime.run_report import RunReport
 from nano_loop.runtime.settings import Settings
 from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import STEPS, Step, StepContext
+from nano_loop.steps.allocator import Allocator
 
 #: The runs that are under way, the innermost last.
 _active: dict[Run, None] = process_wide("runs", {})
@@ -171,6 +173,8 @@ class Run:
         accelerated = partial(accelerated_copy, Settings(self.options, slot.machine))
         self._clock = StepClock()
         ending.callback(self._clock.close)
+        self._memory = MemoryWatch(self.options, slot.ranks, self._clock, self._interceptors, self._give_memory_back)
+        ending.push(self._memory.explain)
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated, self._clock)
         self._steps = [step(context) for step in self._kinds]
         ending.callback(self._interceptors.close)
@@ -284,6 +288,7 @@ class Run:
         tensors = chain.from_iterable(map(parameters_of, parts.models))
         for dtype in {torch.float32, *(tensor.dtype for tensor in tensors)}:
             resolve_mkl_functions(dtype)
+        self._memory.add(parts)
         self._is_set_up = True
         self._results.add(slot, [*first, *results])
 
@@ -316,7 +321,13 @@ class Run:
             results = [step.final_result() for step in self._steps]
             if self.stepped is not None and self.options.fused_optimizer:
                 results.append(self.stepped.final_result())
+            results.append(self._memory.final_result())  # the last line
             self._results.add_final(self._place, [result for result in results if result is not None])
+
+    def _give_memory_back(self) -> None:
+        for step in self._steps:
+            if isinstance(step, Allocator):
+                step.give_back()
 
     def _unmet(self) -> Iterator[tuple[str, str, str]]:
         """Yield the steps that were asked for by True and apply to nothing that was set up: reasons and what to do."""

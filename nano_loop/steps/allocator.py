@@ -55,6 +55,10 @@ class Allocator(Step):
     once = True
 
     @override
+    def begin(self) -> None:
+        self._keeps = False
+
+    @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if not is_glibc():
             return SkipReason("not_glibc", "the C library is not glibc")
@@ -74,10 +78,16 @@ class Allocator(Step):
         if keeps_freed_memory(os.environ):
             return "glibc keeps freed memory, by its environment variables"
         self.undoing.enter_context(shared_change(_kept_memory, _kept_memory))
+        self._keeps = True
         if parts.optimizers:
             _set(_FIRST)
             self.undoing.callback(self.clock.in_steps(len(parts.optimizers), partial(_set, SETTINGS)))
         return "glibc keeps freed memory"
+
+    def give_back(self) -> None:
+        """Map large blocks separately from now on, as in the first steps: a limit leaves no room for what is kept."""
+        if self._keeps:
+            _set(_FIRST)
 
 
 def _set(values: dict[int, int]) -> None:

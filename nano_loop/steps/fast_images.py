@@ -15,7 +15,7 @@ from nano_loop.data.images.pipelines import compositions
 from nano_loop.errors import NanoError
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.loaders import changed
-from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.report import StepResult, size
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import ABSENT, SkipReason, Step
 
@@ -104,8 +104,4 @@ def _kept(loaders: list[DataLoader[Any]]) -> str:
 
 
 def _in_words(limit: int | None) -> str:
-    return "in the folder of image_cache" if limit is None else f"up to {_size(limit)} of memory"
-
-
-def _size(limit: int) -> str:
-    return f"{limit / 1e9:.1f} GB" if limit >= 1e9 else f"{limit / 1e6:.1f} MB"
+    return "in the folder of image_cache" if limit is None else f"up to {size(limit)} of memory"

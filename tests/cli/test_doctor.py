@@ -33,6 +33,7 @@ def test_clean_machine_is_described(on, capsys):
         "cores 1 socket, 1 NUMA node, 16 cores, 32 logical CPUs (SMT)",
         "usable CPUs 0-31 of 32, 16 cores, no quota: 16 threads",
         "memory 62.8 GiB, 60.1 GiB available, no limit",
+        "a process 60.1 GiB more by memory and swap",
         "shared memory 32.0 GiB",
         "huge pages madvise",
         "allocator that of the C library",
@@ -76,7 +77,7 @@ def test_json_has_the_shape_that_the_documentation_shows(on, capsys):
             "logical_cpus",
         ],
         "usable": ["logical_cpus", "cores", "affinity", "cpuset", "quota", "num_threads"],
-        "memory": ["total", "available", "limit", "shared", "huge_pages"],
+        "memory": ["total", "available", "limit", "left", "shared", "huge_pages"],
         "libraries": ["allocators", "openmp"],
         "packages": ["nano-loop", "torch", "lightning-fabric"],
     }
@@ -85,6 +86,7 @@ def test_json_has_the_shape_that_the_documentation_shows(on, capsys):
         "total": 65859580 << 10,
         "available": 63000000 << 10,
         "limit": None,
+        "left": {"memory and swap": 63000000 << 10},
         "shared": 32 << 30,
         "huge_pages": "madvise",
     }

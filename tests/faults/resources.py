@@ -218,7 +218,7 @@ FAULTS = [
         "a worker may have no more memory, and torch asks for it (ulimit -v)",
         EPOCH,
         at(1, 3, _little_memory),
-        words=("rank 1 raised RuntimeError", "memory"),
+        words=("rank 1 raised NanoMemoryError", "memory"),
         rank=1,
     ),
     Fault(

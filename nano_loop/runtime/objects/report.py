@@ -95,6 +95,11 @@ def digits(number: float) -> str:
     return f"{number:,.{max(places, 0)}f}"
 
 
+def size(count: float) -> str:
+    """Return a number of bytes as a person reads it: ``5.9 GB``, ``12.0 MB``."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
 def print_lines(lines: Iterable[object]) -> None:
     """Print lines to standard error, which a notebook shows as an error, and so there to standard output.
 

@@ -1,0 +1,311 @@
+"""The memory of a training: its peak for the report, and an error in its first step where it would not fit.
+
+The error comes where the kernel would otherwise kill the process without a word.
+"""
+
+from __future__ import annotations
+
+import heapq
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nano_loop.config.options import Options
+from nano_loop.cpu import memory_left, peak_memory, resident_memory
+from nano_loop.cpu.tree import Tree
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.errors import NanoMemoryError, error_message
+from nano_loop.patching.calls.calls import Call, CallInterceptors
+from nano_loop.patching.members import buffers_of, named_parameters_of
+from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.runtime.clock import StepClock
+from nano_loop.runtime.objects.report import StepResult, size
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+
+_NAME = "memory"
+_FULL = 0.95  # of the limit: from there on, a first step is stopped
+#: Of the limit. A heap that keeps what is freed grows to 1.6 times what is in use: glibc's aligned blocks do not fit
+#: where such blocks were. A prediction above this lets large blocks be given back, and then it holds.
+_TIGHT = 0.5
+_MUCH = 0.25  # of the peak, from which on the report names its largest part
+_SHOWN = 4  # of the largest tensors
+_BEFORE, _ACTIVATIONS = "what was there before the setup", "activations"
+#: What to do, by the largest part.
+_HINTS = {
+    "parameters": "Take a smaller model",
+    "gradients": "Train fewer of the parameters",
+    "states of optimizers": "Take an optimizer with fewer states, or train fewer of the parameters",
+    _ACTIVATIONS: "Take a smaller batch or shorter sequences, or checkpoint the activations",
+}
+
+
+class MemoryUse(NamedTuple):
+    """The memory of a process that has trained, in bytes.
+
+    Attributes
+    ----------
+    peak : int
+        The most that it has had at once.
+    predicted : int or None
+        What was predicted in the first step; None where nothing limits the memory.
+    parts : dict
+        Of what the peak consists, as far as it is known.
+    """
+
+    peak: int
+    predicted: int | None
+    parts: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers for JSON."""
+        return self._asdict()
+
+    def __str__(self) -> str:
+        return "\n".join(f"{size(count):>10}  {name}" for name, count in self.parts.items())
+
+
+class _Limit(NamedTuple):
+    """The most resident memory that this process may have, and what says so."""
+
+    most: float
+    source: str
+
+
+class MemoryWatch:
+    """Looks at the memory of one run.
+
+    From a setup with optimizers until each of these has stepped, the resident memory is asked for after each call of a
+    module in training, and before the backward of what it has returned. Before the first step, the peak of what follows
+    is predicted. Without a limit nothing is asked.
+
+    Parameters
+    ----------
+    options : Options
+        The options of the run.
+    ranks : Ranks
+        Its processes.
+    clock : StepClock
+        Its clock.
+    interceptors : CallInterceptors
+        Its interceptors of calls.
+    give_back : callable
+        Lets large blocks be given back when they are freed, from now on.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        ranks: Ranks,
+        clock: StepClock,
+        interceptors: CallInterceptors,
+        give_back: Callable[[], object],
+    ) -> None:
+        self._options, self._ranks, self._give_back = options, ranks, give_back
+        self._clock, self._interceptors = clock, interceptors
+        self._models: Any = WeakIdKeyDictionary()
+        self._parts = dict.fromkeys((_BEFORE, *_HINTS), 0)
+        self._tensors: dict[str, int] = {}  # the bytes of the largest ones
+        self._outputs: dict[tuple[Any, ...], str] = {}  # by shapes and dtypes, of which module
+        self._predicted: int | None = None
+        self._limit: _Limit | None = None
+        self._most = 0  # of the first step, where it was asked for
+        self._peak_before = 0
+        self._stop: list[Callable[[], object]] = []  # what ends the first step's watch
+
+    def add(self, parts: TrainingObjects) -> None:
+        """Watch the first step of what one `setup` has set up."""
+        for model in parts.models:
+            self._models[model] = None
+            tensors = {name: tensor for name, tensor in named_parameters_of(model) if not is_lazy(tensor)}
+            self._tensors |= {name: _bytes(tensor) for name, tensor in tensors.items()}
+            self._parts["parameters"] += sum(map(_bytes, (*tensors.values(), *buffers_of(model))))
+        self._tensors = dict(heapq.nlargest(_SHOWN, self._tensors.items(), key=lambda item: item[1]))
+        if not parts.optimizers or not self._models:
+            return
+        now = resident_memory()
+        self._parts[_BEFORE] = self._parts[_BEFORE] or max((now or 0) - self._parts["parameters"], 0)
+        if not self._stop:
+            self._stop.append(self._clock.before(self._before_step))
+        self._clock.in_steps(len(parts.optimizers), self._end_first_step)
+        self._limit = None if now is None else self._read_limit()
+        if self._limit is not None:
+            self._watch()
+
+    def final_result(self) -> StepResult | None:
+        """Return the peak of this process and its largest part; None where nothing has trained."""
+        if not self._clock.steps:
+            return None
+        peak = peak_memory()
+        known = sum(self._parts.values()) - self._parts[_ACTIVATIONS]
+        self._parts[_ACTIVATIONS] = max(peak - known, 0)
+        largest = max(self._parts, key=lambda name: self._parts[name])
+        count = self._parts[largest]
+        of_this = f", of which {size(count)} {largest}" if count > _MUCH * peak else ""
+        return StepResult(
+            _NAME, "measured", f"peak {size(peak)}{of_this}", MemoryUse(peak, self._predicted, {**self._parts})
+        )
+
+    def explain(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        """Raise a `NanoMemoryError` in place of torch's error that there is not enough memory. For `ExitStack.push`."""
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
+            raise self._error(" ".join(str(error).split()), self._read_limit()) from error
+
+    # --- the first step ---
+
+    def _watch(self) -> None:
+        self._most = self._peak_before = 0
+        for model in [*self._models]:
+            names = {id(module): name for name, module in nn.Module.named_modules(model)}
+            interceptor = self._interceptors.for_model(model, _NAME)
+            interceptor.around_modules(partial(self._around, names), _NAME)
+            self._stop.append(partial(interceptor.around_modules, lambda module: None, _NAME))
+        self._stop.append(partial(self._interceptors.release, _NAME))
+
+    def _around(self, names: dict[int, str], module: nn.Module) -> Call:
+        """Return what is around the calls of one module in the first step."""
+        name = " ".join(filter(None, (names.get(id(module)), f"({class_name(module)})")))
+
+        def asking(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            is_training = module.training and torch.is_grad_enabled()
+            if is_training and not self._peak_before:
+                self._peak_before = peak_memory()
+            outputs = function(module, *args, **kwargs)
+            if is_training and self._stop:
+                for tensor in _tensors_in(outputs):
+                    self._outputs.setdefault((tensor.dtype, *tensor.shape), name)
+                    if tensor.grad_fn is not None:
+                        tensor.grad_fn.register_prehook(partial(self._ask, f"the backward of {name}"))
+                self._ask(f"the forward of {name}")
+            return outputs
+
+        return asking
+
+    def _ask(self, where: str, *_: object) -> None:
+        """Raise if the process has nearly all the memory that it may have. Also a hook of nodes of the backward."""
+        now = resident_memory()
+        if not self._stop or now is None:
+            return
+        self._most = max(self._most, now)
+        if self._limit is not None and now > _FULL * self._limit.most:
+            self._limit = self._read_limit()  # other processes may have ended meanwhile
+            if self._limit is not None and now > _FULL * self._limit.most:
+                raise self._error(f"{where} takes this process to {size(now)} in the first step", self._limit)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Predict the peak, which has the states of the optimizers, too: their first step makes them."""
+        self._parts["gradients"] = self._gradients()
+        coming, limit = sum(map(_states_to_come, self._clock.optimizers)), self._limit and self._read_limit()
+        self._parts["states of optimizers"] = coming + sum(map(bytes_of_states, self._clock.optimizers))
+        now, peak = resident_memory(), peak_memory()
+        if limit is None or now is None:
+            return
+        self._most = peak if peak > self._peak_before else max(self._most, now)
+        again = max(map(_bytes_of, self._outputs), default=0) if self._options.tune_operators else 0
+        self._predicted = self._most + coming + again  # the tuner computes each product once more
+        if self._predicted > limit.most:
+            raise self._error(f"a training step is predicted to take {size(self._predicted)}", limit)
+
+    def _end_first_step(self) -> None:
+        """Take all away that the first step was watched by."""
+        stop, self._stop = self._stop, []
+        for function in stop:
+            function()
+        if self._limit is not None and self._predicted is not None and self._predicted > _TIGHT * self._limit.most:
+            self._give_back()
+        self._outputs.clear()
+        self._parts["states of optimizers"] = sum(map(bytes_of_states, self._clock.optimizers))
+
+    def _gradients(self) -> int:
+        gradients = {id(each): each.grad for optimizer in self._clock.optimizers for each in held_by(optimizer)}
+        return sum(_bytes(gradient) for gradient in gradients.values() if gradient is not None)
+
+    # --- limits and words ---
+
+    def _read_limit(self) -> _Limit | None:
+        """Return the lower one of the option and of what the cgroup leaves, for this process of several."""
+        limits = []
+        if self._options.memory_limit is not None:
+            most: Any = self._options.memory_limit  # checked, so a number by now
+            limits.append(_Limit(most / self._ranks.size, self._options.as_written["memory_limit"]))
+        left = memory_left(Tree("/")).get("the cgroup")
+        if left is not None:
+            limits.append(_Limit((resident_memory() or 0) + left / self._ranks.local_size, "the cgroup"))
+        return min(limits, default=None)
+
+    def _error(self, got: str, limit: _Limit | None) -> NanoMemoryError:
+        """Return the error with the largest parts and tensors, and with what to do about them."""
+        parts = self._parts | {"gradients": self._gradients(), _ACTIVATIONS: 0}
+        parts[_ACTIVATIONS] = max((resident_memory() or 0) - sum(parts.values()), sum(map(_bytes_of, self._outputs)))
+        outputs = {f"output of {name}": _bytes_of(kind) for kind, name in self._outputs.items()}
+        tensors = heapq.nlargest(_SHOWN, (self._tensors | outputs).items(), key=lambda item: item[1])
+        allowed = "there is no more memory" if limit is None else f"{limit.source} allows this process {size(limit.most)}"
+        if self._ranks.size > 1 and limit is not None:
+            allowed += f", one of {self._ranks.size}"
+        expected = f"{allowed}, for {_listed(parts.items())}"
+        expected += f"; the largest tensors are {_listed(tensors)}" if tensors else ""
+        hint = _HINTS[max(_HINTS, key=lambda name: parts[name])]
+        return NanoMemoryError(error_message(got, expected, f"{hint}, or let the process have more memory"))
+
+
+def _listed(sizes: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {size(count)}" for name, count in sizes if count)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes_of(kind: tuple[Any, ...]) -> int:
+    """Return the bytes of a tensor by its dtype and shape."""
+    return _bytes(torch.empty(kind[1:], dtype=kind[0], device="meta"))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what a module has returned."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each)
+
+
+def bytes_of_states(optimizer: Optimizer) -> int:
+    """Return the bytes of an optimizer's states."""
+    values = (value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values())
+    return sum(_bytes(value) for value in values if isinstance(value, Tensor))
+
+
+def _states_to_come(optimizer: Optimizer) -> int:
+    """Return the bytes of the states that the first step of an optimizer makes: 0 where they are not torch's.
+
+    torch's own step says it, of one tensor without memory for each group.
+    """
+    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    if kinds[0] is Optimizer:
+        return 0
+    coming = 0.0
+    for group in optimizer.param_groups:
+        new = [each for each in group["params"] if each.requires_grad and not optimizer.state.get(each)]
+        if not new:
+            continue
+        like = torch.empty_like(max(new, key=torch.numel), device="meta").requires_grad_()
+        like.grad = torch.empty_like(like)
+        plain = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+        groups = [{**group, **{name: value for name, value in plain.items() if name in group}, "params": [like]}]
+        trial = kinds[0].__new__(kinds[0])
+        vars(trial).update(defaults=optimizer.defaults, state=defaultdict(dict), param_groups=groups)
+        try:
+            with torch.no_grad():
+                inspect.unwrap(kinds[0].step)(trial)
+        except Exception:  # as LBFGS, whose step needs a closure: what is not known is not counted
+            continue
+        coming += bytes_of_states(trial) / max(_bytes(like), 1) * sum(map(_bytes, new))
+    return int(coming)

@@ -1,0 +1,317 @@
+"""The peak of a run is reported and predicted, and what does not fit is an error that names the layer."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import nano_loop
+from nano_loop.config.options import Options
+from nano_loop.runtime import memory
+from nano_loop.runtime.memory import _states_to_come, bytes_of_states
+
+MB = 10**6
+# A program of its own: memory that another test has freed, and the process has kept, would be taken first.
+PROGRAM = """
+import sys, torch, nano_loop
+from torch import nn
+from nano_loop.cpu import resident_memory
+
+wide, rows, more, kind, source = (int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+model = nn.Sequential(*(nn.Linear(wide, wide) for _ in range(4)))
+optimizer = torch.optim.Adam(model.parameters())
+x = torch.ones(rows, wide)
+limit = resident_memory() + more * 10**6
+if source != "option":
+    open(source, "w").write(str(limit))
+
+@nano_loop.nano(verbose=False, memory_limit=limit if source == "option" else None)
+def train(model, optimizer):
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+try:
+    train(model, optimizer)
+    print("trained", train.report["memory"].detail)
+except nano_loop.NanoMemoryError as error:
+    print(error)
+"""
+#: Features, rows, MB that are left, and what says that it does not fit.
+CASES = {
+    "forward": (512, 20_000, 150, "the forward of"),  # 41 MB for each output
+    "backward": (4096, 4, 200, "the backward of"),  # 67 MB for each gradient
+    "step": (4096, 4, 520, "a training step is predicted to take"),  # and 537 MB of states
+    "nothing": (4096, 4, 4000, "trained"),
+}
+
+
+def said(case: str, source: str, before: str = "") -> str:
+    wide, rows, more, _ = CASES[case]
+    command = [sys.executable, "-c", PROGRAM, *map(str, (wide, rows, more)), case, source]
+    if before:
+        command = ["bash", "-c", f'{before}; exec "$0" "$@"', *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_first_step_that_is_too_large_is_an_error_with_the_layer(case: str) -> None:
+    text = said(case, "option")
+    assert CASES[case][-1] in text
+    if case != "nothing":
+        assert ("(Linear)" in text) == (case != "step")
+        assert "memory_limit=" in text and "the largest tensors are" in text
+    if case == "step":
+        assert "optimizer with fewer states" in text and "0.weight 67.1 MB" in text
+    if case == "forward":
+        assert "smaller batch" in text and "output of 0 (Linear) 41.0 MB" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["forward", "backward", "step"])
+def test_limit_of_a_cgroup_counts_like_the_option(case: str) -> None:
+    group = own_cgroup()
+    if group is None:  # here none can be made: tests/cpu has its files
+        assert CASES[case][-1] in said(case, "option")
+        return
+    try:
+        limit = group / ("memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes")
+        text = said(case, str(limit), f"echo $$ > {group}/cgroup.procs")
+    finally:
+        removed(group)
+    assert CASES[case][-1] in text and "the cgroup allows" in text
+
+
+def own_cgroup() -> Path | None:
+    """Make a cgroup inside of that of this process."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for place, name in (("/sys/fs/cgroup/memory", "memory"), ("/sys/fs/cgroup", "")):
+        path = next((path for _, names, path in lines if name in names.split(",")), None)
+        group = Path(f"{place}{path}", f"nano_loop_test_{os.getpid()}")
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / "memory.max").exists() or (group / "memory.limit_in_bytes").exists():
+            return group
+        group.rmdir()
+    return None
+
+
+def removed(group: Path) -> None:
+    for _ in range(50):  # the kernel needs a moment after the process
+        try:
+            return group.rmdir()
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"{group} stays")
+
+
+PREDICTED = """
+import json, sys, torch, nano_loop
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4000, 256), nn.Linear(256, 4000)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(4))
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+@nano_loop.nano(verbose=False, memory_limit=int(sys.argv[3]) * 10**6)
+def train(model, optimizer, shape):
+    for _ in range(5):
+        words = torch.randint(0, 4000, shape)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()
+        optimizer.step()
+
+model = Net()
+train(model, torch.optim.AdamW(model.parameters()), (int(sys.argv[1]), int(sys.argv[2])))
+print(json.dumps(train.report["memory"].data.as_dict()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sequences", "words", "limit"), [(4, 128, 900), (24, 128, 1400), (8, 512, 2000)])
+def test_peak_is_predicted_within_a_tenth(sequences: int, words: int, limit: int) -> None:
+    command = [sys.executable, "-c", PREDICTED, *map(str, (sequences, words, limit))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    print(f"{sequences} × {words}: predicted {found['predicted'] / MB:.0f} MB, peak {found['peak'] / MB:.0f} MB")
+    assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
+    assert sum(found["parts"].values()) == pytest.approx(found["peak"], rel=0.1)
+
+
+def trained(steps: int = 3, body=None, **options):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    @nano_loop.nano(**{"verbose": False, **options})
+    def train(model, optimizer):
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(torch.rand(4, 8)).sum().backward()
+            optimizer.step()
+            if body is not None:
+                body(step, model)
+
+    train(model, optimizer)
+    return train.report
+
+
+def test_last_line_of_the_report_is_the_peak_and_its_largest_part(capfd: pytest.CaptureFixture[str]) -> None:
+    report = trained(verbose=True)
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == str(report["memory"]) and last.split()[:3] == ["measured", "memory", "peak"]
+    found = report["memory"].data
+    largest = max(found.parts, key=found.parts.get)
+    assert ("of which" in last) == (found.parts[largest] > found.peak / 4)
+    assert found.parts["states of optimizers"] > 0
+    assert found.predicted is None or found.predicted > 0
+
+
+def test_run_without_a_step_has_no_line_about_memory() -> None:
+    with nano_loop.accelerated(nn.Linear(2, 2), verbose=False) as run:
+        pass
+    assert "memory" not in {result.name for result in run.report.results}
+
+
+def test_nothing_is_asked_after_the_first_step_and_nothing_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, counts = [], []
+    monkeypatch.setattr(memory, "resident_memory", lambda: asked.append(1) or 100 * MB)
+    monkeypatch.setattr(memory, "memory_left", lambda tree: {})
+    trained(body=lambda step, model: counts.append(len(asked)), memory_limit="1 TB")
+    first, *others = counts
+    assert first > 6 and set(others) == {first}
+    counts.clear()
+    asked.clear()
+    trained(body=lambda step, model: counts.append(len(asked)))
+    assert max(counts) <= 3  # at the setup and before the step
+
+
+def test_limit_is_for_all_processes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_left", lambda tree: {"the cgroup": 100 * MB})
+    monkeypatch.setattr(memory, "resident_memory", lambda: 10 * MB)
+
+    class Ranks:
+        size, local_size = 4, 2
+
+    options = Options(memory_limit="80 MB")
+    watch = memory.MemoryWatch(options, Ranks(), None, None, None)
+    assert watch._read_limit() == (20 * MB, "memory_limit='80 MB'")
+    options = Options(memory_limit="8 GB")
+    assert memory.MemoryWatch(options, Ranks(), None, None, None)._read_limit() == (60 * MB, "the cgroup")
+
+
+def test_error_of_torch_in_a_loop_that_was_set_up_is_the_same_error() -> None:
+    with pytest.raises(nano_loop.NanoMemoryError, match="DefaultCPUAllocator") as caught:
+        trained(body=lambda step, model: torch.empty(1 << 50))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "0.weight" in str(caught.value)
+
+
+def test_other_errors_and_those_outside_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="shapes") as caught:
+        trained(body=lambda step, model: torch.ones(2, 3) @ torch.ones(2, 3))
+    assert not isinstance(caught.value, nano_loop.NanoError)
+
+
+def through_func(model, x):
+    weights = {name: each.detach().clone() for name, each in model.named_parameters()}
+    loss = torch.func.grad(lambda own: torch.func.functional_call(model, own, x).square().sum())(weights)
+    return sum(each.square().sum() for each in loss.values()) + model(x).sum()
+
+
+def through_double_backward(model, x):
+    weights = [*model.parameters()]
+    gradients = torch.autograd.grad(model(x).square().sum(), weights, create_graph=True)
+    return sum(each.square().sum() for each in gradients)
+
+
+WAYS = {
+    "torch.func": through_func,
+    "double backward": through_double_backward,
+    "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False).sum(),
+    "reentrant checkpoint": lambda model, x: checkpoint(model, x.requires_grad_(), use_reentrant=True).sum(),
+    "in place behind": lambda model, x: model(x).relu_().sum(),
+    "vmap": lambda model, x: torch.vmap(model)(x).sum(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_watched_first_step_computes_what_an_unwatched_one_does(way: str) -> None:
+    def train(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with nano_loop.accelerated(model, optimizer, verbose=False, **options):
+            for _ in range(3):
+                optimizer.zero_grad()
+                WAYS[way](model, torch.rand(4, 8)).backward()
+                optimizer.step()
+        return torch.cat([each.flatten() for each in model.parameters()])
+
+    assert torch.equal(train(memory_limit="1 TB"), train())
+
+
+OPTIMIZERS = {
+    "Adam": {},
+    "AdamW": {"amsgrad": True},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "SGD": {"momentum": 0.9, "lr": 0.1},
+    "RMSprop": {"centered": True, "momentum": 0.1},
+    "Adadelta": {},
+    "Adagrad": {},
+    "Adafactor": {},
+    "Rprop": {},
+    "ASGD": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_known_before_they_are_made(name: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    kind = getattr(torch.optim, name)
+
+    class Own(kind):  # as many programs write it
+        def step(self, closure=None):
+            return super().step(closure)
+
+    for each in (kind, Own):
+        optimizer = each(model.parameters(), **OPTIMIZERS[name])
+        before = bytes_of_states(optimizer)
+        coming = _states_to_come(optimizer)
+        model(torch.rand(2, 64)).sum().backward()
+        optimizer.step()
+        assert before + coming == pytest.approx(bytes_of_states(optimizer), rel=0.05, abs=200)
+        assert _states_to_come(optimizer) == 0
+
+
+def test_states_of_what_is_not_known_are_not_counted() -> None:
+    class Foreign(torch.optim.Optimizer):
+        def step(self, closure=None):
+            raise AssertionError("it is asked for nothing")
+
+    model = nn.Linear(2, 2)
+    assert _states_to_come(Foreign(model.parameters(), {"lr": 1})) == 0
+    assert _states_to_come(torch.optim.LBFGS(model.parameters())) == 0
