@@ -274,7 +274,7 @@ class Declarations:
         None,
         checks.memory_limit,
         'Limits the memory of all processes together, such as `"8 GB"`: a training that needs more raises in its first '
-        "step, with the largest tensors. A cgroup's limit counts without it.",
+        "step. A cgroup's limit counts, too.",
     )
     worker_init: Callable[[], object] | None = option(  # noqa: RUF009
         None,

@@ -9,6 +9,7 @@ import heapq
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -124,9 +125,9 @@ class MemoryWatch:
         """Watch the first step of what one `setup` has set up."""
         for model in parts.models:
             self._models[model] = None
-            tensors = {name: tensor for name, tensor in named_parameters_of(model) if not is_lazy(tensor)}
-            self._tensors |= {name: _bytes(tensor) for name, tensor in tensors.items()}
-            self._parts["parameters"] += sum(map(_bytes, (*tensors.values(), *buffers_of(model))))
+            tensors = {name: _bytes(tensor) for name, tensor in named_parameters_of(model)}
+            self._tensors |= tensors
+            self._parts["parameters"] += sum(tensors.values()) + sum(map(_bytes, buffers_of(model)))
         self._tensors = dict(heapq.nlargest(_SHOWN, self._tensors.items(), key=lambda item: item[1]))
         if not parts.optimizers or not self._models:
             return
@@ -246,7 +247,7 @@ class MemoryWatch:
         parts[_ACTIVATIONS] = max((resident_memory() or 0) - sum(parts.values()), sum(map(_bytes_of, self._outputs)))
         outputs = {f"output of {name}": _bytes_of(kind) for kind, name in self._outputs.items()}
         tensors = heapq.nlargest(_SHOWN, (self._tensors | outputs).items(), key=lambda item: item[1])
-        allowed = "there is no more memory" if limit is None else f"{limit.source} allows this process {size(limit.most)}"
+        allowed = "there is no more" if limit is None else f"{limit.source} allows this process {size(limit.most)}"
         if self._ranks.size > 1 and limit is not None:
             allowed += f", one of {self._ranks.size}"
         expected = f"{allowed}, for {_listed(parts.items())}"
@@ -260,7 +261,7 @@ def _listed(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
 
 
 def _bytes_of(kind: tuple[Any, ...]) -> int:
@@ -288,7 +289,7 @@ def _states_to_come(optimizer: Optimizer) -> int:
 
     torch's own step says it, of one tensor without memory for each group.
     """
-    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    kinds: list[Any] = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
     if kinds[0] is Optimizer:
         return 0
     coming = 0.0
@@ -302,10 +303,8 @@ def _states_to_come(optimizer: Optimizer) -> int:
         groups = [{**group, **{name: value for name, value in plain.items() if name in group}, "params": [like]}]
         trial = kinds[0].__new__(kinds[0])
         vars(trial).update(defaults=optimizer.defaults, state=defaultdict(dict), param_groups=groups)
-        try:
-            with torch.no_grad():
-                inspect.unwrap(kinds[0].step)(trial)
-        except Exception:  # as LBFGS, whose step needs a closure: what is not known is not counted
-            continue
+        # LBFGS's needs a closure: what is not known is not counted. ASGD's needs numbers, once its states are there.
+        with suppress(Exception), torch.no_grad():
+            inspect.unwrap(kinds[0].step)(trial)
         coming += bytes_of_states(trial) / max(_bytes(like), 1) * sum(map(_bytes, new))
     return int(coming)

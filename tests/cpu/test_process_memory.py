@@ -36,8 +36,8 @@ def test_without_proc_the_system_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_resident_memory_grows_by_what_is_written_and_falls_when_it_is_given_back() -> None:
-    use = "block = bytes([1]) * (100 << 20)"
-    child = f"from nano_loop.cpu import resident_memory as now; a = now(); {use}; b = now(); del block; print(b - a, b - now())"
+    use = "a = now(); block = bytes([1]) * (100 << 20); b = now(); del block; print(b - a, b - now())"
+    child = f"from nano_loop.cpu import resident_memory as now; {use}"
     done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
     assert all(95 * MB < int(number) < 110 * MB for number in done.stdout.split())
 
@@ -57,7 +57,11 @@ V1 = {
     "/proc/self/cgroup": "4:memory:/a\n",
     "/proc/self/mountinfo": "1 2 0:1 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
 }
-OF_V2 = {"memory.max": 900 << 10, "memory.current": 700 << 10, "memory.stat": f"anon 1\nfile {300 << 10}\nshmem {200 << 10}\n"}
+OF_V2 = {
+    "memory.max": 900 << 10,
+    "memory.current": 700 << 10,
+    "memory.stat": f"anon 1\nfile {300 << 10}\nshmem {200 << 10}\n",
+}
 OF_V1 = {
     "memory.limit_in_bytes": 900 << 10,
     "memory.usage_in_bytes": 700 << 10,

@@ -71,11 +71,14 @@ def test_first_step_that_is_too_large_is_an_error_with_the_layer(case: str) -> N
     assert CASES[case][-1] in text
     if case != "nothing":
         assert ("(Linear)" in text) == (case != "step")
-        assert "memory_limit=" in text and "the largest tensors are" in text
+        assert "memory_limit=" in text
+        assert "the largest tensors are" in text
     if case == "step":
-        assert "optimizer with fewer states" in text and "0.weight 67.1 MB" in text
+        assert "optimizer with fewer states" in text
+        assert "0.weight 67.1 MB" in text
     if case == "forward":
-        assert "smaller batch" in text and "output of 0 (Linear) 41.0 MB" in text
+        assert "smaller batch" in text
+        assert "output of 0 (Linear) 41.0 MB" in text
 
 
 @pytest.mark.slow
@@ -90,7 +93,8 @@ def test_limit_of_a_cgroup_counts_like_the_option(case: str) -> None:
         text = said(case, str(limit), f"echo $$ > {group}/cgroup.procs")
     finally:
         removed(group)
-    assert CASES[case][-1] in text and "the cgroup allows" in text
+    assert CASES[case][-1] in text
+    assert "the cgroup allows" in text
 
 
 def own_cgroup() -> Path | None:
@@ -180,7 +184,8 @@ def trained(steps: int = 3, body=None, **options):
 def test_last_line_of_the_report_is_the_peak_and_its_largest_part(capfd: pytest.CaptureFixture[str]) -> None:
     report = trained(verbose=True)
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last == str(report["memory"]) and last.split()[:3] == ["measured", "memory", "peak"]
+    assert last == str(report["memory"])
+    assert last.split()[:3] == ["measured", "memory", "peak"]
     found = report["memory"].data
     largest = max(found.parts, key=found.parts.get)
     assert ("of which" in last) == (found.parts[largest] > found.peak / 4)
@@ -200,7 +205,8 @@ def test_nothing_is_asked_after_the_first_step_and_nothing_without_a_limit(monke
     monkeypatch.setattr(memory, "memory_left", lambda tree: {})
     trained(body=lambda step, model: counts.append(len(asked)), memory_limit="1 TB")
     first, *others = counts
-    assert first > 6 and set(others) == {first}
+    assert first > 6
+    assert set(others) == {first}
     counts.clear()
     asked.clear()
     trained(body=lambda step, model: counts.append(len(asked)))
@@ -303,7 +309,7 @@ def test_states_are_known_before_they_are_made(name: str) -> None:
         coming = _states_to_come(optimizer)
         model(torch.rand(2, 64)).sum().backward()
         optimizer.step()
-        assert before + coming == pytest.approx(bytes_of_states(optimizer), rel=0.05, abs=200)
+        assert before + coming == pytest.approx(bytes_of_states(optimizer), rel=0.05, abs=600)
         assert _states_to_come(optimizer) == 0
 
 
