@@ -123,7 +123,7 @@ class MemoryWatch:
 
     def add(self, parts: TrainingObjects) -> None:
         """Watch the first step of what one `setup` has set up."""
-        for model in parts.models:
+        for model in [model for model in parts.models if model not in self._models]:
             self._models[model] = None
             tensors = {name: _bytes(tensor) for name, tensor in named_parameters_of(model)}
             self._tensors |= tensors
