@@ -107,5 +107,5 @@ def lines_of_memory(memory: Mapping[str, Any]) -> Iterator[str]:
     yield f"  {'memory at the peak of a step':<33}  {'size':>9}"
     for kind in ("parameters", "gradients", "states", "other", "activations"):
         yield f"  {names.get(kind, kind):<33}  {size(memory[kind]):>9}"
-    for each in memory["layers"][:_LAYERS]:
-        yield f"    {each['layer']:<31}  {size(each['bytes']):>9}"
+    for layer in memory["layers"][:_LAYERS]:
+        yield f"    {layer['layer']:<31}  {size(layer['bytes']):>9}"

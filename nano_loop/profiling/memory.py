@@ -37,7 +37,7 @@ class LayerMarks:
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         if not self._open:
             modules = nn.Module.named_modules(module)
-            self._names = {id(each): name or type(each).__name__ for name, each in modules}
+            self._names = {id(inner): name or type(inner).__name__ for name, inner in modules}
         mark: Any = record_function(f"{_LAYER}{self._names.get(id(module), type(module).__name__)}")
         mark.__enter__()
         self._open.append(mark)
@@ -50,14 +50,15 @@ class LayerMarks:
 def memory_of(profiled: Any, optimizers: Iterable[Optimizer]) -> dict[str, Any]:
     """Return the bytes of each kind, and of activations by layer, from a profile with memory and `LayerMarks`."""
     optimizers = [*optimizers]
-    parameters = {id(each): each for optimizer in optimizers for each in held_by(optimizer)}.values()
+    held_by_all = [parameter for optimizer in optimizers for parameter in held_by(optimizer)]
+    parameters = {id(parameter): parameter for parameter in held_by_all}.values()
     with tempfile.TemporaryDirectory() as folder:
         profiled.export_chrome_trace(file := str(Path(folder, "trace.json")))
         events = json.loads(Path(file).read_text(encoding="utf-8"))["traceEvents"]
     held = held_at_peak(events)
     return {
         "parameters": _bytes(parameters),
-        "gradients": _bytes(each.grad for each in parameters),
+        "gradients": _bytes(parameter.grad for parameter in parameters),
         "states": sum(map(bytes_of_states, optimizers)),
         "activations": sum(held.values()) - held[OUTSIDE],
         "other": held[OUTSIDE],
@@ -67,15 +68,15 @@ def memory_of(profiled: Any, optimizers: Iterable[Optimizer]) -> dict[str, Any]:
 
 def held_at_peak(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
     """Return the bytes that are there when most are, by the innermost layer in whose call they were allocated."""
-    moments = [each for each in events if each["name"] == "[memory]" or each["name"].startswith(_LAYER)]
+    moments = [event for event in events if event["name"] == "[memory]" or event["name"].startswith(_LAYER)]
     # The beginning and the end of each call, the outermost ones first, and between them what is allocated and freed.
     ordered: list[tuple[float, float, Mapping[str, Any]]] = []
-    for each in moments:
-        ordered.append((each["ts"], -each.get("dur", 0.0), each))
-        if "dur" in each:
-            ordered.append((each["ts"] + each["dur"], 0.0, {"name": ""}))
+    for event in moments:
+        ordered.append((event["ts"], -event.get("dur", 0.0), event))
+        if "dur" in event:
+            ordered.append((event["ts"] + event["dur"], 0.0, {"name": ""}))
     ordered.sort(key=lambda moment: moment[:2])
-    live: dict[int, tuple[str, int]] = {}
+    blocks: dict[int, tuple[str, int]] = {}
     layers: list[str] = []
     held: Counter[str] = Counter()
     total = most = 0
@@ -86,13 +87,13 @@ def held_at_peak(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
         elif not event["name"]:
             layers.pop()
         elif event["args"]["Bytes"] > 0:
-            layer, count = live[event["args"]["Addr"]] = (layers or [OUTSIDE])[-1], event["args"]["Bytes"]
+            layer, count = blocks[event["args"]["Addr"]] = (layers or [OUTSIDE])[-1], event["args"]["Bytes"]
             held[layer] += count
             total += count
             if total > most:
                 most, peak = total, held.copy()
-        elif event["args"]["Addr"] in live:  # else it was there before the profile
-            layer, count = live.pop(event["args"]["Addr"])
+        elif event["args"]["Addr"] in blocks:  # else it was there before the profile
+            layer, count = blocks.pop(event["args"]["Addr"])
             held[layer] -= count
             total -= count
     return Counter({layer: count for layer, count in peak.items() if count})

@@ -7,9 +7,14 @@ import statistics
 import threading
 import time
 from collections import Counter
+<<<<<<< HEAD
 from contextlib import ExitStack, nullcontext
+=======
+from contextlib import ExitStack
+>>>>>>> b4c290e4 (Names are the glossary's; lazy parameters take no memory yet; torch's line about blocks freed in a profile is not seen)
 from typing import Any, NoReturn
 
+import torch
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,6 +28,7 @@ from nano_loop.profiling.memory import LayerMarks, memory_of
 from nano_loop.runtime.run import active_run
 
 _MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
+_FREED = b"Memory block of unknown size"  # of the first one that is freed in a profile of memory, and was there before
 #: After how many steps profiles begin and end. torch's own event of the optimizer's step is still open then. When it
 #: ends, torch writes to the profile that it began in if there is any, which has been freed: so no profile begins where
 #: another one ends.
@@ -81,11 +87,15 @@ class Recorder:
             return
         self._seconds.append(time.perf_counter() - self._began)
         taken = len(self._seconds)
-        with without_lines(2, _MARK) if taken in (*_BEGINNINGS, *_ENDS) else nullcontext():
+        with ExitStack() as stack:
+            for unwanted in (_MARK, _FREED) if taken in (*_BEGINNINGS, *_ENDS) else ():
+                stack.enter_context(without_lines(2, unwanted))
             if taken in _BEGINNINGS:
                 is_first = taken == _BEGINNINGS[0]  # whose times do not count
                 self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=is_first)
+                before = torch.empty(1)
                 self._profile.start()
+                del before  # which torch warns of once in a thousand times: here no line of it is seen
                 self._marks = LayerMarks() if is_first else None
             elif taken in _ENDS:
                 self._profile.stop()

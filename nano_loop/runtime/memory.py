@@ -209,8 +209,9 @@ class MemoryWatch:
         if limit is None or now is None:
             return
         self._most = peak if peak > self._peak_before else max(self._most, now)
-        again = max(map(_bytes_of, self._outputs), default=0) if self._options.tune_operators else 0
-        self._predicted = self._most + coming + again  # the tuner computes each product once more
+        # The tuner holds up to two more results of a product.
+        again = 2 * max(map(_bytes_of, self._outputs), default=0) if self._options.tune_operators else 0
+        self._predicted = self._most + coming + again
         if self._predicted > limit.most:
             raise self._error(f"a training step is predicted to take {size(self._predicted)}", limit)
 
@@ -225,7 +226,8 @@ class MemoryWatch:
         self._parts["states of optimizers"] = sum(map(bytes_of_states, self._clock.optimizers))
 
     def _gradients(self) -> int:
-        gradients = {id(each): each.grad for optimizer in self._clock.optimizers for each in held_by(optimizer)}
+        parameters = [parameter for optimizer in self._clock.optimizers for parameter in held_by(optimizer)]
+        gradients = {id(parameter): parameter.grad for parameter in parameters}
         return sum(_bytes(gradient) for gradient in gradients.values() if gradient is not None)
 
     # --- limits and words ---
@@ -270,12 +272,12 @@ def _bytes_of(kind: tuple[Any, ...]) -> int:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a module has returned."""
-    if isinstance(value, Tensor):
+    """Yield the tensors in what a module has returned. Those of other classes, as lazy logits, may take no memory."""
+    if type(value) is Tensor:
         yield value
     elif isinstance(value, (tuple, list, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
 
 
 def bytes_of_states(optimizer: Optimizer) -> int:
@@ -294,7 +296,8 @@ def _states_to_come(optimizer: Optimizer) -> int:
         return 0
     coming = 0.0
     for group in optimizer.param_groups:
-        new = [each for each in group["params"] if each.requires_grad and not optimizer.state.get(each)]
+        held = [parameter for parameter in group["params"] if parameter.requires_grad and _bytes(parameter)]
+        new = [parameter for parameter in held if not optimizer.state.get(parameter)]
         if not new:
             continue
         like = torch.empty_like(max(new, key=torch.numel), device="meta").requires_grad_()

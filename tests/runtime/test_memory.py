@@ -291,7 +291,6 @@ OPTIMIZERS = {
     "RMSprop": {"centered": True, "momentum": 0.1},
     "Adadelta": {},
     "Adagrad": {},
-    "Adafactor": {},
     "Rprop": {},
     "ASGD": {},
 }
