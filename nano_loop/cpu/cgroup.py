@@ -84,7 +84,8 @@ def _folder_left(tree: Tree, folder: str) -> int | None:
         both, used = (tree.number(f"{folder}/memory.swap.{name}") for name in ("max", "current"))
         limits = None if both is None or used is None else both - used
     swap_left = swap_left if limits is None else max(min(swap_left, limits), 0)
-    numbers: dict[str, str] = dict(re.findall(r"^(?:total_)?(cache|file|shmem) (\d{1,18})$", tree.text(f"{folder}/memory.stat"), re.M))
+    stat = tree.text(f"{folder}/memory.stat")
+    numbers: dict[str, str] = dict(re.findall(r"^(?:total_)?(cache|file|shmem) (\d{1,18})$", stat, re.MULTILINE))
     files = int(numbers.get("file", numbers.get("cache", 0))) - int(numbers.get("shmem", 0))
     return max(limit - usage + max(files, 0) + swap_left, 0)
 

@@ -290,7 +290,7 @@ def test_report_is_printed_once_to_standard_error_and_again_for_other_objects(en
         title, *lines = err.splitlines()
         assert title.startswith("nano_loop ")
         assert " process × " in title
-        assert all(line.startswith(("  applied  ", "  skipped  ", *IDLE)) for line in lines)
+        assert all(line.startswith(("  applied  ", "  skipped  ", "  measured  memory  ", *IDLE)) for line in lines)
         assert len({line.split()[1] for line in lines}) == len(lines) > 3
         train(*parts)
         assert capfd.readouterr() == ("", "")
