@@ -7,11 +7,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-<<<<<<< HEAD
-from contextlib import ExitStack, nullcontext
-=======
 from contextlib import ExitStack
->>>>>>> b4c290e4 (Names are the glossary's; lazy parameters take no memory yet; torch's line about blocks freed in a profile is not seen)
 from typing import Any, NoReturn
 
 import torch
