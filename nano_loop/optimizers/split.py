@@ -112,6 +112,12 @@ class SplitWeights:
                 bits += lacking * is_valid.repeat_interleave(_BLOCK)[: len(lacking)]
         return result
 
+    def restored(self, data: Tensor) -> Tensor:
+        """Return bf16 weights in fp32, and free their rests."""
+        result = self.wide(data)
+        self._rests.pop(data.data_ptr(), None)
+        return result
+
     def clear(self) -> None:
         """Forget all rests."""
         self._rests.clear()

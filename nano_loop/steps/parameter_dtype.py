@@ -47,7 +47,7 @@ class ParameterDtype(Step):
         assert dtype is not None
         if self._conversion is None:
             self.undoing.callback(self.split_weights.clear)
-            self._conversion = Conversion(dtype, self.split_weights.wide if dtype is torch.bfloat16 else None)
+            self._conversion = Conversion(dtype, self.split_weights.restored if dtype is torch.bfloat16 else None)
             self.undoing.callback(self._conversion.restore)
         trained = {parameter.data_ptr() for optimizer in parts.optimizers for parameter in held_by(optimizer)}
         split = partial(self.split_weights.narrowed, split=trained) if dtype is torch.bfloat16 else None

@@ -114,7 +114,8 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype, convert: Callable[[Tenso
     for tensor in tensors:
         tensor.grad = None
     convert_data(tensors, to_dtype)
-    for tensor, gradient in zip(tensors, gradients, strict=True):
+    for place, tensor in enumerate(tensors):
+        gradient, gradients[place] = gradients[place], None  # freed once it is cast
         tensor.grad = None if gradient is None else gradient.to(dtype)
 
 
