@@ -46,6 +46,12 @@ _AUTOCAST = Need(
     "operators have a dtype of their own under autocast alone",
     'Pass precision="bf16", or leave it out',
 )
+_FP32_STATE = Need(
+    "precision",
+    lambda values: PRECISIONS[values["precision"]].parameters_name != "float64",
+    "moments are in fp64, too, then",
+    "Leave one of the two out",
+)
 _CACHE = Need(
     "fast_images",
     lambda values: values["fast_images"] is not False,
@@ -162,6 +168,14 @@ class Declarations:
     fused_optimizer: bool | Literal["auto"] = step(
         "Updates weights by fused kernels of Adam, AdamW, SGD and Adagrad, where they are right.",
         changes_bits=True,
+    )
+    optimizer_state: Literal["32", 32, "bf16"] = option(
+        "32",
+        checks.optimizer_state,
+        'Keeps the moments of SGD, Adam and AdamW in fp32, or in `"bf16"`, which rounds them up or down at random: '
+        "half of their memory.",
+        changes_bits=True,
+        needs=_FP32_STATE,
     )
     allocator: bool | Literal["auto"] = step("Lets glibc keep freed memory for the process.", changes_bits=False)
     fast_dropout: bool | Literal["auto"] = step(

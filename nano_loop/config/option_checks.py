@@ -104,6 +104,13 @@ def precision(value: Any) -> str:
     raise RefusedValueError(allowed, 'Pass "bf16" for speed, or leave it out for fp32')
 
 
+def optimizer_state(value: Any) -> str:
+    """Accept 32 and ``"bf16"``, and return the first as a string."""
+    if (isinstance(value, str) and value in ("32", "bf16")) or (_is_number(value, Integral) and value == 32):
+        return str(value)
+    raise RefusedValueError('it must be 32 or "bf16"', 'Pass "bf16" for half of the memory, or leave it out for fp32')
+
+
 def cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | int | None:
     """Accept None, a number of CPUs, and lists of CPU ids, which are returned as tuples."""
     if value is None:

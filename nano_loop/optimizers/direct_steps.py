@@ -25,6 +25,7 @@ from nano_loop.optimizers import row_steps
 from nano_loop.optimizers.row_steps import RowStep
 from nano_loop.optimizers.torch_fused_steps import (
     are_counters,
+    has_own_steps,
     is_fused,
     lie_alike,
     lie_in_order,
@@ -45,7 +46,7 @@ _Method = Callable[..., Any]
 _Group = dict[str, Any]
 
 #: The least eps beside which the root of a denormal moment changes no bit of a divisor.
-_EPS = 1e-11
+LEAST_EPS = 1e-11
 
 
 @contextmanager
@@ -70,7 +71,8 @@ def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _is_left_to_torch(optimizer: Optimizer) -> bool:
-    is_direct = is_fused(optimizer) and type(optimizer) in _RULES  # a program may change its class
+    is_direct = is_fused(optimizer) and not has_own_steps(optimizer)
+    is_direct = is_direct and type(optimizer) in _RULES  # a program may change its class
     return torch.compiler.is_compiling() or not is_direct or is_profiling()
 
 
@@ -139,7 +141,7 @@ def _called_directly(optimizer: Optimizer) -> bool:
         if kernel is None:
             return False
         kernels.append(kernel)
-        flushes = flushes and group.get("eps", 1.0) >= _EPS
+        flushes = flushes and group.get("eps", 1.0) >= LEAST_EPS
     with torch.no_grad():
         threads = denormals.count_of_threads() if flushes else 0
         try:

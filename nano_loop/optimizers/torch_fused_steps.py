@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from nano_loop.patching.attributes import module_of, replaced
 from nano_loop.patching.objects.optimizers import is_dense, lies_as
-from nano_loop.patching.patch_table import listed, process_wide, shared_change
+from nano_loop.patching.patch_table import process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import groups_prepared
 
 _Function = Callable[..., Any]
@@ -32,18 +32,36 @@ _Group = dict[str, Any]
 
 _SIZE, _IS_CPU = Tensor.size, attrgetter("is_cpu")
 
-#: The ids of the optimizers whose steps are fused.
-_fused: set[int] = process_wide("optimizers whose steps are fused", set())
+#: The list of parameters that a step has made for a group, the group and the optimizer's id, by the id of the list.
+_prepared: dict[int, tuple[list[Tensor], _Group, int]] = process_wide("groups that are stepped", {})
 
-#: The list of parameters that a step has made for a group, and the group, by the id of the list.
-_prepared: dict[int, tuple[list[Tensor], _Group]] = process_wide("groups that are stepped", {})
+
+class OwnSteps(Protocol):
+    """Steps of an optimizer by another kernel than torch's."""
+
+    def prepare(self, optimizer: Optimizer, lists: Sequence[list[Any]]) -> None:
+        """Change the states in the lists of a group, and in the optimizer, for the step."""
+
+    def step(self, original: _Function, group: _Group, lists: Sequence[list[Any]], settings: dict[str, Any]) -> Any:
+        """Step a group with what torch's function takes, or call that."""
+
+
+#: By the ids of the optimizers whose steps are fused: what steps them instead of torch's kernels, or None.
+_fused: dict[int, OwnSteps | None] = process_wide("optimizers whose steps are fused", {})
 
 
 @contextmanager
-def steps_fused(optimizer: Optimizer) -> Iterator[None]:
+def steps_fused(optimizer: Optimizer, own: OwnSteps | None = None) -> Iterator[None]:
     """Step this Adam, AdamW, SGD or Adagrad by fused kernels, where its own ``step()`` and a group's flags allow it.
 
     The context does not hold the optimizer, and is to be left when it is freed.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        The optimizer.
+    own : OwnSteps, optional
+        What steps its groups instead of torch's kernels.
     """
     kind, number = type(optimizer), id(optimizer)
     del optimizer
@@ -53,13 +71,29 @@ def steps_fused(optimizer: Optimizer) -> Iterator[None]:
         changes.callback(_prepared.clear)  # after an error between the two functions
         changes.enter_context(groups_prepared(kind, _noting))
         changes.enter_context(replaced(sys.modules[owner.__module__], name, make))
-        changes.enter_context(shared_change(("fused steps", number), lambda: listed(_fused, number)))
+        changes.enter_context(shared_change(("fused steps", number, own), lambda: _entered(number, own)))
         yield
+
+
+@contextmanager
+def _entered(number: int, own: OwnSteps | None) -> Iterator[None]:
+    before = {number: _fused[number]} if number in _fused else {}  # of a run around this one
+    _fused[number] = own
+    try:
+        yield
+    finally:
+        _fused.pop(number, None)
+        _fused.update(before)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether the steps of an optimizer are fused where they can be."""
     return id(optimizer) in _fused
+
+
+def has_own_steps(optimizer: Optimizer) -> bool:
+    """Whether another kernel than torch's steps an optimizer."""
+    return _fused.get(id(optimizer)) is not None
 
 
 def steps_as_torch(kind: type[Optimizer]) -> bool:
@@ -132,8 +166,11 @@ def _noting(original: _Function) -> _Function:
     @functools.wraps(original)
     def prepare(self: Optimizer, group: _Group, *lists: Any, **kwargs: Any) -> Any:
         result = original(self, group, *lists, **kwargs)
+        own = _fused.get(id(self))
+        if own is not None:
+            own.prepare(self, lists)
         if id(self) in _fused and lists and lists[0]:
-            _prepared[id(lists[0])] = lists[0], group
+            _prepared[id(lists[0])] = lists[0], group, id(self)
         return result
 
     return prepare
@@ -144,7 +181,11 @@ def _fusing(has_counters: bool, original: _Function) -> _Function:
 
     @functools.wraps(original)
     def step(parameters: list[Tensor], *lists: Any, **settings: Any) -> Any:
-        _, group = (None, None) if torch.compiler.is_compiling() else _prepared.pop(id(parameters), (None, None))
+        unknown = None, None, 0
+        _, group, number = unknown if torch.compiler.is_compiling() else _prepared.pop(id(parameters), unknown)
+        own = _fused.get(number)
+        if group is not None and own is not None:
+            return own.step(original, group, [parameters, *lists], settings)
         is_scaled = settings.get("grad_scale") is not None or settings.get("found_inf") is not None
         if group is None or is_scaled:
             return original(parameters, *lists, **settings)

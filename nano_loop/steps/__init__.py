@@ -16,10 +16,10 @@ from nano_loop.steps.learning_rate import LearningRate
 from nano_loop.steps.log_casts import LogCasts
 from nano_loop.steps.num_threads import NumThreads
 from nano_loop.steps.op_lists import OperatorLists
+from nano_loop.steps.optimizer_state import OptimizerState
 from nano_loop.steps.parameter_dtype import ParameterDtype
 from nano_loop.steps.precision import Precision
 from nano_loop.steps.products import Products
-from nano_loop.steps.rounding import Rounding
 from nano_loop.steps.sharding import Sharding
 from nano_loop.steps.step import Step, StepContext
 from nano_loop.steps.step_time import StepTime
@@ -36,7 +36,7 @@ STEPS: tuple[type[Step], ...] = (
     ParameterDtype,  # before a step looks at the parameters
     ChannelsLast,  # before FusedOptimizer, which lays out optimizer state like the parameters
     Ipex,  # before any computation, since it replaces kernels
-    Rounding,  # before FusedOptimizer, which looks at the parameters that a step will update
+    OptimizerState,  # before FusedOptimizer, which leaves alone what this steps
     FusedOptimizer,  # after the layouts are final: its kernels need state and gradients with the parameters' strides
     Precision,  # after ChannelsLast, so that each input is converted once, in fp32
     Products,  # in any place: it swaps kernels, not models
@@ -61,9 +61,9 @@ __all__ = [
     "LOADER_STEPS",
     "STEPS",
     "GradientAveraging",
+    "OptimizerState",
     "ParameterDtype",
     "Precision",
-    "Rounding",
     "Step",
     "StepContext",
     "Verify",

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.optimizers.direct_steps import stepped_directly
+from nano_loop.optimizers.torch_fused_steps import has_own_steps
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.optimizers import is_dense
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -46,7 +47,7 @@ class FusedOptimizer(Step):
                 refused.append(refusal.detail)
                 continue
             fused.append(type(optimizer).__name__)
-            if optimizer not in self._fused:
+            if optimizer not in self._fused and not has_own_steps(optimizer):
                 self._fused[optimizer] = True
                 undoing = undone_with(optimizer, self.undoing)
                 undoing.enter_context(stepped_directly(optimizer))
@@ -54,7 +55,9 @@ class FusedOptimizer(Step):
 
     def _refusals(self, parts: TrainingObjects) -> list[SkipReason | None]:
         sparse = _sparse_parameters(parts.models)
-        return [None if optimizer in self._fused else _refusal(optimizer, sparse) for optimizer in parts.optimizers]
+        is_known = [optimizer in self._fused or has_own_steps(optimizer) for optimizer in parts.optimizers]
+        optimizers = zip(parts.optimizers, is_known, strict=True)
+        return [None if known else _refusal(optimizer, sparse) for optimizer, known in optimizers]
 
 
 def _refusal(optimizer: Optimizer, sparse: set[int]) -> SkipReason | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from typing_extensions import override
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.nested_tensors import Substitution, map_tensors
+from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.precision.autocast.conversion import Conversion
 from nano_loop.precision.autocast.dtype_errors import explain
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
@@ -44,13 +46,16 @@ class ParameterDtype(Step):
         dtype = self.options.kind.parameters
         assert dtype is not None
         if self._conversion is None:
-            self._conversion = Conversion(dtype)
+            self.undoing.callback(self.split_weights.clear)
+            self._conversion = Conversion(dtype, self.split_weights.restored if dtype is torch.bfloat16 else None)
             self.undoing.callback(self._conversion.restore)
+        trained = {parameter.data_ptr() for optimizer in parts.optimizers for parameter in held_by(optimizer)}
+        split = partial(self.split_weights.narrowed, split=trained) if dtype is torch.bfloat16 else None
         for model in parts.models:
-            self._conversion.convert(model)
+            self._conversion.convert(model, split)
             interceptor = self.interceptors.add(model, self.name, _casting_outputs(self._conversion))
             interceptor.around_modules(lambda module: _casting_inputs(dtype), DTYPES)
-        if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `Rounding`
+        if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `OptimizerState`
             for optimizer in parts.optimizers:
                 self._conversion.convert_state(optimizer)
         empty = [class_name(model) for model in parts.models if next(parameters_of(model), None) is None]

@@ -16,6 +16,7 @@ from nano_loop.autotune.budget import Budget
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
+from nano_loop.optimizers.split import SplitWeights
 from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult
@@ -86,6 +87,11 @@ class StepContext:
         """The time for all measurements of the run."""
         return Budget(self.clock, measures=self.ranks.rank == 0)
 
+    @cached_property
+    def split_weights(self) -> SplitWeights:
+        """What the bf16 weights of the run lack of fp32 ones."""
+        return SplitWeights()
+
 
 class Step(ABC):
     """Base class of a step: one acceleration in one run.
@@ -122,6 +128,7 @@ class Step(ABC):
         self.accelerated = context.accelerated
         self.clock = context.clock
         self.budget = context.budget
+        self.split_weights = context.split_weights
         self.undoing = ExitStack()
         self.begin()
 

@@ -12,12 +12,12 @@ from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.patching.torch_private import put_back_signal_handlers
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
-from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding, Verify
+from nano_loop.steps import STEPS, ParameterDtype, Precision, Verify
 
 #: `TrainerFn.FITTING` of Lightning, a string.
 FITTING = "fit"
 #: Lightning's precision plugin enters autocast and converts parameters itself.
-_STEPS = tuple(step for step in STEPS if step not in (ParameterDtype, Precision, Rounding, Verify))
+_STEPS = tuple(step for step in STEPS if step not in (ParameterDtype, Precision, Verify))
 
 
 class RunLauncher:

@@ -11,14 +11,12 @@
 
 #include "numbers.h"
 #include "threads.h"
+#include "update_rules.h"
 
 #define HAS_GRADIENT 1
 #define HAS_STATE 2
 #define CHUNK 64 /* numbers of a row that are summed up at a time */
 #define ROWS 256 /* rows that a thread steps at a time */
-
-/* A product and a sum that are rounded once. */
-static inline float fmadd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 /* Adds the gradients of `count` lookups to the rows of a table, and the new rows to the list of those in the gradient.
    Returns the length of the list. `sources` are the places of the lookups' gradients, or NULL. `last` has -1 for each row of
@@ -82,18 +80,10 @@ void mark_states(const float *state, const float *other, uint8_t *marks, int64_t
     }
 }
 
-/* What a step of Adam takes. `weight` is that of the gradient in the mean. */
-struct adam {
-    float sign, decay, weight, second, kept, root, eps, size;
-};
-
-static inline void adam(float *parameter, float gradient, float *mean, float *square, const struct adam rule) {
-    float signed_gradient = gradient * rule.sign, difference = signed_gradient - *mean;
-    *mean = rule.weight < 0.5f ? fmadd(rule.weight, difference, *mean)
-                               : fmadd(rule.weight - 1.0f, difference, signed_gradient);
-    *square = fmadd(rule.second * signed_gradient, signed_gradient, *square * rule.kept);
-    float divisor = __builtin_sqrtf(*square) / rule.root + rule.eps;
-    *parameter = *parameter * rule.decay + rule.size * *mean / divisor;
+static inline void adam_number(float *parameter, float gradient, float *mean, float *square, const struct adam rule) {
+    *mean = mean_after(*mean, gradient * rule.sign, rule);
+    *square = square_after(*square, gradient * rule.sign, rule);
+    *parameter = adam(*parameter, *mean, *square, rule);
 }
 
 /* One step of Adam, or of AdamW, for the rows with a mark; the others only decay. The rows in the gradient have a state
@@ -111,11 +101,11 @@ void adam_rows(float *parameters, const float *gradients, float *means, float *s
             const float *g = gradients + row * width;
             if (marks[row] & HAS_GRADIENT) {
 #pragma omp simd
-                for (int64_t k = 0; k < width; k++) adam(p + k, g[k], m + k, s + k, rule);
+                for (int64_t k = 0; k < width; k++) adam_number(p + k, g[k], m + k, s + k, rule);
                 marks[row] |= HAS_STATE;
             } else if (marks[row]) {
 #pragma omp simd
-                for (int64_t k = 0; k < width; k++) adam(p + k, 0.0f, m + k, s + k, rule);
+                for (int64_t k = 0; k < width; k++) adam_number(p + k, 0.0f, m + k, s + k, rule);
             } else if (rule.decay != 1.0f) {
 #pragma omp simd
                 for (int64_t k = 0; k < width; k++) p[k] *= rule.decay;
@@ -124,17 +114,9 @@ void adam_rows(float *parameters, const float *gradients, float *means, float *s
     }
 }
 
-/* What a step of SGD takes. */
-struct sgd {
-    float sign, momentum, share, size;
-    int64_t is_nesterov;
-};
-
-static inline void sgd(float *parameter, float gradient, float *momentum, const struct sgd rule) {
-    float direction = gradient * rule.sign;
-    *momentum = fmadd(rule.share, direction, *momentum * rule.momentum);
-    direction = rule.is_nesterov ? fmadd(*momentum, rule.momentum, direction) : *momentum;
-    *parameter = fmadd(direction, rule.size, *parameter);
+static inline void sgd_number(float *parameter, float gradient, float *momentum, const struct sgd rule) {
+    *momentum = momentum_after(*momentum, gradient * rule.sign, rule);
+    *parameter = sgd(*parameter, gradient * rule.sign, *momentum, rule);
 }
 
 /* One step of SGD with momentum for the rows with a mark, likewise. */
@@ -149,11 +131,11 @@ void momentum_rows(float *parameters, const float *gradients, float *momenta, ui
             const float *g = gradients + row * width;
             if (marks[row] & HAS_GRADIENT) {
 #pragma omp simd
-                for (int64_t k = 0; k < width; k++) sgd(p + k, g[k], m + k, rule);
+                for (int64_t k = 0; k < width; k++) sgd_number(p + k, g[k], m + k, rule);
                 marks[row] |= HAS_STATE;
             } else if (marks[row]) {
 #pragma omp simd
-                for (int64_t k = 0; k < width; k++) sgd(p + k, 0.0f, m + k, rule);
+                for (int64_t k = 0; k < width; k++) sgd_number(p + k, 0.0f, m + k, rule);
             }
         }
     }

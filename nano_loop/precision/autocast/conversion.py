@@ -26,10 +26,13 @@ class Conversion:
     ----------
     dtype : torch.dtype
         What they are converted to.
+    to_fp32 : callable, optional
+        Converts a tensor of this dtype to fp32. By default, they are cast.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, to_fp32: Callable[[Tensor], Tensor] | None = None) -> None:
         self.dtype = dtype
+        self._to_fp32 = to_fp32
         self._models: Any = WeakIdKeyDictionary()
         self._optimizers: Any = WeakIdKeyDictionary()
         # By the id of a tensor, until its model is freed: `torch.utils.swap_tensors` refuses what has a weak reference.
@@ -37,7 +40,7 @@ class Conversion:
         self._before: dict[int, tuple[Tensor, torch.dtype, Tensor | None]] = {}
         self._ending = ExitStack()
 
-    def convert(self, model: nn.Module) -> None:
+    def convert(self, model: nn.Module, to_dtype: Callable[[Tensor], Tensor] | None = None) -> None:
         """Convert the floating-point parameters of a model, their gradients, and its buffers, in place."""
         self._models[model] = True
         new = [tensor for tensor in _floating(model) if id(tensor) not in self._before]
@@ -48,7 +51,7 @@ class Conversion:
             memory = tensor.data if has_aliases and not tensor.is_inference() else None
             self._before[id(tensor)] = tensor, tensor.dtype, memory
             forgetting.callback(self._before.pop, id(tensor), None)
-        cast(new, self.dtype)
+        cast(new, self.dtype, to_dtype)
 
     def convert_added(self, module: nn.Module) -> None:
         """Convert what the loop has put into a module since, in place."""
@@ -71,7 +74,7 @@ class Conversion:
                 _, dtype, _ = self._before.get(id(tensor), (tensor, torch.float32, None))
                 by_dtype.setdefault(dtype, {})[id(tensor)] = tensor
         for dtype, tensors in by_dtype.items():
-            cast([*tensors.values()], dtype)
+            cast([*tensors.values()], dtype, None if dtype is self.dtype else self._to_fp32)
         for tensor, dtype, memory in self._before.values():
             if memory is not None and (tensor.dtype, tensor.shape) == (dtype, memory.shape):
                 memory.copy_(tensor.data)  # what the program, or another process, sees by another name
@@ -95,11 +98,14 @@ def _cast_state(optimizer: Optimizer, before: torch.dtype, after: torch.dtype) -
 
 
 @torch.inference_mode(False)  # what is made in a caller's inference mode could not be trained afterwards
-def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Cast parameters and buffers and their gradients, in place, as ``module.to(dtype)`` does."""
+def cast(tensors: Sequence[Tensor], dtype: torch.dtype, convert: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Cast parameters and buffers and their gradients, in place, as ``module.to(dtype)`` does.
+
+    Data are what `convert` returns first, if it is not None.
+    """
 
     def to_dtype(data: Tensor) -> Tensor:
-        converted = data.to(dtype)
+        converted = (data if convert is None else convert(data)).to(dtype)
         if data.untyped_storage().is_shared():
             converted.untyped_storage().share_memory_()
         return converted
@@ -108,7 +114,8 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
     for tensor in tensors:
         tensor.grad = None
     convert_data(tensors, to_dtype)
-    for tensor, gradient in zip(tensors, gradients, strict=True):
+    for place, tensor in enumerate(tensors):
+        gradient, gradients[place] = gradients[place], None  # freed once it is cast
         tensor.grad = None if gradient is None else gradient.to(dtype)
 
 

@@ -1,0 +1,158 @@
+"""bf16 weights with what they lack of fp32 ones, so that an optimizer loses no update.
+
+A split weight is the nearest bf16 number, of two as near the larger one, and a rest of 16 bits with a sign: together an
+fp32 number, to the bit. Only infinity, NaN and what would be rounded to infinity are cut, and not rounded. Intel's
+Split-SGD keeps such halves, cut.
+
+A rest belongs to the numbers that it was made for. Whatever writes to a weight, in whichever way, changes the checksum
+of a block of it, and the rests of that block are 0 then. `kernels/csrc/optimizers.c` has the same numbers and sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nano_loop.kernels.memory import empty
+from nano_loop.patching.objects.optimizers import is_dense, laid_out_as, lies_as
+
+_BLOCK = 1024  # numbers with a checksum
+_PIECE = 1024 * _BLOCK  # numbers that are converted at a time
+_SIZE, _LARGEST, _HALF = 0x7FFFFFFF, 0x7F7F0000, 0x8000  # see `split` in C
+_MIXERS = (0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32))
+
+
+class Rest(NamedTuple):
+    """What some bf16 weights lack of fp32 ones.
+
+    Attributes
+    ----------
+    storage : StorageWeakRef
+        The memory of the weights. Another tensor may have its address later.
+    numbers : torch.Tensor
+        A number in int16 for each weight, in the order of memory.
+    checksums : torch.Tensor
+        A number in int32 for each block of the weights.
+    """
+
+    storage: StorageWeakRef
+    numbers: Tensor
+    checksums: Tensor
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether the weights are."""
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
+
+class SplitWeights:
+    """The rests of a run's bf16 weights, by the weights' addresses. They are freed after the weights."""
+
+    def __init__(self) -> None:
+        self._rests: dict[int, Rest] = {}
+        self._room = 0  # how many there may be before freed ones are looked for
+
+    def of(self, data: Tensor) -> Rest:
+        """Return the rests of weights; they are zeros where there were none."""
+        address = data.data_ptr()
+        rest = self._rests.get(address)
+        if rest is None or rest.is_freed or len(rest.numbers) != data.numel():
+            if len(self._rests) >= self._room:
+                self._rests = {place: rest for place, rest in self._rests.items() if not rest.is_freed}
+                self._room = 2 * len(self._rests) + 16
+            numbers = empty(data.numel(), dtype=torch.int16).zero_()
+            checksums = empty(-(-data.numel() // _BLOCK), dtype=torch.int32).zero_()
+            storage = StorageWeakRef(data.untyped_storage())  # type: ignore[no-untyped-call]
+            rest = self._rests[address] = Rest(storage, numbers, checksums)
+        return rest
+
+    def narrowed(self, data: Tensor, split: Collection[int]) -> Tensor:
+        """Return weights in bf16, with their rests if they are fp32 and their address is in `split`."""
+        if data.dtype is not torch.float32 or data.data_ptr() not in split:
+            return data.to(torch.bfloat16)
+        result = torch.empty_like(data, dtype=torch.bfloat16)
+        self.write(result, data)
+        return result
+
+    def write(self, into: Tensor, wide: Tensor) -> None:
+        """Write fp32 numbers into bf16 weights and their rests."""
+        rest = self.of(into)
+        if not lies_as(wide, into):
+            wide = laid_out_as(into, wide) if is_dense(into) else wide.contiguous()
+        weights = _flat(into)
+        for begin, bits in _pieces(_flat(wide).view(torch.int32)):
+            size, end = bits & _SIZE, begin + len(bits)
+            is_taken = (size >= _LARGEST - _HALF) & (size < _LARGEST)
+            bits = torch.where(is_taken, bits - size + (_LARGEST - _HALF - 1), bits)
+            uppers = torch.where(size < _LARGEST + _HALF, bits + _HALF, bits) >> 16
+            weights.view(torch.int16)[begin:end] = uppers.to(torch.int16)
+            rest.numbers[begin:end] = bits.to(torch.int16)
+            rest.checksums[begin // _BLOCK : -(-end // _BLOCK)] = _checksums(uppers)
+        if not is_dense(into):
+            into.copy_(weights.view(into.shape))
+
+    def wide(self, data: Tensor) -> Tensor:
+        """Return bf16 weights, or a storage with several of them, in fp32."""
+        inside = [*self._inside(data)]
+        data = data if is_dense(data) else data.contiguous()
+        result = data.to(torch.float32)
+        for first, rest in inside:
+            weights = _flat(data).view(torch.int16)[first:]
+            for begin, numbers in _pieces(rest.numbers):
+                end = begin + len(numbers)
+                is_valid = _checksums(weights[begin:end].to(torch.int32))
+                is_valid = is_valid == rest.checksums[begin // _BLOCK : -(-end // _BLOCK)]
+                bits = _flat(result).view(torch.int32)[first + begin : first + end]
+                lacking = numbers.to(torch.int32)
+                lacking = torch.where((bits & _SIZE) < _LARGEST, lacking, lacking & 0xFFFF)
+                bits += lacking * is_valid.repeat_interleave(_BLOCK)[: len(lacking)]
+        return result
+
+    def restored(self, data: Tensor) -> Tensor:
+        """Return bf16 weights in fp32, and free their rests."""
+        result = self.wide(data)
+        self._rests.pop(data.data_ptr(), None)
+        return result
+
+    def clear(self) -> None:
+        """Forget all rests."""
+        self._rests.clear()
+
+    def _inside(self, data: Tensor) -> Iterator[tuple[int, Rest]]:
+        """Yield the rests of weights in this memory, with the places of the weights in it."""
+        start, count = data.data_ptr(), data.numel()
+        exact = self._rests.get(start)
+        if exact is not None and len(exact.numbers) == count and not exact.is_freed:
+            yield 0, exact
+            return
+        for address, rest in self._rests.items():
+            first = (address - start) // data.itemsize
+            if first >= 0 and first + len(rest.numbers) <= count and not rest.is_freed:
+                yield first, rest
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor as they lie in memory, or a copy of them where there are gaps or overlaps."""
+    return tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.contiguous().view(-1)
+
+
+def _pieces(numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for begin in range(0, len(numbers), _PIECE):
+        yield begin, numbers[begin : begin + _PIECE]
+
+
+def _checksums(uppers: Tensor) -> Tensor:
+    """Return a sum over each block of bf16 numbers, which are in int32, and their places."""
+    places = torch.arange(len(uppers), dtype=torch.int32, device="cpu") % _BLOCK
+    mixed = ((uppers & 0xFFFF) | places << 16) * _MIXERS[0]
+    mixed = (mixed ^ (mixed >> 15 & 0x1FFFF)) * _MIXERS[1]
+    whole = len(mixed) // _BLOCK * _BLOCK
+    sums = [
+        mixed[:whole].view(-1, _BLOCK).sum(1),
+        *(part.sum(0, keepdim=True) for part in [mixed[whole:]] if len(part)),
+    ]
+    return torch.cat(sums).to(torch.int32)

@@ -1,0 +1,390 @@
+"""bf16 weights train as an fp32 master of them does by hand, to the bit; moments in bf16 as those in fp32."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from distributed import small
+from torch import nn
+
+from nano_loop import NanoConfigError, TorchNano, accelerated, all_gather, nano
+from nano_loop.optimizers.split_steps import KERNEL
+
+QUIET = {"verbose": False}
+X = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+Y = X.sum(1, keepdim=True)
+ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 33), nn.ReLU(), nn.Linear(33, 33), nn.ReLU(), nn.Linear(33, 1))
+
+
+def loss_of(model, step):
+    rows = slice(step * 16 % 64, step * 16 % 64 + 16)
+    return nn.functional.mse_loss(model(X[rows]), Y[rows])
+
+
+def nearest(wide):
+    """fp32 in bf16, where ties are away from zero."""
+    return ((wide.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+class ByHand:
+    """An optimizer of fp32 masters of a model's weights, which are bf16."""
+
+    def __init__(self, model, make):
+        self.weights = [*model.parameters()]
+        self.masters = [nn.Parameter(weight.detach().clone()) for weight in self.weights]
+        self.inner = make(self.masters)
+        self.param_groups, self.state_dict = self.inner.param_groups, self.inner.state_dict
+        self._round()
+
+    def _round(self):
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.data = nearest(master.detach())
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+    def zero_grad(self):
+        for weight in self.weights:
+            weight.grad = None
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+        self.inner.step()
+        self._round()
+        return loss
+
+    def add_param_group(self, group):
+        for weight in group["params"]:
+            self.weights.append(weight)
+            self.masters.append(nn.Parameter(weight.detach().float()))
+        self.inner.add_param_group({**group, "params": self.masters[-len(group["params"]) :]})
+
+
+class Narrow(nn.Module):
+    """A model with bf16 weights by hand."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def __getitem__(self, place):
+        return self.model[place]
+
+    def forward(self, x):
+        return self.model(x.bfloat16()).float()
+
+
+def plainly(model, optimizer):
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def scheduled(model, optimizer):
+    of = getattr(optimizer, "inner", optimizer)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(of, 0.02, total_steps=8, cycle_momentum=False)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        schedule.step()
+
+
+def accumulated(model, optimizer):
+    for step in range(8):
+        (loss_of(model, step) / 2).backward()
+        if step % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def with_missing_gradients(model, optimizer):
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        model[2 * (step % 3)].weight.grad = None
+        optimizer.step()
+
+
+def with_closures(model, optimizer):
+    for step in range(8):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def with_other_settings(model, optimizer):
+    for step in range(8):
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.01 / (step + 1), 0.1 * step
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def unfrozen(model, optimizer):
+    for step in range(8):
+        for weight in model[2].parameters():
+            weight.requires_grad_(step > 3)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+LOOPS = (plainly, scheduled, accumulated, with_closures, with_other_settings, with_missing_gradients, unfrozen)
+OPTIMIZERS = {
+    "adam": lambda each: ADAM(each, 0.01, weight_decay=0.1, fused=True),
+    "amsgrad": lambda each: ADAM(each, 0.01, amsgrad=True, maximize=True, fused=True),
+    "adamw": lambda each: ADAMW(each, 0.01, betas=(0.4, 0.99), fused=True),
+    "adamw, rate in a tensor": lambda each: ADAMW(each, torch.tensor(0.01), fused=True),
+    "sgd": lambda each: SGD(each, 0.01, fused=True),
+    "momentum": lambda each: SGD(each, 0.01, momentum=0.9, dampening=0.1, weight_decay=0.1, fused=True),
+    "nesterov": lambda each: SGD(each, 0.01, momentum=0.9, nesterov=True, fused=True),
+    "one that is cast": lambda each: torch.optim.RMSprop(each, 0.001, momentum=0.5),
+    "by torch's loop": lambda each: ADAM(each, 0.01, betas=(torch.tensor(0.9), torch.tensor(0.999)), foreach=False),
+}
+STEPPED_IN_C = [*OPTIMIZERS][:7]
+
+
+def states_of(optimizer):
+    return [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+
+
+def assert_equal(mine, others):
+    assert len(mine) == len(others)
+    for one, other in zip(mine, others, strict=True):
+        assert one is other is None or (one.dtype is other.dtype and torch.equal(one, other))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_weights_and_states_are_those_of_fp32_masters_to_the_bit(kind):
+    # torch's fused SGD raises for momenta of which only some exist.
+    for loop in LOOPS if kind == "adamw" else LOOPS[:4] if kind == "momentum" else LOOPS[:1]:
+        plain = network()
+        by_hand = ByHand(plain, OPTIMIZERS[kind])
+        loop(Narrow(plain), by_hand)
+        model = network()
+        optimizer, calls = OPTIMIZERS[kind](model.parameters()), KERNEL.calls
+        nano(precision="bf16-true", **QUIET)(loop)(model, optimizer)
+        assert_equal([*model.parameters()], by_hand.masters)
+        assert_equal(states_of(optimizer), states_of(by_hand))
+        assert (KERNEL.calls > calls) is (kind in STEPPED_IN_C)
+
+
+def a_group_added(model, optimizer):
+    plainly(model, optimizer)
+    torch.manual_seed(3)
+    added = nn.Parameter(torch.randn(1).to(model[0].weight.dtype))
+    optimizer.add_param_group({"params": [added], "lr": 0.1})
+    for step in range(8):
+        optimizer.zero_grad()
+        (loss_of(model, step) * added.float()).backward()
+        optimizer.step()
+
+
+def test_a_group_may_be_added():
+    plain = network()
+    by_hand = ByHand(plain, OPTIMIZERS["adamw"])
+    a_group_added(Narrow(plain), by_hand)
+    model = network()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    nano(precision="bf16-true", **QUIET)(a_group_added)(model, optimizer)
+    assert_equal([*model.parameters()], by_hand.masters[:-1])
+    assert_equal(states_of(optimizer), states_of(by_hand))
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16-true"}, {}], ids=["split", "fp32"])
+@pytest.mark.parametrize("moments", ["32", "bf16"])
+@pytest.mark.parametrize("make", [ADAMW, lambda each: SGD(each, 0.01, momentum=0.9)], ids=["adamw", "momentum"])
+def test_checkpoints_are_torch_s_and_load_on_both_sides(options, moments, make):
+    saved = {}
+
+    def save(model, optimizer):
+        plainly(model, optimizer)
+        saved["optimizer"] = copy.deepcopy(optimizer.state_dict())
+        saved["model"] = copy.deepcopy(model.state_dict())
+
+    def load(model, optimizer):
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        saved["again"] = copy.deepcopy(optimizer.state_dict())
+        plainly(model, optimizer)
+
+    model = network()
+    optimizer = make(model.parameters())
+    ours = nano(**options, optimizer_state=moments, **QUIET)
+    ours(save)(model, optimizer)
+    assert {value.dtype for value in states_of(optimizer)} == {torch.float32}
+    assert_equal(
+        states_of(optimizer), [value for state in saved["optimizer"]["state"].values() for value in state.values()]
+    )
+    ends = []
+    for around in (ours, lambda function: function):
+        other = network()
+        another = make(other.parameters())
+        around(load)(other, another)
+        values = [value for state in saved["again"]["state"].values() for value in state.values()]
+        assert_equal(values, states_of(optimizer))
+        assert {value.dtype for value in states_of(another)} == {torch.float32}
+        ends.append(nn.utils.parameters_to_vector(other.parameters()).detach())
+    torch.testing.assert_close(*ends, rtol=0, atol=0.05)
+    optimizer.load_state_dict(saved["optimizer"])
+    plainly(model, optimizer)  # and plain torch goes on with both
+    with accelerated(model, optimizer, **options, optimizer_state=moments, **QUIET):
+        plainly(model, optimizer)
+
+
+def test_moments_are_bf16_in_the_run_and_seeds_give_equal_runs():
+    def loop(model, optimizer):
+        plainly(model, optimizer)
+        return {value.dtype for state in optimizer.state.values() for name, value in state.items() if name != "step"}
+
+    for precision in (32, "bf16-true"):
+        ends = []
+        for _ in range(2):
+            model = network()
+            before = torch.get_rng_state()
+            optimizer = ADAMW(model.parameters(), 0.01)
+            assert nano(precision=precision, optimizer_state="bf16", **QUIET)(loop)(model, optimizer) == {
+                torch.bfloat16
+            }
+            assert torch.equal(before, torch.get_rng_state())
+            ends.append([*model.parameters()])
+        assert_equal(*ends)
+
+
+def test_weights_that_the_program_writes_begin_anew():
+    def loop(model, optimizer):
+        plainly(model, optimizer)
+        model[2].weight.data.mul_(0)  # a rest below zero of a zero would be NaN
+        model[0].weight.data = model[0].weight.data * 2
+        return model[0].weight.float(), model[2].weight.float()
+
+    model = network()
+    found = nano(precision="bf16-true", **QUIET)(loop)(model, ADAMW(model.parameters(), 0.01))
+    assert_equal([model[0].weight, model[2].weight], [*found])
+
+
+def test_two_optimizers_of_one_weight_share_its_rest():
+    def loop(model, *optimizers):
+        for _, optimizer in itertools.product(range(50), optimizers):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    rate = 2.0**-12
+    nano(precision="bf16-true", **QUIET)(loop)(model, SGD(model.parameters(), rate), SGD(model.parameters(), rate))
+    assert model.weight.item() == 1 - 100 * rate
+
+
+@pytest.mark.parametrize(
+    ("options", "make", "given"),
+    [
+        ({"exact": True}, None, "exact"),
+        ({"precision": 64}, None, "precision=64"),
+        ({}, torch.optim.RMSprop, "RMSprop"),
+        ({}, lambda each: ADAM(each, capturable=True), "Adam"),
+        ({}, lambda each: ADAM(each, differentiable=True), "Adam"),
+    ],
+    ids=["exact", "64", "another optimizer", "capturable", "differentiable"],
+)
+def test_what_cannot_have_bf16_moments_is_an_error_of_three_parts(options, make, given):
+    model = network()
+    with pytest.raises(NanoConfigError, match=r"(?i)leave ") as raised:
+        nano(**options, optimizer_state="bf16", **QUIET)(plainly)(model, (make or ADAM)(model.parameters()))
+    assert "optimizer_state='bf16'" in str(raised.value)
+    assert given in str(raised.value)
+
+
+def test_other_dtypes_and_sparse_gradients_are_errors_too():
+    for model in (network().double(), network().bfloat16()):
+        with pytest.raises(NanoConfigError, match="fp32"):
+            nano(optimizer_state="bf16", **QUIET)(plainly)(model, ADAM(model.parameters()))
+    table = nn.Embedding(10, 3, sparse=True)
+
+    def loop(table, optimizer):
+        table(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(NanoConfigError, match="dense"):
+        nano(optimizer_state="bf16", **QUIET)(loop)(table, SGD(table.parameters(), 0.1, momentum=0.9))
+    nano(precision="bf16-true", **QUIET)(loop)(table, SGD(table.parameters(), 0.1))  # without it, torch steps
+
+
+def test_the_report_says_what_is_in_c():
+    trainer = nano(precision="bf16-true", optimizer_state="bf16", **QUIET)(plainly)
+    model = network()
+    trainer(model, ADAMW(model.parameters()))
+    assert trainer.report["optimizer_state"].status == "applied"
+    assert "bf16" in trainer.report["optimizer_state"].detail
+    assert trainer.report["fused_optimizer"].detail == "AdamW"
+    trainer = nano(precision="bf16-true", **QUIET)(plainly)
+    trainer(model, torch.optim.RMSprop(model.parameters()))
+    assert "RMSprop is not SGD, Adam or AdamW" in trainer.report["optimizer_state"].detail
+    trainer = nano(**QUIET)(plainly)
+    trainer(model, ADAMW(model.parameters()))
+    assert "optimizer_state" not in {*trainer.report.applied, *trainer.report.skipped}
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("precision", [32, "bf16-true"])
+def test_ranks_stay_the_same_with_bf16_moments(precision):
+    def loop(model, optimizer):
+        for step in range(6):
+            rows = slice(small.rank() * 8 + step % 2 * 16, small.rank() * 8 + step % 2 * 16 + 8)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(X[rows]), Y[rows]).backward()
+            optimizer.step()
+        moments = [state["exp_avg"].float().flatten() for state in optimizer.state.values()]
+        return all_gather(torch.cat([*(each.detach().float().flatten() for each in model.parameters()), *moments]))
+
+    model = network()
+    options = {**small.OPTIONS, "precision": precision, "optimizer_state": "bf16"}
+    found = nano(**options)(loop)(model, ADAMW(model.parameters(), 0.01))
+    assert torch.equal(found[0], found[1])
+
+
+def test_fabric_s_names_and_checkpoints_have_torch_s_states(tmp_path):
+    class Trainer(TorchNano):
+        def train(self, path):
+            model = network()
+            model, optimizer = self.setup(model, ADAMW(model.parameters(), 0.01))
+            plainly(model, optimizer)
+            self.save({"model": model, "optimizer": optimizer}, path)
+            return model, optimizer
+
+    _, optimizer = Trainer(precision="bf16-true", optimizer_state="bf16", **QUIET).train(tmp_path / "saved")
+    saved = torch.load(tmp_path / "saved")
+    assert {value.dtype for value in states_of(optimizer)} == {torch.float32}
+    values = [value for state in saved["optimizer"]["state"].values() for value in state.values()]
+    assert_equal(values, states_of(optimizer))
+    assert {value.dtype for value in saved["model"].values()} == {torch.bfloat16}
+
+
+def test_without_c_weights_keep_their_rests(monkeypatch):
+    monkeypatch.setattr(KERNEL, "unavailable", "there are no C kernels")
+    model = network()
+    plain = network()
+    by_hand = ByHand(plain, OPTIMIZERS["adamw"])
+    plainly(Narrow(plain), by_hand)
+    nano(precision="bf16-true", **QUIET)(plainly)(model, ADAMW(model.parameters(), 0.01, betas=(0.4, 0.99), fused=True))
+    assert_equal([*model.parameters()], by_hand.masters)
+    with pytest.raises(NanoConfigError, match="no C kernels"):
+        nano(optimizer_state="bf16", **QUIET)(plainly)(model, ADAMW(model.parameters()))
