@@ -221,16 +221,14 @@ def _as_exact(race: Race, timer: Callable[[], float], seconds: float) -> dict[st
     None if that would take longer than `seconds`. One that raises, as where there is no memory for it, is left out.
     """
     begun = timer()
-    of_torch = race.algorithms[race.torchs]()
-    elapsed = {race.torchs: timer() - begun}
+    of_torch, took = _tried(race.algorithms[race.torchs], timer)
+    elapsed = {race.torchs: took}
     others = {name: algorithm for name, algorithm in race.algorithms.items() if name != race.torchs}
     if not others:
         return elapsed
-    if (1 + len(others)) * elapsed[race.torchs] > seconds:
+    if (1 + len(others)) * took > seconds:
         return None
-    start = timer()
-    reference = of_torch if race.reference is None else race.reference()
-    of_reference = timer() - start
+    reference, of_reference = (of_torch, took) if race.reference is None else _tried(race.reference, timer)
     if race.reference is None:
         bounds = [race.bound] * len(reference)
     else:
@@ -241,29 +239,42 @@ def _as_exact(race: Race, timer: Callable[[], float], seconds: float) -> dict[st
         if algorithm is race.reference:
             elapsed[name] = of_reference
             continue
-        start = timer()
         try:
-            computed = algorithm()
+            computed, took = _tried(algorithm, timer)
         except _FAILURES:
             continue
-        took = timer() - start
         if all(error <= bound for error, bound in zip(_errors(computed, reference), bounds, strict=True)):
             elapsed[name] = took
     return elapsed
 
 
-def _errors(computed: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
-    """Return the rms of the difference of each tensor to that of the reference, in units of the reference's rms."""
+class _Sample(NamedTuple):
+    """Some elements of a tensor, in fp32. The tensor is freed, so that a race takes the memory of one algorithm."""
+
+    shape: torch.Size
+    elements: Tensor
+
+
+def _tried(algorithm: Algorithm, timer: Callable[[], float]) -> tuple[list[_Sample], float]:
+    """Return samples of what an algorithm computes, and the time that it takes."""
+    start = timer()
+    computed = algorithm()
+    took = timer() - start
     with torch.no_grad():
-        return [_error(a, b) for a, b in zip(computed, reference, strict=True)]
+        return [_Sample(tensor.shape, _sample(tensor).float()) for tensor in computed], took
 
 
-def _error(computed: Tensor, reference: Tensor) -> float:
+def _errors(computed: Sequence[_Sample], reference: Sequence[_Sample]) -> list[float]:
+    """Return the rms of the difference of each tensor to that of the reference, in units of the reference's rms."""
+    return [_error(a, b) for a, b in zip(computed, reference, strict=True)]
+
+
+def _error(computed: _Sample, reference: _Sample) -> float:
     if computed.shape != reference.shape:
         return float("inf")
-    if not reference.numel():
+    a, b = computed.elements, reference.elements
+    if not b.numel():
         return 0.0
-    a, b = (_sample(tensor).float() for tensor in (computed, reference))
     of, error = float(b.square().mean()), float((a - b).square().mean())
     if error != error:  # not a number: where the reference has none either, nothing can be said
         return 0.0 if of != of else float("inf")
