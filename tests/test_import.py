@@ -241,7 +241,7 @@ def test_garbage_is_collected_after_an_import_as_before_it(monkeypatch, collects
 
 def test_public_names_are_those_of_type_checkers_and_each_is_that_of_its_module():
     declared = names_for_type_checkers()
-    eager = {"NanoConfigError", "NanoError", "NanoWarning", "NanoWorkerError", "__version__"}
+    eager = {"NanoConfigError", "NanoError", "NanoMemoryError", "NanoWarning", "NanoWorkerError", "__version__"}
     assert {*declared} | eager == {*nano_loop.__all__} <= {*dir(nano_loop)}
     assert declared.pop("optim") == "nano_loop"
     assert nano_loop.optim is importlib.import_module("nano_loop.optim")

@@ -11,7 +11,7 @@ of a block of it, and the rests of that block are 0 then. `kernels/csrc/optimize
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +55,9 @@ class SplitWeights:
     def __init__(self) -> None:
         self._rests: dict[int, Rest] = {}
         self._room = 0  # how many there may be before freed ones are looked for
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # weak references to storages are copied as numbers, and freed twice
 
     def of(self, data: Tensor) -> Rest:
         """Return the rests of weights; they are zeros where there were none."""

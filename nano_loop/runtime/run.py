@@ -31,6 +31,7 @@ from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, error_
 from nano_loop.kernels.build import compilation_announced
 from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.patching.deterministic_mode import told_when_deterministic
+from nano_loop.patching.lifetime import weakly
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.user_code import trim_tracebacks
@@ -173,7 +174,8 @@ class Run:
         accelerated = partial(accelerated_copy, Settings(self.options, slot.machine))
         self._clock = StepClock()
         ending.callback(self._clock.close)
-        self._memory = MemoryWatch(self.options, slot.ranks, self._clock, self._interceptors, self._give_memory_back)
+        give_back = weakly(Run._give_memory_back, self)
+        self._memory = MemoryWatch(self.options, slot.ranks, self._clock, self._interceptors, give_back)
         ending.push(self._memory.explain)
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated, self._clock)
         self._steps = [step(context) for step in self._kinds]

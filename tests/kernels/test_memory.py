@@ -17,6 +17,7 @@ from nano_loop import kernels, nano
 from nano_loop.kernels import compiler
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.memory import CONTIGUOUS, DENSE, Pointer, UnsupportedTensorError, attempt, check
+from nano_loop.optimizers import split_steps
 from nano_loop.patching.operators.operators import gives_kernels
 
 ROOT = Path(kernels.__file__).parent
@@ -24,7 +25,10 @@ MODULES = [
     importlib.import_module(module.name) for module in pkgutil.walk_packages(kernels.__path__, "nano_loop.kernels.")
 ]
 KERNELS = {
-    kernel.name: kernel for module in MODULES for kernel in vars(module).values() if isinstance(kernel, CompiledKernel)
+    kernel.name: kernel
+    for module in (*MODULES, split_steps)
+    for kernel in vars(module).values()
+    if isinstance(kernel, CompiledKernel)
 }
 FUNCTIONS = [(kernel, function) for kernel in KERNELS.values() for function in kernel.functions]
 #: The types of pointers to elements in C, by dtype; bytes and what a function reads in several dtypes have any.

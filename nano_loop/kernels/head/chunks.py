@@ -21,7 +21,7 @@ from nano_loop.patching.torch_private_autograd import has_tensor_hooks, reaches
 #: Takes rows of logits, of shape (R, V), and returns as many numbers: each row from its own.
 Elementwise = Callable[[Tensor], Tensor]
 
-_LEAF = torch.zeros((), requires_grad=True)  # its gradient stays None
+_LEAF = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)  # its gradient stays None
 
 
 class RowFunction:
@@ -79,7 +79,7 @@ class Plan:
         self.rows, self.function, self.divisor, self.dim = rows, function, divisor, dim
         self.has_gradient = torch.is_grad_enabled()
         # Of most losses, the rows are all rows in their order, of which slices need no copy.
-        self._is_whole = torch.equal(rows, torch.arange(len(rows), device="cpu"))
+        self._is_whole = torch.equal(rows, torch.arange(len(rows), dtype=torch.int64, device="cpu"))
 
     def chunks(self, size: int, places: Tensor | None) -> Iterator[tuple[slice | Tensor, slice | Tensor]]:
         """Yield places, of those that are passed or of all, and the rows there, a chunk of some size at a time."""

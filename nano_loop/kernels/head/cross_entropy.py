@@ -178,7 +178,7 @@ def denominator(target: Tensor, weight: Tensor | None, ignored: int, reduction: 
         return None
     counts = target.ne(ignored)
     if reduction == "sum":
-        return torch.ones((), device="cpu")
+        return torch.ones((), dtype=torch.float32, device="cpu")
     return counts.sum().float() if weight is None else (weight[target * counts] * counts).sum()
 
 
@@ -276,7 +276,7 @@ class _Losses(torch.autograd.Function):
         all_rows = slice(None)
         has_gradient = bool(place) and ctx.needs_input_grad[0]
         (losses,) = function.outputs(logits, all_rows, has_gradient)
-        ctx.factor = torch.ones((), device="cpu") if divisor is None else divisor.reciprocal()
+        ctx.factor = torch.ones((), dtype=torch.float32, device="cpu") if divisor is None else divisor.reciprocal()
         if has_gradient:
             factors = ctx.factor.expand(len(losses)).contiguous()
             gradient = function.gradient(logits, all_rows, factors, torch.empty_like(logits))

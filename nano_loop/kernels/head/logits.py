@@ -269,7 +269,7 @@ def made(head: Head, rows: Tensor, vocabulary: int, dtype: torch.dtype, memory: 
 def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules) -> Tensor:
     """Return the lazy output of a head."""
     head = Head(hidden, weight, bias, rules)
-    rows = torch.arange(len(head.hidden), device="cpu").view(hidden.shape[:-1])
+    rows = torch.arange(len(head.hidden), dtype=torch.int64, device="cpu").view(hidden.shape[:-1])
     lazy = made(head, rows, rows.dim(), weight.dtype, head.memory)
     placed: LazyLogits = _Placed.apply(hidden, weight, bias, [lazy])  # type: ignore[no-untyped-call]
     if placed.requires_grad:
