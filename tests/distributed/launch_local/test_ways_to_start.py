@@ -130,7 +130,7 @@ def test_cells_of_a_notebook_train_its_model_and_can_be_interrupted(tmp_path):
         interrupting.join()
     assert outputs[0] == {}
     for first_or_second, reports in zip(outputs[1:3], (1, 0), strict=True):
-        assert first_or_second["stdout"].splitlines()[-1] == "trained by 0"
+        assert "trained by 0" in first_or_second["stdout"].splitlines()
         assert first_or_second["stdout"].count("gradient_averaging") == reports
         assert "stderr" not in first_or_second  # which is red
         assert first_or_second["result"] == "2"
