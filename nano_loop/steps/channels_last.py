@@ -30,6 +30,7 @@ from nano_loop.steps.layout_trial import LayoutTrial
 from nano_loop.steps.step import ABSENT, SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_OF_SEQUENCES = (nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 #: The ids of the convolutions of set-up models.
@@ -65,10 +66,11 @@ class ChannelsLast(Step):
         models = _unscripted(parts)
         if parts.models and not models:
             return SkipReason("scripted", "the model is scripted, so its convolutions and views cannot be changed")
-        if not any(map(_takes_images, models)):
+        is_on = self.options.channels_last is True
+        if not any(_takes_images(model) or (is_on and _may_take_images(model)) for model in models):
             return SkipReason("no_images", "the model has no layers for images", ABSENT)
         has_weights = any(parameter.dim() in _FORMATS for model in models for parameter in parameters_of(model))
-        if has_weights or self.options.channels_last is True:  # pooling takes images, too
+        if has_weights or is_on:  # pooling takes images, too
             return None
         return SkipReason("no_images", "the model has no 4-D or 5-D parameters", ABSENT)
 
@@ -89,7 +91,7 @@ class ChannelsLast(Step):
             return "the faster layout, timed after the first batch"
         count = sum(self._turn(model, to_nhwc=True) for model in models)
         inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_converted(parts.parameters())))
-        return f"{count} convolution{'s' * (count != 1)}, {inputs} inputs" if count else f"{inputs} inputs"
+        return f"{count or 'no'} convolution{'s' * (count != 1)}, {inputs} inputs"
 
     def _turn(self, model: nn.Module, to_nhwc: bool) -> int:
         """Let a model compute in NHWC from now on, or in NCHW, and return how many convolutions it has."""
@@ -168,6 +170,13 @@ def _takes_images(model: nn.Module) -> bool:
     """Whether a layer, or a function that the model calls, is named after images or volumes."""
     names = [*map(class_name, model.modules()), *functions_called(model)]
     return any(word in name.lower() for name in names for word in ("2d", "3d", "convolution", "interpolate", "pixel_"))
+
+
+def _may_take_images(model: nn.Module) -> bool:
+    """Whether a model of linear layers may get images: not one that has layers for sequences."""
+    kinds = nn.Linear, _OF_SEQUENCES
+    is_linear, is_of_sequences = (any(isinstance(layer, kind) for layer in model.modules()) for kind in kinds)
+    return is_linear and not is_of_sequences
 
 
 def _converted(parameters: Iterable[nn.Parameter]) -> frozenset[int]:

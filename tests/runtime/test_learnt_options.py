@@ -92,10 +92,10 @@ def test_report_says_so():
 
 def test_option_that_applies_to_nothing_is_no_error_as_if_it_were_written():
     """The first setup has no images, and a later one may."""
-    model = nn.Linear(2, 1)
+    model = nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with nano_loop.accelerated(model, optimizer, verbose=False) as run:
-        model(torch.ones(2, 2)).sum().backward()
+        model(torch.zeros(2, dtype=torch.int64)).sum().backward()
         optimizer.step()
     assert run.report["channels_last"].code == "no_images"
     with pytest.raises(nano_loop.NanoConfigError), nano_loop.accelerated(model, channels_last=True, verbose=False):
