@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -89,11 +89,9 @@ class StepClock:
         return partial(self._cancel, "_after", function)
 
     @staticmethod
-    def before_any(function: Before) -> Cancel:
-        """Call a function before each step of any optimizer of the process, until the result of this is called."""
-        stack = ExitStack()
-        stack.enter_context(called_before_steps(function))
-        return stack.close
+    def before_any(function: Before) -> AbstractContextManager[None]:
+        """Return a context in which a function is called before each step of any optimizer of the process."""
+        return called_before_steps(function)
 
     def in_steps(self, count: int, function: Callable[[], object]) -> Cancel:
         """Call a function once, after so many steps from now."""

@@ -30,6 +30,7 @@ from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult, size
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.steps.allocator import give_back
 
 _NAME = "memory"
 _FULL = 0.95  # of the limit: from there on, a first step is stopped
@@ -97,8 +98,6 @@ class MemoryWatch:
         Its clock.
     interceptors : CallInterceptors
         Its interceptors of calls.
-    give_back : callable
-        Lets large blocks be given back when they are freed, from now on.
     """
 
     def __init__(
@@ -107,9 +106,8 @@ class MemoryWatch:
         ranks: Ranks,
         clock: StepClock,
         interceptors: CallInterceptors,
-        give_back: Callable[[], object],
     ) -> None:
-        self._options, self._ranks, self._give_back = options, ranks, give_back
+        self._options, self._ranks = options, ranks
         self._clock, self._interceptors = clock, interceptors
         self._models: Any = WeakIdKeyDictionary()
         self._parts = dict.fromkeys((_BEFORE, *_HINTS), 0)
@@ -209,7 +207,7 @@ class MemoryWatch:
         if limit is None or now is None:
             return
         self._most = peak if peak > self._peak_before else max(self._most, now)
-        # The tuner holds up to two more results of a product.
+        # A measurement of the tuner holds one more result, and a gradient of its size.
         again = 2 * max(map(_bytes_of, self._outputs), default=0) if self._options.tune_operators else 0
         self._predicted = self._most + coming + again
         if self._predicted > limit.most:
@@ -221,7 +219,7 @@ class MemoryWatch:
         for function in stop:
             function()
         if self._limit is not None and self._predicted is not None and self._predicted > _TIGHT * self._limit.most:
-            self._give_back()
+            give_back()
         self._outputs.clear()
         self._parts["states of optimizers"] = sum(map(bytes_of_states, self._clock.optimizers))
 

@@ -31,7 +31,6 @@ from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, error_
 from nano_loop.kernels.build import compilation_announced
 from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.patching.deterministic_mode import told_when_deterministic
-from nano_loop.patching.lifetime import weakly
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.user_code import trim_tracebacks
@@ -44,7 +43,6 @@ from nano_loop.runtime.run_report import RunReport
 from nano_loop.runtime.settings import Settings
 from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import STEPS, Step, StepContext
-from nano_loop.steps.allocator import Allocator
 
 #: The runs that are under way, the innermost last.
 _active: dict[Run, None] = process_wide("runs", {})
@@ -174,8 +172,7 @@ class Run:
         accelerated = partial(accelerated_copy, Settings(self.options, slot.machine))
         self._clock = StepClock()
         ending.callback(self._clock.close)
-        give_back = weakly(Run._give_memory_back, self)
-        self._memory = MemoryWatch(self.options, slot.ranks, self._clock, self._interceptors, give_back)
+        self._memory = MemoryWatch(self.options, slot.ranks, self._clock, self._interceptors)
         ending.push(self._memory.explain)
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated, self._clock)
         self._steps = [step(context) for step in self._kinds]
@@ -192,7 +189,7 @@ class Run:
             self.scope = RunScope(slot.ranks, self.in_all_threads)
             hint = _SET_UP if self._task is None else self._task.set_up
             self.stepped = SteppedOptimizers(slot.ranks, self.scope, hint, self.apply, self._unmet, self._clock)
-            ending.callback(self.stepped.close)
+            ending.enter_context(self.stepped.looking())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -325,11 +322,6 @@ class Run:
                 results.append(self.stepped.final_result())
             results.append(self._memory.final_result())  # the last line
             self._results.add_final(self._place, [result for result in results if result is not None])
-
-    def _give_memory_back(self) -> None:
-        for step in self._steps:
-            if isinstance(step, Allocator):
-                step.give_back()
 
     def _unmet(self) -> Iterator[tuple[str, str, str]]:
         """Yield the steps that were asked for by True and apply to nothing that was set up: reasons and what to do."""

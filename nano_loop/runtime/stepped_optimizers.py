@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -77,7 +78,6 @@ class SteppedOptimizers:
         self._idle: dict[int, str] = {}  # by the ids of those that have stepped without gradients, the report's line
         self._remarks: dict[str, None] = {}
         self._is_first = True
-        self._cancel = clock.before_any(self._before_step)
 
     def add(self, parts: TrainingObjects) -> None:
         """Note what one `setup` has set up."""
@@ -91,11 +91,15 @@ class SteppedOptimizers:
         """Look at the next step of each optimizer as at its first."""
         self._stepped.clear()
 
-    def close(self) -> None:
-        """Look at no more steps."""
-        self._cancel()
-        del self._unmet, self._apply  # of the run, which holds this object: a cycle would keep its models
-        self.take = None
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at steps until the end of the body."""
+        try:
+            with self._clock.before_any(self._before_step):
+                yield
+        finally:
+            del self._unmet, self._apply  # of the run, which holds this object: a cycle would keep its models
+            self.take = None
 
     def final_result(self) -> StepResult | None:
         """Return a line about optimizers that were not set up, or have stepped without gradients, or None."""

@@ -25,7 +25,7 @@ from nano_loop.cpu.glibc import (
     is_glibc,
     keeps_freed_memory,
 )
-from nano_loop.patching.patch_table import shared_change
+from nano_loop.patching.patch_table import shared_change, users
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
@@ -55,10 +55,6 @@ class Allocator(Step):
     once = True
 
     @override
-    def begin(self) -> None:
-        self._keeps = False
-
-    @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if not is_glibc():
             return SkipReason("not_glibc", "the C library is not glibc")
@@ -78,16 +74,16 @@ class Allocator(Step):
         if keeps_freed_memory(os.environ):
             return "glibc keeps freed memory, by its environment variables"
         self.undoing.enter_context(shared_change(_kept_memory, _kept_memory))
-        self._keeps = True
         if parts.optimizers:
             _set(_FIRST)
             self.undoing.callback(self.clock.in_steps(len(parts.optimizers), partial(_set, SETTINGS)))
         return "glibc keeps freed memory"
 
-    def give_back(self) -> None:
-        """Map large blocks separately from now on, as in the first steps: a limit leaves no room for what is kept."""
-        if self._keeps:
-            _set(_FIRST)
+
+def give_back() -> None:
+    """Map large blocks separately from now on, as in the first steps: a limit leaves no room for what is kept."""
+    if users(_kept_memory):
+        _set(_FIRST)
 
 
 def _set(values: dict[int, int]) -> None:

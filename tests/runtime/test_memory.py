@@ -224,10 +224,10 @@ def test_limit_is_for_all_processes_together(monkeypatch: pytest.MonkeyPatch) ->
         size, local_size = 4, 2
 
     options = Options(memory_limit="80 MB")
-    watch = memory.MemoryWatch(options, Ranks(), None, None, None)
+    watch = memory.MemoryWatch(options, Ranks(), None, None)
     assert watch._read_limit() == (20 * MB, "memory_limit='80 MB'")
     options = Options(memory_limit="8 GB")
-    assert memory.MemoryWatch(options, Ranks(), None, None, None)._read_limit() == (60 * MB, "the cgroup")
+    assert memory.MemoryWatch(options, Ranks(), None, None)._read_limit() == (60 * MB, "the cgroup")
 
 
 def test_error_of_torch_in_a_loop_that_was_set_up_is_the_same_error() -> None:
