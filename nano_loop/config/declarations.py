@@ -43,7 +43,7 @@ _SEVERAL = Need(
 _AUTOCAST = Need(
     "precision",
     lambda values: PRECISIONS[values["precision"]].autocast_name is not None,
-    "operators have a dtype of their own under autocast alone",
+    "only autocast chooses a dtype per operator",
     'Pass precision="bf16", or leave it out',
 )
 _FP32_STATE = Need(

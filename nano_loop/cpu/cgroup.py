@@ -69,7 +69,7 @@ def read_memory_left(tree: Tree) -> int | None:
 
 
 def _folder_left(tree: Tree, folder: str) -> int | None:
-    """Return what one cgroup leaves of its own limit; None if it has none."""
+    """Return the bytes that one cgroup's limit leaves; None if it has no limit."""
     version_1 = tree.number(f"{folder}/memory.limit_in_bytes")
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version_1 else ("memory.max", "memory.current")
     limit, usage = (tree.number(f"{folder}/{name}") for name in names)

@@ -38,7 +38,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     if kind is None:
         return f"{name} is not SGD, Adam or AdamW"
     if type(optimizer).step is not kind.step or not steps_as_torch(kind):
-        return f"{name} has a step() of its own"
+        return f"{name} overrides step()"
     return None if KERNEL.unavailable is None else for_report(KERNEL.unavailable)
 
 

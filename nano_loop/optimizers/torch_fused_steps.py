@@ -4,7 +4,7 @@ The kernels read and write as many numbers as a parameter has, from the first ad
 nothing. Where a parameter, its gradient or a state has gaps, overlaps or lies in another order, each element is updated
 by another one's numbers, and memory of other tensors is written (pytorch#110758 reports it for CUDA). So each step asks
 for each group. What the program sees in ``param_groups`` are its own flags, at any time: only the function that torch's
-``step()`` calls for a group is told of the kernel.
+``step()`` calls for a group gets the kernel's flag.
 """
 
 from __future__ import annotations

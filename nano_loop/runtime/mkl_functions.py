@@ -26,7 +26,7 @@ def resolve_mkl_functions(dtype: torch.dtype) -> None:
     Parameters
     ----------
     dtype : torch.dtype
-        fp32 or fp64, for which MKL has functions of their own. Others have none.
+        fp32 or fp64, for which MKL has separate functions. It has none for other dtypes.
     """
     if dtype not in (torch.float32, torch.float64) or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return

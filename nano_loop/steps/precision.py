@@ -106,7 +106,7 @@ class Precision(Step):
         return "; ".join([self.options.kind.summary, *dict.fromkeys(filter(None, remarks))])
 
     def _frozen(self, model: nn.Module) -> Frozen:
-        """Return what there is of frozen weights in a model: nothing where others than torch compute its layers."""
+        """Return the frozen weights of a model that may have copies: none if IPEX or a compiler computes its layers."""
         return Frozen(False, None) if self.options.use_ipex or self.options.compile else of_model(model)
 
     def _rules_of_lstms(self) -> Mapping[str, OperatorRule]:

@@ -244,7 +244,7 @@ def _has_fp32(model: nn.Module) -> bool:
 def _trial_of_thread(machine: Machine) -> AbstractContextManager[StepTrial[bool]]:
     """Return a context with the trial of this thread: of its runs together.
 
-    A replaced kernel costs its microseconds until none of them rounds.
+    A replaced kernel costs microseconds per call until no instance rounds.
     """
     key, settings = ("trial of products", threading.get_ident()), (True, False)
     return shared_change(

@@ -18,7 +18,7 @@ from nano_loop.runtime import memory
 from nano_loop.runtime.memory import _states_to_come, bytes_of_states
 
 MB = 10**6
-# A program of its own: memory that another test has freed, and the process has kept, would be taken first.
+# A separate program: memory that another test has freed, and the process has kept, would be taken first.
 PROGRAM = """
 import sys, torch, nano_loop
 from torch import nn

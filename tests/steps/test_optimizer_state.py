@@ -5,10 +5,9 @@ import itertools
 
 import pytest
 import torch
-from distributed import small
 from torch import nn
 
-from nano_loop import NanoConfigError, TorchNano, accelerated, all_gather, nano
+from nano_loop import NanoConfigError, TorchNano, accelerated, nano
 from nano_loop.optimizers.split_steps import KERNEL
 
 QUIET = {"verbose": False}
@@ -341,24 +340,6 @@ def test_the_report_says_what_is_in_c():
     trainer = nano(**QUIET)(plainly)
     trainer(model, ADAMW(model.parameters()))
     assert "optimizer_state" not in {*trainer.report.applied, *trainer.report.skipped}
-
-
-@pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("precision", [32, "bf16-true"])
-def test_ranks_stay_the_same_with_bf16_moments(precision):
-    def loop(model, optimizer):
-        for step in range(6):
-            rows = slice(small.rank() * 8 + step % 2 * 16, small.rank() * 8 + step % 2 * 16 + 8)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(X[rows]), Y[rows]).backward()
-            optimizer.step()
-        moments = [state["exp_avg"].float().flatten() for state in optimizer.state.values()]
-        return all_gather(torch.cat([*(each.detach().float().flatten() for each in model.parameters()), *moments]))
-
-    model = network()
-    options = {**small.OPTIONS, "precision": precision, "optimizer_state": "bf16"}
-    found = nano(**options)(loop)(model, ADAMW(model.parameters(), 0.01))
-    assert torch.equal(found[0], found[1])
 
 
 def test_fabric_s_names_and_checkpoints_have_torch_s_states(tmp_path):

@@ -245,18 +245,28 @@ def test_weights_in_the_run_take_half_the_memory():
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("precision", [64, "bf16-true"])
-def test_ranks_stay_the_same(precision):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": 64},
+        {"precision": "bf16-true"},
+        {"precision": 32, "optimizer_state": "bf16"},
+        {"precision": "bf16-true", "optimizer_state": "bf16"},
+    ],
+    ids=str,
+)
+def test_ranks_stay_the_same(options):
     def loop(model, optimizer):
         for step in range(6):
             rows = slice(small.rank() * 8 + step % 2 * 16, small.rank() * 8 + step % 2 * 16 + 8)
             optimizer.zero_grad()
             nn.functional.mse_loss(model(X[rows]), Y[rows]).backward()
             optimizer.step()
-        return all_gather(nn.utils.parameters_to_vector(model.parameters()))
+        moments = [state["exp_avg"] for state in optimizer.state.values()]
+        return all_gather(torch.cat([each.detach().double().flatten() for each in (*model.parameters(), *moments)]))
 
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
-    found = nano(**{**small.OPTIONS, "precision": precision})(loop)(model, torch.optim.AdamW(model.parameters(), 0.01))
+    found = nano(**small.OPTIONS, **options)(loop)(model, torch.optim.AdamW(model.parameters(), 0.01))
     assert torch.equal(found[0], found[1])
     assert found.dtype is not torch.float32
     assert {each.dtype for each in model.parameters()} == {torch.float32}

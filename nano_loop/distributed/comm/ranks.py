@@ -28,7 +28,7 @@ ITERATION = "the iteration of a loader"
 
 
 class Channel(Protocol):
-    """Carries bytes between the ranks of a run. Means of gradients have transports of their own."""
+    """Carries bytes between the ranks of a run. Gradients are averaged by other transports."""
 
     def exchange(self, data: bytes | memoryview, what: str) -> list[bytearray]:
         """Return the bytes of all ranks, by rank; the lengths may differ. Collective.

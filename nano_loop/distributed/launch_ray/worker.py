@@ -144,7 +144,7 @@ def meeting_at(host: str, port: int, timeout: float, *, is_master: bool = False)
 
 
 class _Outcome:
-    """Takes what a `Reporter` sends, for the actor to return; that the payload is read, the store is told."""
+    """Takes what a `Reporter` sends, for the actor to return. When the payload is read, it tells the store."""
 
     def __init__(self, rank: int, store: Store) -> None:
         self.failure: Failure | None = None

@@ -16,7 +16,7 @@
 #include "update_rules.h"
 
 #define BLOCK 1024  /* numbers with a checksum; `nano_loop.optimizers.split` has it, too */
-#define TOGETHER 8  /* numbers that torch's kernels compute as a vector: those behind the last one have rules of their own */
+#define TOGETHER 8  /* numbers in a vector of torch's kernels, which round differently in the remainder */
 #define STATES 3
 
 /* The tensors of a step, of `count` numbers. Weights with `rests` are split. */
@@ -45,8 +45,8 @@ typedef void (*Rule)(const struct block *block, const void *settings);
 #define LARGEST 0x7f7f0000u /* the largest bf16 number */
 #define HALF 0x8000u        /* half of the last place of a bf16 number */
 
-/* Infinity, NaN and what would be rounded to infinity keep their upper half as it is. What would be rounded up to the largest
-   bf16 number has no rest of its own then, and becomes the number before it. */
+/* Infinity, NaN and what would be rounded to infinity keep their upper half unchanged. What would be rounded up to the largest
+   bf16 number cannot have a rest, and becomes the number before it. */
 static inline void split(float value, uint16_t *upper, int16_t *rest) {
     uint32_t bits = bits_of(value), size = bits & SIZE;
     bits = size - (LARGEST - HALF) < HALF ? (bits & ~SIZE) | (LARGEST - HALF - 1) : bits;
