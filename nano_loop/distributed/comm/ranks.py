@@ -16,6 +16,7 @@ import cloudpickle
 import torch
 
 from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
+from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_message
 
 Value = TypeVar("Value")
@@ -124,6 +125,8 @@ class RunContext:
         torch's seed when the run began; None once this rank's random numbers differ from the others'.
     sharding : ShardingState
         Whether the ranks divide the work.
+    split : SplitBatches or None
+        How they share each batch; None where each takes batches of its own.
     """
 
     loop: Loop = field(default_factory=Loop)
@@ -132,6 +135,7 @@ class RunContext:
     after_averaging: list[Callable[[int], None]] = field(default_factory=list)
     common_seed: int | None = None
     sharding: ShardingState = field(default_factory=ShardingState)
+    split: SplitBatches | None = None
 
 
 def _check_nothing() -> None:
