@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
+
 import click
 
-from nano_loop.cli.env import env
-from nano_loop.cli.profile import profile
-from nano_loop.cli.run import run
-from nano_loop.cli.tune import tune
 from nano_loop.version import __version__
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog="Example: nano-loop doctor")
+class _Commands(click.Group):
+    """The commands that have files of their own, each of which is imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return their names, and those of commands that are defined here, in the order of the alphabet."""
+        return sorted([*super().list_commands(ctx), *_IN_FILES])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of a name; None where there is none."""
+        if cmd_name not in _IN_FILES:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = getattr(importlib.import_module(f"nano_loop.cli.{cmd_name}"), cmd_name)
+        return command
+
+
+_IN_FILES = ("env", "profile", "run", "tune")
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog="Example: nano-loop doctor")
 @click.version_option(__version__, prog_name="nano-loop", message="%(prog)s %(version)s")
 def app() -> None:
     """See what a machine offers to PyTorch, and run training scripts on it."""
@@ -30,7 +46,3 @@ def doctor(as_json: bool, with_torch: bool) -> int:
     text, code = diagnose(as_json, with_torch, click.style)
     click.echo(text)
     return code
-
-
-for command in (env, profile, run, tune):
-    app.add_command(command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import sys
@@ -73,6 +72,8 @@ def _open_closed_streams() -> None:
 
 def _doctor(arguments: Sequence[str]) -> int:
     """Run `doctor` without the command line's library, which it may be asked about."""
+    import argparse
+
     from nano_loop.cli.doctor import diagnose
 
     parser = argparse.ArgumentParser("nano-loop doctor")

@@ -277,4 +277,4 @@ def test_every_check_is_listed_and_every_finding_is_in_the_table_with_its_kind()
 
 
 def test_every_command_has_a_section():
-    assert {*re.findall(r"^## (\w+)$", TEXT, flags=re.MULTILINE)} == {*app.commands}
+    assert {*re.findall(r"^## (\w+)$", TEXT, flags=re.MULTILINE)} == {*app.list_commands(None)}

@@ -85,10 +85,10 @@ def test_torch_that_cannot_be_imported_is_refused_in_one_line(tmp_path, monkeypa
 def test_no_arguments_show_the_commands(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in app.commands)
+    assert all(name in out for name in app.list_commands(None))
 
 
-@pytest.mark.parametrize("name", [*app.commands])
+@pytest.mark.parametrize("name", app.list_commands(None))
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_has_an_example(name, flag, capsys):
     assert main([name, flag]) == 0
@@ -147,6 +147,13 @@ def test_no_command_waits_for_torch():
     assert done.returncode == 0
     for words in ("NANO_LOOP_ENV_BEFORE", '"command": "run"', "\nnano_loop "):
         assert words in done.stdout
+
+
+def test_run_waits_for_no_other_command():
+    shown = "import sys; from nano_loop.cli.main import main; main(['run', '--json', '-']); print(*sys.modules)"
+    loaded = set(python(["-c", shown]).stdout.splitlines()[-1].split())
+    assert "nano_loop.cli.run" in loaded
+    assert not loaded & {f"nano_loop.cli.{name}" for name in ("doctor", "env", "profile", "tune", "tuning.search")}
 
 
 def test_ctrl_c_ends_with_the_code_of_a_shell(monkeypatch):
