@@ -39,5 +39,5 @@ def in_a_notebook(cells, folder):
 def check(page, run, folder):
     """Run a page, and compare what it prints with what it shows. A notebook also shows reports."""
     (shown,) = blocks(page, "text")
-    expected = shown.splitlines()
-    assert [line for line in run(blocks(page, "python"), folder) if line in expected] == expected
+    expected, printed = shown.splitlines(), run(blocks(page, "python"), folder)
+    assert [line for line in printed if line in expected] == expected, printed
