@@ -180,7 +180,7 @@ bench:
 bench-overhead: ready
 	@$(RUN) -m benchmarks.overhead
 
-# The sdist, and the wheel without and with kernels in C. auditwheel tags the last by the C libraries that it runs with.
+# The sdist, and the wheel without and with kernels in C: two files of one version, by platform. auditwheel tags the last by the C libraries that it runs with.
 WHEEL_VENV := .venv-wheel
 BACKEND = $(WHEEL_VENV)/bin/python -c "import sys, setuptools.build_meta as backend; getattr(backend, sys.argv[1])(sys.argv[2])"
 wheel:
@@ -188,11 +188,14 @@ wheel:
 	@$(LOCK) $(MAKE) -s VENV=$(WHEEL_VENV) REQUIREMENTS=requirements/wheel.txt $(WHEEL_VENV)/pins-$(VERSION)
 	@rm -rf build dist
 	@mkdir dist
+	@echo "1 of 3: the sdist"
 	@$(BACKEND) build_sdist dist >/dev/null
+	@echo "2 of 3: the wheel for every system, whose kernels in C are compiled at first use"
 	@NANO_LOOP_KERNELS=off $(BACKEND) build_wheel dist >/dev/null 2>&1
+	@echo "3 of 3: the wheel with kernels in C, which pip prefers on Linux for x86-64: gcc compiles them for one to three minutes"
 	@$(BACKEND) build_wheel build/dist >/dev/null
 	@PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --exclude libgomp.so.1 -w dist build/dist/*-linux_x86_64.whl
-	@ls dist
+	@ls -l dist
 
 # A checkout that was moved or copied, .venv and all, must not import the package from its old place.
 ready:

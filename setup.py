@@ -84,6 +84,10 @@ class LinkedDistribution(Distribution):
         def target_of(path, is_picture):
             return source and f"{source}/{'raw' if is_picture else 'blob'}/HEAD/{path}"
 
+        if source:
+            pages = {"Documentation": "docs", "Changelog": "CHANGELOG.md"}
+            self.metadata.project_urls |= {name: target_of(path, False) for name, path in pages.items()}
+            self.metadata.project_urls["Issues"] = f"{source}/issues"
         described = self.metadata.long_description
         self.metadata.long_description = module_at("scripts/links.py").relinked(described, target_of)
 

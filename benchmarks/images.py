@@ -221,7 +221,7 @@ def main() -> None:
             print(f"\n{size}, {measured['kB']:.0f} kB, {workers} workers", flush=True)
             for row in measured["summary"]:
                 print(
-                    f"{row['system']:16} first epoch {row['first_ms']:6.1f} ms an image ({row['first_ratio']:.2f}×), "
+                    f"{row['system']:16} first epoch {row['first_ms']:6.1f} ms per image ({row['first_ratio']:.2f}×), "
                     f"later {row['later_ms']:6.1f} ms ({row['later_ratio']:.2f}×, {row['later_range'][0]:.2f} to "
                     f"{row['later_range'][1]:.2f}); pipeline alone {row['first_pipeline_ms']:.1f} and "
                     f"{row['later_pipeline_ms']:.1f} ms, step alone {row['step_ms']:.1f} ms; {row['peak_mb']:.0f} MB",

@@ -226,7 +226,7 @@ def page(results: dict[str, Any]) -> str:
 A faster step is no use if the loop learns less. So here are three loops on real data that packages ship, plain and with
 the options of the README's first example, over several seeds:
 
-![Loss over seconds of training, plain and with nano_loop, a line a seed](learning.png)
+![Loss over seconds of training, plain and with nano_loop, one line per seed](learning.png)
 
 {ends(results["learning"])}
 

@@ -134,7 +134,7 @@ def seconds_a_step(work: Workload, precision: int | str, block: float, **options
 def seconds(
     case: Case, rounds: int, block: float, others: Sequence[int | str], **options: Any
 ) -> dict[int | str, list[float]]:
-    """Return the seconds a step by precision, of each round."""
+    """Return the seconds per step by precision, of each round."""
     work = case.build()
     times: dict[int | str, list[float]] = {precision: [] for precision in (PRODUCTS, *others)}
     for number in range(rounds + 1):  # the first one is for the tuner

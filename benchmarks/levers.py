@@ -14,7 +14,7 @@ from benchmarks.systems import ALL, LEVERS
 
 
 def levers(workload: str, rounds: int, small: bool, limit: float) -> dict[str, dict[str, Any]]:
-    """Return by the step left out the median ms a step, and how many times faster nano_loop is with it."""
+    """Return by the step left out the median ms per step, and how many times faster nano_loop is with it."""
     job = {"task": "levers", "workload": workload, "small": small}
     first = fresh({**job, "lever": ALL}, limit=limit)  # not counted: it tells which steps are applied
     left_out = [ALL, *(name for name in LEVERS if name in first.get("applied", ()))]
@@ -39,7 +39,7 @@ def _row(rounds: list[dict[str, Result]], name: str) -> dict[str, Any]:
 
 def levers_table(workload: str, rows: dict[str, dict[str, Any]]) -> str:
     """Return it as a table for the terminal."""
-    lines = [f"\n{workload}, nano", f"  {'without':<18}{'ms a step':>11}{'all is faster by':>24}{'peak MB':>9}"]
+    lines = [f"\n{workload}, nano", f"  {'without':<18}{'ms per step':>11}{'all is faster by':>24}{'peak MB':>9}"]
     for name, row in rows.items():
         if row["reason"]:
             lines.append(f"  {name or 'nothing':<18}{'–':>11}  {row['reason']}")

@@ -30,7 +30,7 @@ def build(fused: bool | None) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Return the seconds a step."""
+    """Return the seconds per step."""
     x = torch.ones(2, 4)
     start = time.perf_counter()
     for _ in range(CALLS):
@@ -64,7 +64,7 @@ def difference(ours: Callable[..., float], theirs: Callable[..., float]) -> tupl
 
 
 def calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Return the seconds a call into the model."""
+    """Return the seconds per call into the model."""
     x = torch.ones(2, 4)
     start = time.perf_counter()
     for _ in range(CALLS):

@@ -45,7 +45,7 @@ train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 class InTurn(TorchNano):
-    """Takes steps on 4 sequences of 128 tokens a rank, with each way of averaging in turn."""
+    """Takes steps on 4 sequences of 128 tokens per rank, with each way of averaging in turn."""
 
     def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, turns: int) -> list[dict[str, list[float]]]:
         """Return for each turn and way the seconds of each rank. The ranks begin a step together."""
@@ -89,7 +89,7 @@ def bert(rounds: int) -> None:
     found = in_turn.train(model, torch.optim.AdamW(model.parameters(), lr=1e-4), rounds * TURNS)
     slower = [{way: max(each) for way, each in turn.items()} for turn in found]
     waits = statistics.quantiles((each["nano"] / each["wait"] for each in slower), n=4)
-    print("\nBERT-base, 4×128 tokens a rank, two ranks of one core, bf16, milliseconds a step of the slower rank")
+    print("\nBERT-base, 4×128 tokens per rank, two ranks of one core, bf16, milliseconds per step of the slower rank")
     for way in WAYS:
         ratios = statistics.quantiles((each[way] / each["none"] for each in slower), n=4)
         median = statistics.median(each[way] for each in slower)

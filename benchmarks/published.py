@@ -145,8 +145,8 @@ def users(results: Results) -> str:
 
 
 def times(results: Results) -> str:
-    """Return the milliseconds a step of all systems."""
-    return _of_all_systems(results, "ms a step", _ms)
+    """Return the milliseconds per step of all systems."""
+    return _of_all_systems(results, "ms per step", _ms)
 
 
 def memory(results: Results) -> str:
@@ -206,7 +206,7 @@ def scaling(results: Results) -> str:
         for name, row in found.items():
             speed = _ratio(row["speed_up"], row["speed_up_range"])
             rows.append([workload, name, _ms(row), speed, f"{row['efficiency']:.0%}"])
-    return table(["", "", "ms a step", "batches a second over one core's (rounds)", "efficiency"], rows)
+    return table(["", "", "ms per step", "batches per second over one core's (rounds)", "efficiency"], rows)
 
 
 def _ms(row: Results) -> str:

@@ -1,7 +1,7 @@
 """Measures how nano_loop's speed grows with cores: one process of more threads, and more processes of one thread.
 
 One core is where both begin. With t threads one process trains on the workload's batches; p processes train on p such
-batches at a time, as a loader's users have it. So the speed is batches a second over those of one core, and the
+batches at a time, as a loader's users have it. So the speed is batches per second over those of one core, and the
 efficiency is that over the number of cores.
 """
 
@@ -24,7 +24,7 @@ def counts(cores: int) -> list[int]:
 
 
 def scaling(workload: str, rounds: int, small: bool, limit: float) -> dict[str, dict[str, Any]]:
-    """Return by ``2 threads`` or ``2 processes`` the median ms a step, the speed-up and the efficiency."""
+    """Return by ``2 threads`` or ``2 processes`` the median ms per step, the speed-up and the efficiency."""
     cases = _jobs(workload, small)
     jobs = {
         name: {"job": job, "settings": {"OMP_NUM_THREADS": str(threads)}} for name, (_, threads, job) in cases.items()
@@ -69,7 +69,7 @@ def scaling_table(workload: str, rows: dict[str, dict[str, Any]]) -> str:
     """Return it as a table for the terminal."""
     lines = [
         f"\n{workload}, nano",
-        f"  {'':<14}{'ms a step':>11}{'batches/s over one core':>27}{'efficiency':>12}",
+        f"  {'':<14}{'ms per step':>11}{'batches/s over one core':>27}{'efficiency':>12}",
     ]
     for name, row in rows.items():
         if row["reason"]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-HEAD = f"  {'system':<18}{'ms a step':>11}{'× best peer, by round':>25}{'× plain':>9}{'of matmul':>11}{'peak MB':>9}"
+HEAD = f"  {'system':<18}{'ms per step':>11}{'× best peer, by round':>25}{'× plain':>9}{'of matmul':>11}{'peak MB':>9}"
 
 
 def table(workload: str, summary: dict[str, Any]) -> str:
-    """Return a row a system, with its speed over the best peer's: the median of the rounds, and their range."""
+    """Return one row per system, with its speed over the best peer's: the median of the rounds, and their range."""
     lines = [f"\n{_title(workload, summary)}", HEAD, *_rows(summary["systems"]), *_ipex(summary["use_ipex"])]
     return "\n".join([*lines, *_disturbed(summary["disturbed_rounds"])])
 

@@ -37,8 +37,8 @@ parser.add_argument("--heads", type=int, default=4)
 parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--context", type=int, default=128, help="characters the model looks back (default: 128)")
 parser.add_argument("--dropout", type=float, default=0.0)
-parser.add_argument("--batch-size", type=int, default=16, help="windows a batch, of all processes (default: 16)")
-parser.add_argument("--accumulate", type=int, default=2, help="batches a step (default: 2)")
+parser.add_argument("--batch-size", type=int, default=16, help="windows per batch, of all processes (default: 16)")
+parser.add_argument("--accumulate", type=int, default=2, help="batches per step (default: 2)")
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--warmup", type=int, default=20, help="steps to the full rate (default: 20)")
 parser.add_argument("--lr", type=float, default=2e-3)
@@ -266,7 +266,7 @@ spread = range(0, len(held_out), 32 * args.context)
 validation = DataLoader(held_out, args.batch_size, sampler=spread, generator=torch.Generator())
 
 start = time.perf_counter()
-# All processes together take the batches of one, so the learning rate stays as it is: auto_lr=False.
+# All processes together take the batches of one, so the learning rate stays unchanged: auto_lr=False.
 trainer = Trainer(args.num_processes, precision=precision, auto_lr=False)
 final_loss = trainer.train(model, optimizer, scheduler, loader, validation, first_step)
 seconds = time.perf_counter() - start

@@ -28,7 +28,7 @@ parser.add_argument("--plain", action="store_true", help="run the same loop with
 parser.add_argument("--precision", default="auto", help="32, bf16 or auto (default: auto)")
 parser.add_argument("--num-processes", type=int, metavar="N", help="data-parallel processes (default: 1)")
 parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all processes (default: 64)")
+parser.add_argument("--batch-size", type=int, default=64, help="images per step, of all processes (default: 64)")
 parser.add_argument("--width", type=int, default=128, help="channels of the first stage (default: 128)")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
@@ -45,7 +45,7 @@ if args.batch_size % processes:
 if args.plain:
 
     def nano(*arguments, **options):
-        """Stand in for the decorator: leave the function as it is."""
+        """Stand in for the decorator: leave the function unchanged."""
         return lambda function: function
 else:
     from nano_loop import nano
@@ -103,7 +103,7 @@ def accuracy(model, loader):
     return correct / len(loader.dataset)
 
 
-# All processes together take the batches of one, so the learning rate stays as it is: auto_lr=False.
+# All processes together take the batches of one, so the learning rate stays unchanged: auto_lr=False.
 @nano(args.num_processes, precision=precision, channels_last=True, auto_lr=False)
 def train(model, optimizer, scheduler, train_loader, test_loader, epochs):
     """Train for some epochs and return the accuracy on the test set after the last one."""

@@ -44,7 +44,7 @@ if args.plain and args.use_ipex:
 if args.plain:
 
     def nano(*arguments, **options):
-        """Stand in for the decorator: leave the function as it is."""
+        """Stand in for the decorator: leave the function unchanged."""
         return lambda function: function
 else:
     from nano_loop import nano

@@ -23,7 +23,7 @@ parser.add_argument("--plain", action="store_true", help="use Lightning's own Tr
 parser.add_argument("--precision", default="auto", help="32, bf16 or auto (default: auto)")
 parser.add_argument("--num-processes", type=int, metavar="N", help="data-parallel processes (default: 1)")
 parser.add_argument("--epochs", type=int, default=5)
-parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all processes (default: 64)")
+parser.add_argument("--batch-size", type=int, default=64, help="images per step, of all processes (default: 64)")
 parser.add_argument("--width", type=int, default=64, help="channels of the convolutions (default: 64)")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()

@@ -34,7 +34,7 @@ years, test_days = 2, 60
 if args.plain:
 
     def nano(**options):
-        """Stand in for the decorator: leave the function as it is."""
+        """Stand in for the decorator: leave the function unchanged."""
         return lambda function: function
 else:
     from nano_loop import nano

@@ -24,7 +24,7 @@ from nano_loop import TorchNano
 parser = argparse.ArgumentParser(description="Train a small classifier on one host or on several.")
 parser.add_argument("--num-processes", type=int, metavar="N", help="processes on this host, without a launcher")
 parser.add_argument("--epochs", type=int, default=20)
-parser.add_argument("--batch-size", type=int, default=32, help="rows a step, of all processes (default: 32)")
+parser.add_argument("--batch-size", type=int, default=32, help="rows per step, of all processes (default: 32)")
 parser.add_argument("--save", type=Path, metavar="FILE", help="save the trained weights to FILE")
 args = parser.parse_args()
 

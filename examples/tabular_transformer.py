@@ -71,7 +71,7 @@ def accuracy(model, loader):
 if args.plain:
 
     class TorchNano:
-        """Stand in for nano_loop's: leave the objects as they are."""
+        """Stand in for nano_loop's: leave the objects unchanged."""
 
         def __init__(self, **options):
             pass

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.markers import default_environment
+from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -264,6 +265,7 @@ def test_wheel_says_what_it_is(wheel):
     assert "License-Expression: Apache-2.0\n" in metadata
     assert "Requires-Python: >=3.10\n" in metadata
     assert not relative_links(metadata)
+    Metadata.from_email(metadata, validate=True)
 
 
 def relative_links(markdown):
@@ -283,7 +285,11 @@ def test_description_for_a_package_index_is_the_readme_with_links_that_lead_some
     config, line = tmp_path / "setup.cfg", f"[metadata]\nproject_urls =\n    Source = {source}\n"
     config.write_text(config.read_text().replace("[metadata]\n", line))
     (made,) = built(tmp_path, "prepare_metadata_for_build_wheel").glob("*.dist-info")
-    described = importlib.metadata.Distribution.at(made).metadata.get_payload()
+    metadata = importlib.metadata.Distribution.at(made).metadata
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert urls.keys() == {"Source", "Documentation", "Changelog", "Issues"}
+    assert all(url.startswith(source) for url in urls.values())
+    described = metadata.get_payload()
     assert not relative_links(described)
     pictures = re.findall(rf"!\[[^]]*\]\({source}/raw/HEAD/(\S+)\)", described)
     assert pictures == re.findall(r"!\[[^]]*\]\((\S+)\)", readme) != []

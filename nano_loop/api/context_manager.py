@@ -126,7 +126,7 @@ def install(**options: Any) -> None:
     libraries, for as long as they exist. So are those of each Python that it starts, unless ``NANO_LOOP_INSTALL=0`` is
     set. What they compute outside of a training is what they compute without nano_loop. Explicit runs (`nano`,
     `TorchNano`, `accelerated`, the Trainer) have their own options. Models that Fabric, `torch.compile` or several
-    processes train are left as they are. A second call replaces the options.
+    processes train are left unchanged. A second call replaces the options.
 
     Parameters
     ----------

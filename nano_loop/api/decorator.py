@@ -34,9 +34,9 @@ _AS_TORCH_NANO = """
 
     class Training(nano_loop.TorchNano):
         def train(self, *args):
-            ...  # what builds them, as it is
+            ...  # what builds them, unchanged
             model, optimizer, loader = self.setup(model, optimizer, loader)
-            ...  # the loop, as it is
+            ...  # the loop, unchanged
 
     Training().train(*args)  # with the options of nano: Training(precision=...)
 """

@@ -16,8 +16,8 @@ from nano_loop.runtime.settings import Settings
 def verify(model: Any, loss_fn: LossFunction, batch: Any, **options: Any) -> Verification:
     """Compare loss, outputs and gradients of an accelerated model with the plain one, in fp32 and in fp64.
 
-    All of it is computed on copies. The model, its buffers and hooks, and the states of random generators stay as they
-    are. Modules for dropout are left out, since other precisions draw other masks.
+    All of it is computed on copies. The model, its buffers and hooks, and the states of random generators stay
+    unchanged. Dropout modules are omitted, since other precisions draw other masks.
 
     Parameters
     ----------

@@ -34,7 +34,7 @@ def app() -> None:
 
 
 @app.command(epilog="Example: nano-loop doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--torch", "with_torch", is_flag=True, help="Also import torch, in another process: takes seconds.")
 def doctor(as_json: bool, with_torch: bool) -> int:
     """Show the machine, and what slows training down on it.

@@ -58,7 +58,7 @@ def thread_counts(inspected: Inspected) -> Iterator[Finding]:
         # OpenMP takes a number for each level of nesting, and the first is that of torch.
         count = parse_number(text.split(",")[0])
         if count is None or count < 1:
-            why = "it is no number of threads, so the library prints a line and uses all CPUs"
+            why = "it is not a number of threads, so the library prints a line and uses all CPUs"
             yield Finding(f"{id_}-unreadable", what, why, advice)
         elif count < best:
             idle = f"{counted(best - count, 'core')} stay{'s' * (best - count == 1)} idle"
@@ -209,7 +209,7 @@ def libraries(inspected: Inspected) -> Iterator[Finding]:
             "two-allocators",
             f"the allocators {' and '.join(allocators)} are loaded in one process",
             "only the first one is used, and memory that one allocates and the other frees ends the process",
-            "Leave one of them in LD_PRELOAD",
+            "Keep one of them in LD_PRELOAD",
         )
 
 
@@ -372,7 +372,7 @@ def usable_cpus(inspected: Inspected) -> Iterator[Finding]:
     if left_out := could - (inspected.affinity or could):
         yield Finding(
             "affinity",
-            f"the affinity mask of this process leaves out CPUs {format_cpu_list(left_out)}",
+            f"the affinity mask of this process excludes CPUs {format_cpu_list(left_out)}",
             at_most,
             "Start without taskset or numactl, or ask the scheduler for more CPUs (Slurm: --cpus-per-task)",
             hurts=False,
@@ -380,7 +380,7 @@ def usable_cpus(inspected: Inspected) -> Iterator[Finding]:
     if left_out := online - could:
         yield Finding(
             "cpuset",
-            f"the cpuset of this container leaves out CPUs {format_cpu_list(left_out)}",
+            f"the cpuset of this container excludes CPUs {format_cpu_list(left_out)}",
             at_most,
             "Widen it (docker run --cpuset-cpus=..., Kubernetes: more CPUs in the pod's limits)",
             hurts=False,

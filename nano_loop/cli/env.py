@@ -23,16 +23,16 @@ Examples:
 
 
 @click.command(cls=NanoCommand, epilog=_EXAMPLES)
-@click.option("--undo", "-u", is_flag=True, help="Print the lines that put back what was there before.")
-@click.option("--install", is_flag=True, help="Accelerate what each Python trains that is started in the shell.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
+@click.option("--undo", "-u", is_flag=True, help="Print the lines that restore the previous values.")
+@click.option("--install", is_flag=True, help="Accelerate the training of each Python that is started in the shell.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @preload_options
 @click.option("--disable-openmp", "-o", is_flag=True, hidden=True, expose_value=False, help="BigDL-Nano's.")
 @click.option("--disable-allocator", "-c", is_flag=True, hidden=True, expose_value=False, help="BigDL-Nano's.")
 def env(undo: bool, install: bool, as_json: bool, preload: tuple[str, ...]) -> None:
     """Print lines that set up a POSIX shell for training.
 
-    A variable that is set already stays as it is, and a line on standard error says so. LD_PRELOAD is extended.
+    A variable that is set already stays unchanged, and a line on standard error says so. LD_PRELOAD is extended.
     """
     if undo and (preload or install):
         raise click.UsageError(

@@ -226,7 +226,7 @@ def inspect_torch() -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        hint = "Leave --torch out, or repair torch"
+        hint = "Omit --torch, or repair torch"
         raise NanoError(error_message("--torch", f"torch cannot be imported ({why})", hint))
     content: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return content

@@ -56,7 +56,7 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
     if code:
         raise exit_with(code)
     if not answer:
-        expected = "profile measures those of the first optimizer of torch in its thread"
+        expected = "profile measures the steps of the first torch optimizer in its thread"
         got = f"{script.name} takes fewer than {STEPS} steps"
         raise NanoConfigError(error_message(got, expected, "Let it train longer"))
     if script.variables and not answer["is_in_run"]:

@@ -28,7 +28,7 @@ def run(script: Script, as_json: bool, preload: tuple[str, ...], only_environmen
     """Run a script, and accelerate what it trains.
 
     Its environment is the one that `nano-loop env` makes. The options of nano_loop override those in the code. Write
-    them before the script; what follows it is passed to the script.
+    them before the script; arguments after it are passed to the script.
     """
     before = before_exports(os.environ)
     environ = {**exported(before, training_environment(read_machine(), before, preload)), **script.variables}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +22,17 @@ from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, error_message
 
 _T = TypeVar("_T")
-_HEADING = "Options of nano_loop, which override those in the code"
+#: In the order of the help: its headings, and the options under each. The last one has all others.
+GROUPS = {
+    "Options of nano_loop, which override the code's": "precision channels_last num_processes exact memory_limit",
+    "Precision": "bf16_ops fp32_ops optimizer_state",
+    "Processes and threads": "num_threads cpu_for_each_process auto_lr distributed_backend process_group_backend "
+    "compare_parameters timeout",
+    "Loaders and images": "fast_fetch fast_images image_cache exact_images",
+    "Reports and checks": "verbose step_time log_casts verify",
+    "Kernels, with other values as in --fast-norm=auto": "",
+}
+_FIRST, *_ = GROUPS
 
 
 def flag_of(option: str) -> str:
@@ -42,12 +53,11 @@ class NanoOption(click.Option):
     """An option of nano_loop, which is for the script."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return what its help says: how it is written, and what it does."""
+        """Return what its help says: how it is written, and what it does, of most options in a few words."""
         (flag,), text = self.opts, self.help or ""
-        if flag not in _SWITCHES:
-            return f"{flag} VALUE", text
-        value = "" if CHECKS[str(self.name)] is checks.boolean else "[=VALUE]"
-        return f"{flag}{value} / --no-{flag[2:]}", text
+        if self.name not in GROUPS[_FIRST].split():
+            text = re.split(r"[.:;] ", text)[0].removesuffix(".") + "."
+        return (f"--[no-]{flag[2:]}" if flag in _SWITCHES else f"{flag} VALUE"), text
 
 
 class NanoCommand(click.Command):
@@ -66,7 +76,7 @@ class NanoCommand(click.Command):
 
 
 class ScriptCommand(NanoCommand):
-    """A command that runs a script: its help shows nano_loop's options under a heading, behind those of the command."""
+    """A command that runs a script: its help shows nano_loop's options in groups, behind those of the command."""
 
     allow_interspersed_args = False
 
@@ -81,13 +91,19 @@ class ScriptCommand(NanoCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in two lists."""
-        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
-        for heading, is_nanos in (("Options", False), (_HEADING, True)):
-            listed = [option for option in options if isinstance(option, NanoOption) == is_nanos]
-            records = [record for option in listed if (record := option.get_help_record(ctx)) is not None]
+        """Write the options: those of the command, and in groups those of nano_loop."""
+        options = {str(option.name): option for option in self.get_params(ctx) if isinstance(option, click.Option)}
+        named = {name for names in GROUPS.values() for name in names.split()}
+        of_nano = [name for name, option in options.items() if isinstance(option, NanoOption)]
+        groups = {"Options": [name for name in options if name not in of_nano]}
+        others = [name for name in of_nano if name not in named]
+        groups |= {heading: names.split() or others for heading, names in GROUPS.items()}
+        for heading, names in groups.items():
+            records = [record for name in names if (record := options[name].get_help_record(ctx)) is not None]
             with formatter.section(heading):
                 formatter.write_dl(records)
+        formatter.write_paragraph()
+        formatter.write_text("help(nano_loop.nano) has the whole text of each option.")
 
 
 class Script(NamedTuple):
@@ -98,7 +114,7 @@ class Script(NamedTuple):
     variables: dict[str, str]  # the environment variables of the options of nano_loop for it
 
 
-def takes_script(json_help: str = "Print JSON. docs/cli.md describes it.") -> Callable[[Callable[..., _T]], Any]:
+def takes_script(json_help: str = "Print one JSON object instead of text.") -> Callable[[Callable[..., _T]], Any]:
     """Return a decorator that lets a command take a `Script` as ``script``, and `--json` as ``as_json``."""
 
     def decorate(function: Callable[..., _T]) -> Any:

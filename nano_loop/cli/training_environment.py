@@ -131,11 +131,11 @@ def _set_glibc(made: TrainingEnvironment, environ: Mapping[str, str]) -> None:
 def _library(name: str, environ: Mapping[str, str], root: Path | str) -> str:
     stems, package = PRELOADS[name]
     if not sys.platform.startswith("linux"):
-        raise NanoConfigError(error_message(f"--{name}", "libraries are preloaded on Linux alone", "Leave it out"))
+        raise NanoConfigError(error_message(f"--{name}", "libraries are preloaded on Linux alone", "Omit it"))
     for stem in stems:
         if path := find_library(stem, environ, sys.prefix, root):
             return path
-    hint = f"Install it ({package}), or leave --{name} out"
+    hint = f"Install it ({package}), or omit --{name}"
     raise NanoConfigError(error_message(f"--{name}", f"{stems[0]}.so was not found", hint))
 
 
@@ -143,4 +143,4 @@ def _refuse_two_allocators(libraries: list[str], environ: Mapping[str, str]) -> 
     allocators = allocators_of(libraries)
     if len(allocators) > 1:
         got = f"{' and '.join(allocators)} (LD_PRELOAD={environ.get('LD_PRELOAD', '')})"
-        raise NanoConfigError(error_message(got, "a process has one allocator", "Leave one of them out"))
+        raise NanoConfigError(error_message(got, "a process has one allocator", "Remove one of them"))

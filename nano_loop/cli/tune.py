@@ -32,9 +32,9 @@ def tune(script: Script, as_json: bool, seconds: int, plot: str | None) -> None:
     """Measure which options are the fastest for a script.
 
     The script runs from its start under each candidate, twice, until it has taken some steps. It need not use
-    nano_loop. What it writes until then is written; what it prints is not shown. Options that you write here stay as
-    they are. Ctrl-C shows what has been measured so far. What is fastest in each precision is kept, and later runs of
-    the unchanged script take it.
+    nano_loop. Its files are written, and its output is not shown. Options that you write here stay unchanged. Ctrl-C
+    shows the table so far. The fastest options in each precision are kept, and later runs of the unchanged script take
+    them.
     """
     if script.name == "-" or Path(script.name).is_fifo():
         expected = "the script is started several times, and this is read once"

@@ -38,25 +38,25 @@ _SEVERAL = Need(
     "num_processes",
     lambda values: values["num_processes"] > 1 or values["distributed_backend"] == "k8s",
     "it is for several processes",
-    "Pass num_processes=2 or more, or leave it out",
+    "Pass num_processes=2 or more, or omit it",
 )
 _AUTOCAST = Need(
     "precision",
     lambda values: PRECISIONS[values["precision"]].autocast_name is not None,
     "only autocast chooses a dtype per operator",
-    'Pass precision="bf16", or leave it out',
+    'Pass precision="bf16", or omit it',
 )
 _FP32_STATE = Need(
     "precision",
     lambda values: PRECISIONS[values["precision"]].parameters_name != "float64",
     "moments are in fp64, too, then",
-    "Leave one of the two out",
+    "Remove one of the two",
 )
 _CACHE = Need(
     "fast_images",
     lambda values: values["fast_images"] is not False,
     "it is for what fast_images keeps",
-    "Leave one of the two out",
+    "Remove one of the two",
 )
 _CPUS = Need(
     "num_threads",
@@ -66,7 +66,7 @@ _CPUS = Need(
         or values["num_threads"] <= values["cpus"]
     ),
     "this host has fewer CPUs, and threads that share one wait for each other",
-    "Leave it out for one thread per physical core",
+    "Omit it for one thread per physical core",
 )
 
 
@@ -248,8 +248,8 @@ class Declarations:
     image_cache: int | str | os.PathLike[str] | None = option(  # noqa: RUF009
         None,
         checks.image_cache,
-        'Places that cache: bytes of memory such as `8e9` or `"8 GB"`, or a folder that stays. `None`: a quarter of '
-        "the memory.",
+        'Places the cache of `fast_images`: bytes of memory such as `8e9` or `"8 GB"`, or a folder that stays. `None`: '
+        "a quarter of the memory.",
         needs=_CACHE,
     )
     exact_images: bool = switch(

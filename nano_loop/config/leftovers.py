@@ -22,21 +22,21 @@ class Leftover(NamedTuple):
 
 
 LEFTOVERS = {
-    "strategy": Leftover(None, "nano_loop has only one strategy, so the argument has no effect", "Leave it out"),
-    "accelerator": Leftover((None, "auto", "cpu"), "nano_loop trains on the CPU", "Leave it out"),
+    "strategy": Leftover(None, "nano_loop has only one strategy, so the argument has no effect", "Omit it"),
+    "accelerator": Leftover((None, "auto", "cpu"), "nano_loop trains on the CPU", "Omit it"),
     "devices": Leftover((None, "auto", 1, "1"), "num_processes counts the processes", "Write num_processes instead"),
-    "num_nodes": Leftover((None, 1), "several hosts take Ray, torchrun, srun or mpirun", "Leave it out"),
-    "plugins": Leftover((None, [], ()), "nano_loop has no plugins", "Leave it out"),
+    "num_nodes": Leftover((None, 1), "several hosts take Ray, torchrun, srun or mpirun", "Omit it"),
+    "plugins": Leftover((None, [], ()), "nano_loop has no plugins", "Omit it"),
 }
 
 #: Options that earlier commits had: the last two parts of the message.
 REMOVED = {
-    "loader_workers": ("it was removed: `DataLoader(..., num_workers=2)` has workers", "Leave it out"),
-    "fast_lstm": ("it was removed, and `fast_rnn` is for LSTMs, too", "Leave it out"),
-    "fast_chains": ("it was removed, and layers are computed one by one", "Leave it out"),
-    "gradient_compression": ("it was removed, and gradients travel in their own dtype", "Leave it out"),
-    "sync_buffers": ("it was removed, and buffers are those of process 0 at the end", "Leave it out"),
-    "tune": ("it was removed: `nano-loop tune train.py` prints the options to write", "Leave it out"),
+    "loader_workers": ("it was removed: `DataLoader(..., num_workers=2)` has workers", "Omit it"),
+    "fast_lstm": ("it was removed, and `fast_rnn` is for LSTMs, too", "Omit it"),
+    "fast_chains": ("it was removed, and layers are computed one by one", "Omit it"),
+    "gradient_compression": ("it was removed, and gradients travel in their own dtype", "Omit it"),
+    "sync_buffers": ("it was removed, and buffers are those of process 0 at the end", "Omit it"),
+    "tune": ("it was removed: `nano-loop tune train.py` prints the options to write", "Omit it"),
 }
 
 _PLUGIN = (
@@ -51,8 +51,8 @@ REMOVED_OTHERS = {
         "it was removed: ranks pickle values as torch.distributed does, and only the cluster's network protects them",
         "Unset it, and keep all but your own hosts from the ranks' ports, as by a private network or a VPN",
     ),
-    "env --shell": ("it was removed: the lines are those of POSIX shells", "Leave it out, or write nano-loop run"),
-    "tune --again": ("it was removed: each search measures again", "Leave it out"),
+    "env --shell": ("it was removed: the lines are those of POSIX shells", "Omit it, or write nano-loop run"),
+    "tune --again": ("it was removed: each search measures again", "Omit it"),
     **{f"nano_loop.{name}": _TUNE for name in ("tune", "Tuning")},
     **{f"nano_loop.lightning.{name}": _PLUGIN for name in ("precision", "ProductsPrecision")},
     **{f"nano_loop.pytorch_lightning.{name}": _PLUGIN for name in ("precision", "ProductsPrecision")},

@@ -72,7 +72,7 @@ def overloads_of(operator: str) -> list[tuple[str, Any]]:
 
 
 def read_names(path: Path) -> tuple[str, ...]:
-    """Return the names in a file: one a line, with ``#`` before comments.
+    """Return the names in a file: one per line, with ``#`` before comments.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def read_names(path: Path) -> tuple[str, ...]:
         If the file cannot be read, or is no list of names by its kind or its length.
     """
     if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device, which may have no end or no begin
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     with path.open("rb") as file:
         content = file.read(_LONGEST_FILE + 1)
     if len(content) > _LONGEST_FILE:

@@ -56,8 +56,8 @@ def _count(least: int, hint: str, *words: str) -> Check:
 boolean = _one_of(True, False, hint="Pass one of the two")
 auto_or_boolean = _one_of("auto", True, False, hint="Pass one of the three")
 verbosity = _one_of(True, False, "all", hint="Pass False to silence the report")
-num_processes = _count(1, "Pass the number of processes, or leave it out for one")
-num_threads = _count(1, "Leave it out for one thread a physical core", "auto")
+num_processes = _count(1, "Pass the number of processes, or omit it for one")
+num_threads = _count(1, "Omit it for one thread per physical core", "auto")
 
 
 def distributed_backend(value: Any) -> str:
@@ -65,10 +65,10 @@ def distributed_backend(value: Any) -> str:
     if isinstance(value, str) and value in ("subprocess", "spawn", "k8s", "ray"):
         return "subprocess" if value == "spawn" else value
     allowed = 'it must be "subprocess" (also called "spawn"), "k8s" or "ray"'
-    raise RefusedValueError(allowed, 'Leave it out for "subprocess"')
+    raise RefusedValueError(allowed, 'Omit it for "subprocess"')
 
 
-_LEAVE_OUT = "Leave it out: ranks of one host use shared memory, and ranks of several hosts gloo"
+_OMIT = "Omit it: ranks of one host use shared memory, and ranks of several hosts gloo"
 _OURS = "nano_loop"  # registered with torch while there are runs; None asks for it
 
 
@@ -77,10 +77,10 @@ def process_group_backend(value: Any) -> str | None:
     if value is None:
         return None
     if isinstance(value, str) and value == "ccl":
-        raise RefusedValueError("oneCCL's binding for torch is retired", _LEAVE_OUT)
+        raise RefusedValueError("oneCCL's binding for torch is retired", _OMIT)
     if isinstance(value, str) and _has_backend(value):
         return value
-    raise RefusedValueError("it must be None or a backend that this torch was built with", _LEAVE_OUT)
+    raise RefusedValueError("it must be None or a backend that this torch was built with", _OMIT)
 
 
 def _has_backend(name: str) -> bool:
@@ -101,14 +101,14 @@ def precision(value: Any) -> str:
     allowed = 'it must be 32, 64, 16, "bf16", "auto" or one of Fabric\'s names: ' + ", ".join(
         dict.fromkeys(_PRECISIONS.values())
     )
-    raise RefusedValueError(allowed, 'Pass "bf16" for speed, or leave it out for fp32')
+    raise RefusedValueError(allowed, 'Pass "bf16" for speed, or omit it for fp32')
 
 
 def optimizer_state(value: Any) -> str:
     """Accept 32 and ``"bf16"``, and return the first as a string."""
     if (isinstance(value, str) and value in ("32", "bf16")) or (_is_number(value, Integral) and value == 32):
         return str(value)
-    raise RefusedValueError('it must be 32 or "bf16"', 'Pass "bf16" for half of the memory, or leave it out for fp32')
+    raise RefusedValueError('it must be 32 or "bf16"', 'Pass "bf16" for half of the memory, or omit it for fp32')
 
 
 def cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | int | None:
@@ -181,7 +181,7 @@ def memory_limit(value: Any) -> int | None:
     count = _bytes_in(value)
     if value is None or count is not None:
         return count
-    raise RefusedValueError('it must be None, a number of bytes or a size such as "8 GB"', "Leave it out for no limit")
+    raise RefusedValueError('it must be None, a number of bytes or a size such as "8 GB"', "Omit it for no limit")
 
 
 def image_cache(value: Any) -> int | str | None:
@@ -193,7 +193,7 @@ def image_cache(value: Any) -> int | str | None:
     if isinstance(value, (str, os.PathLike)) and _may_be_a_folder(os.fsdecode(value)):
         return str(Path(os.path.expanduser(os.fsdecode(value))).absolute())
     allowed = 'it must be None, a number of bytes, a size such as "8 GB", or a folder in one that exists'
-    raise RefusedValueError(allowed, "Leave it out for a quarter of the memory")
+    raise RefusedValueError(allowed, "Omit it for a quarter of the memory")
 
 
 def _may_be_a_folder(text: str) -> bool:
@@ -206,7 +206,7 @@ def _may_be_a_folder(text: str) -> bool:
         return False
 
 
-_OPERATORS = "it must be a list of names of operators, or the path of a file with one a line"
+_OPERATORS = "it must be a list of names of operators, or the path of a file with one per line"
 
 
 def operators(value: Any) -> tuple[str, ...]:
@@ -246,7 +246,7 @@ def _in_file(path: str | Path) -> tuple[str, ...]:
     try:
         return read_names(Path(path))
     except (OSError, UnicodeDecodeError, ValueError) as error:  # ValueError: a null character
-        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         advice = "Pass names of operators, or the path of a file of them"
         raise RefusedValueError(f"the file cannot be read: {reason}", advice) from None
 
@@ -256,7 +256,7 @@ def seconds(value: Any) -> float:
     if _is_number(value, Real) and 0 < value <= _LONGEST_TIMEOUT:
         return float(value)
     allowed = f"it must be a positive number of seconds, at most {_LONGEST_TIMEOUT:,}"
-    raise RefusedValueError(allowed, "Leave it out for ten minutes")
+    raise RefusedValueError(allowed, "Omit it for ten minutes")
 
 
 def worker_init(value: Any) -> Callable[[], object] | None:
@@ -307,7 +307,7 @@ def _contradicting_lists(values: Mapping[str, Any], names: Mapping[str, str]) ->
     for name in ("bf16_ops", "fp32_ops"):
         if values.get(name) and values.get("compile"):
             lists = "compiled models compute by torch's lists alone"
-            yield error_message(f"{names[name]} with {names['compile']}", lists, "Leave one of the two out")
+            yield error_message(f"{names[name]} with {names['compile']}", lists, "Remove one of the two")
 
 
 def _overloads(names: Iterable[str]) -> dict[str, str]:

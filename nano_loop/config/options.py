@@ -200,7 +200,7 @@ def _inexact(values: Mapping[str, Any], as_written: Mapping[str, str]) -> Iterat
     for name, exact in EXACT.items():
         if values.get(name, exact) not in (exact, "auto"):
             got = f"{as_written[name]} with {as_written['exact']}"
-            yield error_message(got, "it changes bits of what torch computes in fp32", "Leave one of the two out")
+            yield error_message(got, "it changes bits of what torch computes in fp32", "Remove one of the two")
 
 
 def _unknown(name: str, got: str, known: Sequence[str]) -> str:
@@ -213,5 +213,5 @@ def _unknown(name: str, got: str, known: Sequence[str]) -> str:
         return error_message(got, "there is no such option", f"Write {NAMES_ELSEWHERE[name]}")
     begun = [option for option in known if option.startswith(name)]
     close = begun if len(begun) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
-    hint = f"Write {close[0]}" if close else "Leave it out: help(nano_loop.nano) lists the options"
+    hint = f"Write {close[0]}" if close else "Omit it: help(nano_loop.nano) lists the options"
     return error_message(got, "there is no such option", hint)

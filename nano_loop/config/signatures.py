@@ -93,7 +93,7 @@ def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict
     for name, leftover in LEFTOVERS.items():
         if name in arguments and leftover.tolerates(arguments[name]):
             got = shown(name, arguments.pop(name))
-            warnings.warn(error_message(got, leftover.expected, "Leave it out"), NanoWarning, stacklevel=3)
+            warnings.warn(error_message(got, leftover.expected, "Omit it"), NanoWarning, stacklevel=3)
     return arguments
 
 

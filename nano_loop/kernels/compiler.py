@@ -153,7 +153,7 @@ def damage_of(library: Path) -> str | None:
             header = opened.read(_HEADER.size).ljust(_HEADER.size, b"\0")
             kind, machine, segments, sections, count, of_section, number = _HEADER.unpack(header)
             if kind != _ELF or machine != _X86_64:
-                return f"{library.name} is no library for x86-64"
+                return f"{library.name} is not a library for x86-64"
             opened.seek(segments)
             table = opened.read(count * _SEGMENT.size).ljust(count * _SEGMENT.size, b"\xff")
     except OSError as error:

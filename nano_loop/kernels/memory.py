@@ -66,10 +66,10 @@ def check(tensors: Sequence[Tensor | None], pointers: Sequence[Pointer]) -> None
         if tensor is None:
             continue
         if not pointer.accepts(tensor):
-            raise UnsupportedTensorError(f"a C function takes no {tensor.dtype} tensor that lies as this one")
+            raise UnsupportedTensorError(f"a C function takes no {tensor.dtype} tensor of this layout")
         if pointer.layout == DENSE:
             if not (tensor.is_contiguous() or is_dense(tensor) if first is None else lies_as(tensor, first)):
-                raise UnsupportedTensorError("a C function takes no tensors that lie in different orders")
+                raise UnsupportedTensorError("a C function takes no tensors of different layouts")
             first = tensor if first is None else first
 
 

@@ -94,11 +94,11 @@ def lines_of(profile: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a profile as text."""
     rows: Sequence[Mapping[str, Any]] = profile["kinds"]
     width = max(len(row["kind"]) for row in rows)
-    yield f"  {'kind of work':<{width}}  {'ms a step':>9}  share"
+    yield f"  {'kind of work':<{width}}  {'ms per step':>9}  share"
     for row in rows:
         yield f"  {row['kind']:<{width}}  {row['milliseconds']:9.3f}  {row['share']:5.0%}"
-    yield f"  {'a step, profiled':<{width}}  {profile['profiled_ms']:9.3f}"
-    yield f"  {'a step, not profiled':<{width}}  {profile['step_ms']:9.3f}"
+    yield f"  {'per step, profiled':<{width}}  {profile['profiled_ms']:9.3f}"
+    yield f"  {'per step, not profiled':<{width}}  {profile['step_ms']:9.3f}"
 
 
 def lines_of_memory(memory: Mapping[str, Any]) -> Iterator[str]:

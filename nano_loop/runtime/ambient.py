@@ -116,7 +116,7 @@ class Ambient:
             return
         for name in report.skipped:
             if self._run.options.is_asked_for(name) and name not in report.applied:
-                warn(error_message(f"{name}=True", report[name].detail, f"Leave {name} out"))
+                warn(error_message(f"{name}=True", report[name].detail, f"Remove {name}"))
 
     def note(self, optimizer: Optimizer) -> None:
         """Watch for the modules that an optimizer trains."""

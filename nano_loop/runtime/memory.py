@@ -39,7 +39,7 @@ _FULL = 0.95  # of the limit: from there on, a first step is stopped
 _TIGHT = 0.5
 _MUCH = 0.25  # of the peak, from which on the report names its largest part
 _SHOWN = 4  # of the largest tensors
-_BEFORE, _ACTIVATIONS = "what was there before the setup", "activations"
+_BEFORE, _ACTIVATIONS = "libraries and data", "activations"
 #: What to do, by the largest part.
 _HINTS = {
     "parameters": "Take a smaller model",

@@ -127,7 +127,7 @@ class Run:
         self._is_set_up = False  # whether anything is
         self._joined = nullcontext(slot) if slot else joined(settings.options, settings.machine, task, launcher)
         self._slot: RankSlot | None = None
-        # What trains by itself, and no block says how long, predicts as without nano_loop.
+        # What is set up automatically, with no block that says how long, predicts as without nano_loop.
         self._interceptors = CallInterceptors(self._is_inner and self.options.kind.parameters is None)
         self._kinds = _default_steps(task) if kinds is None else kinds
         self._steps: list[Step] = []
@@ -347,9 +347,8 @@ class Run:
         if reason is None:
             return StepResult(step.name, "applied", step.apply(parts))
         if step.required:
-            raise NanoConfigError(
-                error_message(f"{step.name}=True", reason.detail, f'Leave it out, which means "auto": {step.name}')
-            )
+            got = f"{step.name}=True"
+            raise NanoConfigError(error_message(got, reason.detail, f"Remove {got}"))
         idle = reason.idle if getattr(self.options, step.name, "auto") == "auto" else ""
         return StepResult(step.name, "skipped", reason.detail, code=reason.code, idle=idle)
 

@@ -21,8 +21,8 @@ from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
-_NOTHING = "nothing was set up before, so nothing is accelerated"
-_SEPARATE = "nothing was set up before, so every rank trains a separate model, and only rank 0's model is kept"
+_NOTHING = "no model or optimizer was set up, so nothing is accelerated"
+_SEPARATE = "no model or optimizer was set up, so every rank trains a separate model, and only rank 0's model is kept"
 
 
 class SteppedOptimizers:

@@ -80,11 +80,11 @@ def _refusal(loader: DataLoader[Any]) -> SkipReason | None:
 def _single_samples(loader: DataLoader[Any]) -> str | None:
     """Return that samples are fetched one by one and why, or None if whole batches are."""
     if not collates_as_torch():
-        return f"samples {ONE_BY_ONE}, for the program has registered a function with torch's collate"
+        return f"samples {ONE_BY_ONE}, because the program has registered a function with torch's collate"
     leaves = [*leaves_of(loader.dataset)]
     others = dict.fromkeys(type(leaf).__name__ for leaf in leaves if not is_supported(leaf))
     if others or not leaves:
         return f"samples of {', '.join(others) or 'nothing'} {ONE_BY_ONE}, and their arrays stacked at once"
     if type(loader.batch_sampler) is not BatchSampler:
-        return f"samples {ONE_BY_ONE}, for the loader has its own batch sampler"
+        return f"samples {ONE_BY_ONE}, because the loader has its own batch sampler"
     return None

@@ -48,7 +48,7 @@ class OperatorLists(Step):
             if any(map(is_compiled, model.modules())):
                 got = f"{class_name(model)} is compiled, and there are bf16_ops or fp32_ops"
                 expected = "compiled models compute by torch's lists alone"
-                raise NanoConfigError(error_message(got, expected, "Leave the lists out, or pass the model uncompiled"))
+                raise NanoConfigError(error_message(got, expected, "Remove the lists, or pass the model uncompiled"))
             interceptor = self.interceptors.for_model(model, self.name)
             rules = {**interceptor.rules.operators, **self._lists.rules}
             interceptor.rules = interceptor.rules._replace(operators=rules)

@@ -64,7 +64,7 @@ class OptimizerState(Step):
         if self._is_split:
             for model in parts.models:
                 self.interceptors.add(model, self.name, self._after_a_step_that_raised)
-        weights = "bf16 weights with 16 bits beside them" if self._is_split else "weights as they are"
+        weights = "bf16 weights with 16 bits beside them" if self._is_split else "weights unchanged"
         moments = f"moments in {_BF16 if self._is_narrow else 'fp32'}"
         reasons = filter(None, map(why_not, parts.optimizers))
         others = [f"{reason}: weights in fp32 meanwhile" for reason in dict.fromkeys(reasons)]
@@ -93,7 +93,7 @@ class OptimizerState(Step):
 
     def _error(self, optimizer: Optimizer, reason: str) -> NanoConfigError:
         got = f"{self.options.as_written[self.name]} with {type(optimizer).__name__}"
-        return NanoConfigError(error_message(got, reason, 'Leave optimizer_state out, which means "32"'))
+        return NanoConfigError(error_message(got, reason, 'Omit optimizer_state: its default is "32"'))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._take(optimizer)  # it may not have been set up, in several processes

@@ -79,7 +79,7 @@ class Verify(Step):
         if not verification.ok:
             got = f"{verification.fault} of {name} is off by more than rounding"
             expected = "an accelerated model computes what the plain one does"
-            hint = "See the table: print(report['verify'].data). Leave options out to find the one that it comes from"
+            hint = "See the table: print(report['verify'].data). Remove options to find the one that it comes from"
             warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -93,7 +93,7 @@ class Verify(Step):
 
 def _warn(reason: str) -> None:
     expected = "copies of the model and of its inputs have to run in fp32 and in fp64"
-    message = error_message(f"verify: {reason}", expected, "Leave verify out for this model")
+    message = error_message(f"verify: {reason}", expected, "Omit verify for this model")
     warnings.warn(message, NanoWarning, stacklevel=4)
 
 

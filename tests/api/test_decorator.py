@@ -172,8 +172,8 @@ def test_model_made_inside_is_shown_in_a_torch_nano_that_trains():
     with pytest.raises(NanoConfigError, match="without a model") as caught:
         train(3)
     code = textwrap.dedent(str(caught.value).partition("\n\n")[2])
-    code = code.replace("...  # what builds them, as it is", "model, optimizer, loader = make()")
-    code = code.replace("...  # the loop, as it is", "seen.append(is_fused(optimizer))").replace(
+    code = code.replace("...  # what builds them, unchanged", "model, optimizer, loader = make()")
+    code = code.replace("...  # the loop, unchanged", "seen.append(is_fused(optimizer))").replace(
         "Training()", "Training(verbose=False)"
     )
     names = {"nano_loop": nano_loop, "make": make, "is_fused": is_fused, "seen": [], "args": (3,)}

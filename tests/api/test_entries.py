@@ -191,7 +191,7 @@ def test_environment_is_as_before_but_for_what_the_loop_sets(entry, job, monkeyp
 @EXPLICIT
 def test_step_asked_for_that_does_not_apply_is_told_and_undone(entry, job):
     train = entry(lambda *_: pytest.fail("the loop must not start"), precision="bf16", fused_optimizer=True)
-    with pytest.raises(NanoConfigError, match=r"fused_optimizer=True: ASGD has no fused CPU kernel\. Leave it out"):
+    with pytest.raises(NanoConfigError, match=r"fused_optimizer=True: ASGD has no fused CPU kernel\. Remove fused"):
         train(job[0], torch.optim.ASGD(job[0].parameters()))
 
 

@@ -28,7 +28,7 @@ def test_systems_have_their_figures_and_those_of_each_round_and_one_that_fails_i
     failed = systems_of(stored)[FAILING]
     assert failed.pop("reason") == "RuntimeError: this system is broken"
     assert {*failed.pop("rounds")[0], *failed} - {"reason"} == {name for name in failed if failed[name] is None}
-    for words in ("ms a step", "geometric mean", "RuntimeError: this system is broken"):
+    for words in ("ms per step", "geometric mean", "RuntimeError: this system is broken"):
         assert words in process.stdout
     assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
 

@@ -113,7 +113,7 @@ from nano_loop.cli.at_start import with_line_at_end
 os.execve(sys.executable, [sys.executable, *sys.argv[1:]], with_line_at_end(os.environ, "the script"))
 """
 LINE = (
-    "nano-loop: the script has begun no run of nano_loop: options act on functions under @nano, TorchNano, "
+    "nano-loop: the script has started no run of nano_loop: options act on functions under @nano, TorchNano, "
     "accelerated and Lightning's Trainer. Decorate its training function.\n"
 )
 AS_NOTED = ("-S", "-c", NOTED)

@@ -122,7 +122,7 @@ FAULTS = [
             ("1", "low", "15 cores stay idle"),
             ("15,2", "low", "1 core stays idle"),
             ("32", "high", "wait for each other"),
-            *((text, "unreadable", "no number") for text in ("many", "0", "")),
+            *((text, "unreadable", "not a number") for text in ("many", "0", "")),
         )
     ),
     *(

@@ -83,7 +83,7 @@ def test_libraries_of_the_package_need_no_compiler(failing, monkeypatch, tmp_pat
     assert inspect_kernels({}, AVX2) == Kernels("v3", "in the package")
     other = package / library_name("norms", LEVELS[-1])
     other.touch()
-    assert inspect_kernels({}, AVX2) == Kernels("v3", "in the package", f"{other.name} is no library for x86-64")
+    assert inspect_kernels({}, AVX2) == Kernels("v3", "in the package", f"{other.name} is not a library for x86-64")
 
 
 def test_what_is_in_the_cache_folder_needs_no_compiler(failing, monkeypatch, tmp_path):

@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from nano_loop.cli import main as entry
 from nano_loop.cli.app import app
 from nano_loop.cli.main import main
 from nano_loop.cli.output import SHAPE
+from nano_loop.config.declarations import OPTIONS
 from nano_loop.version import __version__
 
 
@@ -79,7 +82,7 @@ def test_torch_that_cannot_be_imported_is_refused_in_one_line(tmp_path, monkeypa
     assert main(["doctor", "--torch"]) == 2
     _, err = capsys.readouterr()
     assert err.count("\n") == 1
-    assert "--torch: torch cannot be imported (ImportError: no such luck). Leave --torch out" in err
+    assert "--torch: torch cannot be imported (ImportError: no such luck). Omit --torch" in err
 
 
 def test_no_arguments_show_the_commands(capsys):
@@ -106,7 +109,11 @@ def test_options_of_nano_loop_stand_behind_those_of_the_command(name, capsys):
     assert "--help" in own
     assert "\n  SCRIPT" not in own
     assert not {"--precision", "--tune"} & {*own.partition("\nOptions:")[2].split()}
-    assert {"--num-processes", "--precision", "--channels-last"} <= {*nanos.replace("[", " ").split()}
+    flags = re.findall(r"^  --(?:\[no-\])?([\w-]+)", nanos, re.MULTILINE)
+    table = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").partition("\n## Options\n")[2]
+    most_used = [name.replace("_", "-") for name in re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)]
+    assert flags[: len(most_used)] == most_used
+    assert sorted(flags) == sorted(name.replace("_", "-") for name in OPTIONS if name != "worker_init")
 
 
 CLOSED = {">&-": [False, True, False], "2>&-": [False, False, True], "<&-": [True, False, False]}

@@ -26,8 +26,8 @@ from nano_loop.errors import quoted
 NANO_LOOP = [sys.executable, "-m", "nano_loop", "run"]
 SWITCHES = [name for name, check in CHECKS.items() if may_be(True, check)]
 LINE = (
-    "nano-loop: {} has trained nothing: what it trains is accelerated, and it has run no backward. If it "
-    "is not to be accelerated, pass --only-environment.\n"
+    "nano-loop: {} has trained nothing: it has run no backward, so there was nothing to accelerate. If it "
+    "is not a training script, pass --only-environment.\n"
 )
 SHOW = """
 import json, os, sys
@@ -220,7 +220,7 @@ def test_removed_option_says_so_and_its_advice_works(command, name, capsys):
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert err.startswith(f"nano-loop: {given.removesuffix('=1')}: it was removed")
-        assert err.endswith(". Leave it out.\n")
+        assert err.endswith(". Omit it.\n")
     assert main(["run", "--json", __file__]) == 0
 
 

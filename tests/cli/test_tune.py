@@ -98,7 +98,7 @@ def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
         ),
         ("print(1)", ["--precison=32"], "train.py", "No such option"),
         ("print(1)", ["--seconds=0"], "train.py", "--seconds"),
-        ("print(1)", ["--plot=tune.xyz"], "train.py", "xyz is no format of it"),
+        ("print(1)", ["--plot=tune.xyz"], "train.py", "xyz is not one of its formats"),
         ("print(1)", ["--plot=no/such/tune.png"], "train.py", "the folder does not exist"),
         ("print(1)", ["--precision=8"], "train.py", "--precision=8"),
     ],

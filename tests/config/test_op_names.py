@@ -50,7 +50,7 @@ def test_file_that_is_no_list_by_its_kind_or_its_length_is_not_read(tmp_path, pa
     os.truncate(tmp_path / "large", 1 << 40)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
-    words = "it has more than 1,048,576 bytes" if path.name == "large" else "it is no regular file"
+    words = "it has more than 1,048,576 bytes" if path.name == "large" else "it is not a regular file"
     with pytest.raises(OSError, match=words):
         read_names(path)
     with pytest.raises(NanoConfigError, match=f"the file cannot be read: {words}"):

@@ -27,7 +27,7 @@ TYPOS = "precison=precision num_process=num_processes channel_last=channels_last
 TYPOS += " use_ipx=use_ipex Verbose=verbose fast_fetching=fast_fetch"
 LISTED = "help(nano_loop.nano) lists the options"
 KERNELS = "v3, v4, bf16, compile, off"
-ADVICE = ("Leave it out", "Pass ", "Write ", "Make ", "Take ")
+ADVICE = ("Omit it", "Pass ", "Write ", "Make ", "Take ")
 
 
 def refusal(call, **arguments):
@@ -100,7 +100,7 @@ REFUSALS = [
         for typo, meant in (("PRECISON", "PRECISION"), ("VERBOS", "VERBOSE"))
     ),
     *(
-        ({name: "cpu"}, {}, [f"={name}='cpu': there is no such option. Leave it out: {LISTED}."])
+        ({name: "cpu"}, {}, [f"={name}='cpu': there is no such option. Omit it: {LISTED}."])
         for name in ("gpus", "device", "fast_softmax", "fast_adam")
     ),
     ({"workers": 4}, {}, ["$Write num_workers in each DataLoader."]),
@@ -110,7 +110,7 @@ REFUSALS = [
         (
             {name: ["softmax"]},
             {},
-            [f"^{name}=['softmax'] with precision=32: ", '$Pass precision="bf16", or leave it out.'],
+            [f"^{name}=['softmax'] with precision=32: ", '$Pass precision="bf16", or omit it.'],
         )
         for name in ("bf16_ops", "fp32_ops")
     ),
@@ -235,7 +235,7 @@ def test_exact_lets_what_changes_bits_have_one_value_and_takes_auto_for_it(name)
         else:
             parts = refusal(Options, exact=True, **{name: value}).split(" with exact=True: it changes bits")
             assert parts[0].startswith(f"{name}=")
-            assert parts[1].endswith(". Leave one of the two out.")
+            assert parts[1].endswith(". Remove one of the two.")
 
 
 def test_exact_keeps_the_other_options_and_is_kept_by_changes():
@@ -264,7 +264,7 @@ LEFTOVERS = {
 def test_what_lightning_lite_also_took_is_tolerated_where_it_asks_for_nothing(call, name):
     tolerated, refused = LEFTOVERS[name]
     for value in tolerated:
-        with pytest.warns(NanoWarning, match=rf"{name}={value!r}: .+\. Leave it out\.".replace("[", r"\[")) as caught:
+        with pytest.warns(NanoWarning, match=rf"{name}={value!r}: .+\. Omit it\.".replace("[", r"\[")) as caught:
             call(**{name: value})
         assert [each.filename for each in caught] == [__file__]
     for value in refused:
@@ -298,7 +298,7 @@ def test_removed_option_says_so_and_its_advice_works(call, name, monkeypatch):
 
 def assert_tells_of_removal(message, got):
     assert message.startswith(f"{got}: it was removed")
-    assert message.endswith(". Leave it out.")
+    assert message.endswith(". Omit it.")
 
 
 # --- any argument at all ---
@@ -460,7 +460,7 @@ def test_launch_from_outside_is_recognised_and_has_to_agree(monkeypatch):
     for fabric in (TorchNano(), TorchNano(num_processes=2)):
         assert (fabric.world_size, fabric.global_rank) == (2, 1)
     for wrong in (1, 3):
-        with pytest.raises(NanoConfigError, match=rf"num_processes={wrong}: .* has started 2 processes\. Leave it out"):
+        with pytest.raises(NanoConfigError, match=rf"num_processes={wrong}: .* has started 2 processes\. Omit it"):
             TorchNano(num_processes=wrong)
 
 

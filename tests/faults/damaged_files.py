@@ -105,7 +105,7 @@ FAULTS = [
             BEFORE,
             _names(path),
             NanoConfigError,
-            ("bf16_ops", "the file cannot be read", "it is no regular file"),
+            ("bf16_ops", "the file cannot be read", "it is not a regular file"),
         )
         for path in ("/dev/full", "/dev/urandom")
     ),

@@ -439,7 +439,7 @@ FAULTS = [
         FIRST,
         _nothing_set_up,
         NanoError,
-        ("the loop steps SGD", "nothing was set up", "only rank 0's model is kept", "self.setup"),
+        ("the loop steps SGD", "was set up", "only rank 0's model is kept", "self.setup"),
     ),
     Fault(
         "ranks set up models with other numbers of parameters",
@@ -467,7 +467,7 @@ FAULTS = [
     Fault("timeout=nan", BEFORE, _timeout(float("nan")), NanoConfigError, ("timeout=nan", "positive")),
     Fault("timeout=-1", BEFORE, _timeout(-1), NanoConfigError, ("timeout=-1", "positive"), quick=True),
     Fault("timeout=0", BEFORE, _timeout(0), NanoConfigError, ("timeout=0", "positive")),
-    Fault("timeout=1e15", BEFORE, _timeout(1e15), NanoConfigError, ("timeout=", "seconds", "Leave it out")),
+    Fault("timeout=1e15", BEFORE, _timeout(1e15), NanoConfigError, ("timeout=", "seconds", "Omit it")),
     Fault("timeout='long'", BEFORE, _timeout("long"), NanoConfigError, ("timeout='long'", "positive")),
     Fault("timeout=0.5, which is enough", FIRST, on_each(lambda rank: None, timeout=0.5), None),
     Fault(

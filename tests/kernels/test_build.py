@@ -96,10 +96,10 @@ DAMAGES = {
     ),
     "its header": (lambda content: content[:64], CUT_OFF),
     "part of its header": (lambda content: content[:20], CUT_OFF),
-    "nothing": (lambda content: b"", "is no library"),
-    "text": (lambda content: b"version https://git-lfs.github.com/spec/v1\n", "is no library"),
-    "that of another processor": (lambda content: content[:18] + b"\xb7\0" + content[20:], "is no library"),
-    "that of 32 bits": (lambda content: content[:4] + b"\1" + content[5:], "is no library"),
+    "nothing": (lambda content: b"", "is not a library"),
+    "text": (lambda content: b"version https://git-lfs.github.com/spec/v1\n", "is not a library"),
+    "that of another processor": (lambda content: content[:18] + b"\xb7\0" + content[20:], "is not a library"),
+    "that of 32 bits": (lambda content: content[:4] + b"\1" + content[5:], "is not a library"),
 }
 
 

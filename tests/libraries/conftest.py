@@ -10,7 +10,9 @@ from benchmarks.libraries.programs import seed
 HERE = [name for name, program in PROGRAMS.items() if torch.__version__.startswith(program.torch)]
 # What these need is in the other environment.
 collect_ignore = (
-    ["test_fastai_optimizers.py"] if "skorch" in HERE else ["test_keras.py", "test_scripts.py", "test_strategy.py"]
+    ["test_fastai_optimizers.py"]
+    if "skorch" in HERE
+    else ["test_keras.py", "test_peft.py", "test_scripts.py", "test_strategy.py", "test_tutorial.py"]
 )
 
 

@@ -77,6 +77,6 @@ def test_names_are_those_of_torch():
 def test_lines_name_every_kind():
     rows = [{"kind": kind, "milliseconds": 1.0, "share": 1 / 8} for kind in KINDS]
     lines = [*lines_of({"kinds": rows, "step_ms": 7.0, "profiled_ms": 8.0})]
-    assert lines[0].split() == ["kind", "of", "work", "ms", "a", "step", "share"]
+    assert lines[0].split() == ["kind", "of", "work", "ms", "per", "step", "share"]
     assert all(kind in line for kind, line in zip(KINDS, lines[1:], strict=False))
     assert [line.split()[-1] for line in lines[-2:]] == ["8.000", "7.000"]

@@ -39,7 +39,7 @@ def test_run_without_setup_warns_by_the_line_of_the_first_step(options):
 
 @pytest.mark.slow
 def test_several_ranks_without_setup_are_an_error():
-    with pytest.raises(NanoError, match="nothing was set up"):
+    with pytest.raises(NanoError, match="no model or optimizer was set up"):
         Fits(**OPTIONS).train()
 
 

@@ -1,33 +1,32 @@
-"""The code of each page of docs/tutorials runs from top to bottom, and prints what the page says."""
-
-import re
-import subprocess
-import sys
-from pathlib import Path
+"""The code of the README and of each page of docs/tutorials runs, and prints what the page says."""
 
 import pytest
 
-TUTORIALS = Path(__file__).parents[2] / "docs/tutorials"
+from scripts.snippets import ROOT, as_a_script, blocks, check, in_a_notebook
+
 NEEDED = {"images": "torchvision"}
+OF_LIBRARIES = {"language-model"}  # what these need is in the environment of tests/libraries
 # What needs another environment is not slow, so that it runs there.
 PAGES = [
     pytest.param(path.stem, marks=() if path.stem in NEEDED else pytest.mark.slow)
-    for path in sorted(TUTORIALS.glob("*.md"))
+    for path in sorted((ROOT / "docs/tutorials").glob("*.md"))
+    if path.stem not in OF_LIBRARIES
 ]
+WAYS = pytest.mark.parametrize("run", [as_a_script, in_a_notebook])
 
 
-def blocks(page, language):
-    text = (TUTORIALS / f"{page}.md").read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-
-
+@WAYS
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES)
-def test_tutorial_runs_and_prints_what_it_shows(page, tmp_path):
+def test_tutorial_runs_and_prints_what_it_shows(page, run, tmp_path):
     if page in NEEDED:
         pytest.importorskip(NEEDED[page])
-    program = tmp_path / "program.py"
-    program.write_text("\n\n".join(blocks(page, "python")), encoding="utf-8")
-    done = subprocess.run([sys.executable, program.name], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (shown,) = blocks(page, "text")
-    assert done.stdout == shown
+    check(f"docs/tutorials/{page}.md", run, tmp_path)
+
+
+@WAYS
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/options.md"])
+def test_examples_of_a_page_run(page, run, tmp_path):
+    for block in blocks(page, "python"):
+        run([block], tmp_path)

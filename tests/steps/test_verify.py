@@ -183,7 +183,7 @@ def test_a_model_that_does_not_run_in_fp64_is_said_and_trained():
         optimizer.step()
         return True
 
-    with pytest.warns(NanoWarning, match="a copy of Single raised RuntimeError.*Leave verify out"):
+    with pytest.warns(NanoWarning, match="a copy of Single raised RuntimeError.*Omit verify"):
         trained, result = verified(train, Single())
     assert trained
     assert result.status == "skipped"

@@ -48,16 +48,16 @@ def unused_message(script: str, *, installs: bool) -> str:
 
 
 _FOLDER = os.path.dirname(__file__)
-#: What is said of a script that does not use nano_loop, by whether it is accelerated by itself.
+#: What is said of a script that does not use nano_loop, by whether it is accelerated automatically.
 _UNUSED = {
     False: (
-        "has begun no run of nano_loop",
+        "has started no run of nano_loop",
         "options act on functions under @nano, TorchNano, accelerated and Lightning's Trainer",
         "Decorate its training function",
     ),
     True: (
         "has trained nothing",
-        "what it trains is accelerated, and it has run no backward",
-        "If it is not to be accelerated, pass --only-environment",
+        "it has run no backward, so there was nothing to accelerate",
+        "If it is not a training script, pass --only-environment",
     ),
 }

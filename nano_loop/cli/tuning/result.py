@@ -24,7 +24,7 @@ _GIB = 1 << 30
 _MANY = 3  # steps left out, which the table only counts
 _WIDTH = 100  # columns of the text
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # words
-_PLAIN, _AS_IT_IS = "plain PyTorch", "as it is"
+_PLAIN, _AS_IT_IS = "plain PyTorch", "unchanged"
 _CHOSEN, _OTHER = "#1f6f4a", "#9aa5b1"  # colours of bars
 
 
@@ -34,7 +34,7 @@ class Row:
 
     options: dict[str, Any]  # besides those that all candidates have
     plain: bool = False  # whether it is the loop without nano_loop
-    #: The time of a step for one batch, round by round. Several processes take as many batches a step.
+    #: The time of a step for one batch, round by round. Several processes take as many batches per step.
     seconds: list[float] = field(default_factory=list)
     milliseconds: float | None = None  # their mean
     speed_up: float | None = None  # how many times as fast as the loop without nano_loop
@@ -107,7 +107,7 @@ class Tuning:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        heads = ("ms a step", "speed", "GiB", "loss", "gradients", "options")
+        heads = ("ms per step", "speed", "GiB", "loss", "gradients", "options")
         table = [heads, *(row.cells() for row in self.rows)]
         widths = [max(len(cells[place]) for cells in table) for place in range(len(heads) - 1)]
         for number, (*cells, options) in enumerate(table):
@@ -159,7 +159,7 @@ def check_picture(path: str) -> None:
         raise NanoConfigError(error_message(f"--plot {path}", "a picture needs matplotlib", hint)) from error
     file = Path(os.path.abspath(path))
     if file.suffix and file.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
-        raise _refused(path, f"{file.suffix[1:]} is no format of it")
+        raise _refused(path, f"{file.suffix[1:]} is not one of its formats")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise _refused(path, "the folder does not exist, or is not writable")
 
@@ -180,7 +180,7 @@ def draw(tuning: Tuning, path: str) -> None:
     axes.barh(range(len(rows)), lengths, xerr=ranges, color=colours, ecolor="#444444", capsize=2)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds a step (mean and range of two rounds)")
+    axes.set_xlabel("milliseconds per step (mean and range of two rounds)")
     for place, row in enumerate(rows):
         if row.speed_up is not None:
             axes.annotate(f" {row.speed_up:.2f}×", (0, place), va="center", color="white")

@@ -131,8 +131,8 @@ def refusal(loader: DataLoader[Any]) -> str | None:
     if not others:
         return None
     if _is_folder(others[0]):
-        return "the transform of the dataset is no pipeline of torchvision's"
-    return f"the dataset, a {type(others[0]).__name__}, is no ImageFolder whose files Pillow reads"
+        return "the transform of the dataset is not a pipeline of torchvision"
+    return f"the dataset, a {type(others[0]).__name__}, is not an ImageFolder whose files Pillow reads"
 
 
 def _plan(dataset: Any) -> Plan | None:

@@ -48,7 +48,7 @@ def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple
         return partition(machine, len(ranks))
     if not hasattr(os, "sched_setaffinity"):
         expected = f"{sys.platform} has no way to bind a process to CPUs"
-        raise NanoConfigError(error_message(options.as_written["cpu_for_each_process"], expected, "Leave it out"))
+        raise NanoConfigError(error_message(options.as_written["cpu_for_each_process"], expected, "Omit it"))
     if isinstance(chosen, int):
         return partition(machine, len(ranks), chosen)
     return given_shares(machine, [chosen[rank] for rank in ranks])

@@ -30,7 +30,7 @@ _GAIN = "several processes gain nothing, and auto_lr leaves the rate at 1×"
 _DIVIDE = (
     "Iterate a DataLoader in train mode, or one that setup_dataloaders(loader, shard=True) has set up, whose dataset "
     "returns the rows of the index. Or take other batches on each rank, such as "
-    "x[nano_loop.global_rank()::nano_loop.world_size()]. Otherwise leave out num_processes"
+    "x[nano_loop.global_rank()::nano_loop.world_size()]. Otherwise omit num_processes"
 )
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),

@@ -16,7 +16,7 @@ Pair = tuple[float, float]
 
 EVERY = 100  # averagings between two checks: reading all parameters then costs less than 0.1% of the time
 FIRST = 10  # averagings before the third check, for runs that are shorter
-_TOLERANCE = 1e-4  # of a norm; ranks with other numbers of threads round differently, 1e-7 a step
+_TOLERANCE = 1e-4  # of a norm; ranks with other numbers of threads round differently, 1e-7 per step
 
 _ULPS = 4  # of a norm in bf16: rounding errors of all elements add up in a sum like their square root
 _OF_SUM = 1e-6  # of a sum, which ranks with other numbers of threads add up in another order

@@ -118,7 +118,7 @@ def _refuse_ranks_inside(options: Options, outer: int) -> None:
     got = f"a run inside a run of {outer} process{'es' * (outer > 1)}"
     expected = "only the outer run may start processes"
     raise NanoError(
-        error_message(got, expected, "Pass num_processes=1 to the inner run: each rank then runs it by itself")
+        error_message(got, expected, "Pass num_processes=1 to the inner run: each rank then runs it separately")
     )
 
 

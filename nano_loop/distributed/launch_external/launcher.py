@@ -85,7 +85,7 @@ class External(Launcher):
         options, launch = self.options, self.launch
         if options.num_processes not in (None, launch.size):
             expected = f"{launch.launcher} has started {launch.size} processes"
-            raise NanoConfigError(error_message(options.as_written["num_processes"], expected, "Leave it out"))
+            raise NanoConfigError(error_message(options.as_written["num_processes"], expected, "Omit it"))
         size = local_size(launch, os.environ)
         return Ranks(launch.rank, launch.size, local_rank=launch.rank % size, local_size=size)
 

@@ -138,4 +138,4 @@ def _refusal(call: Any, names: Mapping[str, Any], error: Exception) -> str:
     arguments = {f"argument `{name}`": value for name, value in names.items()}
     where = find_unpicklable({**arguments, "the call": call}) or f"the call cannot be pickled ({error!r})"
     expected = "every argument is sent to the worker processes by cloudpickle"
-    return error_message(where, expected, "Create it inside train, or leave it out of the call")
+    return error_message(where, expected, "Create it inside train, or omit it from the call")

@@ -178,7 +178,7 @@ class Mapped:
 
     def _lost(self, why: str) -> str:
         got = f"an argument has its memory in {self.path}, which this process cannot map ({why})"
-        hint = "Keep the file as it is until the run has started, or pass a copy (tensor.clone(), array.copy())"
+        hint = "Keep the file unchanged until the run has started, or pass a copy (tensor.clone(), array.copy())"
         return error_message(got, "memory that is shared with a file is mapped, not copied", hint)
 
 

@@ -52,7 +52,7 @@ def map_whole(path: str, size: int) -> mmap.mmap:
     OSError
         If it cannot be opened, or is shorter.
     NanoError
-        If it is no regular file, belongs to another user, or can be opened by other users.
+        If it is not a regular file, belongs to another user, or can be opened by other users.
     """
     descriptor = open_file(path, flags=os.O_RDWR, private=True)
     try:

@@ -106,7 +106,7 @@ class Ipex(Step):
         self._check_version()
         if any(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
             expected = "IPEX's passes over TorchScript make the backward of scripted models fail under autocast"
-            raise NanoConfigError(error_message(self._request, expected, "Leave it out, or pass the model unscripted"))
+            raise NanoConfigError(error_message(self._request, expected, "Omit it, or pass the model unscripted"))
         return None
 
     @override
@@ -126,7 +126,7 @@ class Ipex(Step):
             return
         version, here = _version(_DISTRIBUTION), _version("torch")
         replaced = "" if _minor(here) == "2.8" else f", which replaces torch {here} by 2.8.0"
-        advice = f'Leave it out, or run pip install "nano-loop[ipex]"{replaced}'
+        advice = f'Omit it, or run pip install "nano-loop[ipex]"{replaced}'
         if not version:
             expected = f"IPEX is not installed, and works with torch 2.8 only (this is torch {here})"
             raise ImportError(error_message(self._request, expected, advice))
@@ -137,7 +137,7 @@ class Ipex(Step):
         if self.machine.architecture in ("x86_64", "AMD64") and "avx2" in self.machine.instruction_sets:
             return
         expected = f"IPEX needs an x86-64 CPU with AVX2, and this is {self.machine.name} ({self.machine.architecture})"
-        raise NanoConfigError(error_message(self._request, expected, "Leave it out"))
+        raise NanoConfigError(error_message(self._request, expected, "Omit it"))
 
     def _import_quietly(self) -> None:
         if _MODULE in sys.modules:
@@ -147,7 +147,7 @@ class Ipex(Step):
                 import_module(_MODULE)
         except (Exception, SystemExit) as error:  # the import loads libraries, and may end the process
             got = f"{self._request}: importing IPEX raised {type(error).__name__}"
-            raise NanoError(error_message(got, str(error), "Leave it out, or reinstall IPEX")) from error
+            raise NanoError(error_message(got, str(error), "Omit it, or reinstall IPEX")) from error
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def refuse_compiled_twice(model: nn.Module, **arguments: Any) -> None:
         message = error_message(
             f"compile({type(model).__name__}, {', '.join(f'{name}=' for name in names)})",
             "a LightningModule has its own loss, optimizer, scheduler and metrics",
-            "Leave them out, or pass a torch.nn.Module",
+            "Remove them, or pass a torch.nn.Module",
         )
         raise NanoConfigError(message)
 
@@ -116,9 +116,7 @@ def _check(loss: Any, optimizer: Any, scheduler: Any, metrics: Any) -> None:
         ("metrics", metrics, _are_metrics, "a list of metrics, each called as metric(output, target)"),
     ):
         if value is not None and not fits(value):
-            wrong.append(
-                error_message(f"compile({name}={value!r:.80})", f"it is {expected}", "Pass one, or leave it out")
-            )
+            wrong.append(error_message(f"compile({name}={value!r:.80})", f"it is {expected}", "Pass one, or omit it"))
     if scheduler is not None and optimizer is None:
         wrong.append(error_message("compile(scheduler=...)", "it schedules an optimizer", "Pass optimizer=, too"))
     if wrong:

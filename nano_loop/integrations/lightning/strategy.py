@@ -32,7 +32,7 @@ def _read(options: dict[str, Any], is_complete: bool = True) -> Settings:
     settings = Settings.read(options, is_complete)
     if settings.options.verify:
         got = settings.options.as_written["verify"]
-        expected = "training_step needs its Trainer, of which there is no copy"
+        expected = "training_step needs its Trainer, which is not copied"
         raise NanoConfigError(error_message(got, expected, "Call nano_loop.verify(module, loss_fn, batch)"))
     return settings
 

@@ -25,9 +25,9 @@ _OPTIONS = {*OPTIONS, *REMOVED} - {"num_processes", "precision"}
 _PRECISIONS = {"32": "32-true", "32-true": "32-true", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed"}
 #: Arguments that it refuses, with the reason and what to do.
 _REFUSED = {
-    "strategy": ("this Trainer has one, NanoStrategy", "Leave it out, or use Lightning's Trainer(strategy='nano')"),
+    "strategy": ("this Trainer has one, NanoStrategy", "Omit it, or use Lightning's Trainer(strategy='nano')"),
     "algorithms": ("nano_loop runs no algorithms of Composer", "Pass callbacks=[...], called at the same points"),
-    "use_hpo": ("nano_loop searches no hyperparameters", "Leave it out, and call a search library around the Trainer"),
+    "use_hpo": ("nano_loop searches no hyperparameters", "Omit it, and call a search library around the Trainer"),
 }
 
 
@@ -186,7 +186,7 @@ def _devices(accelerator: Any, num_processes: Any, devices: Any) -> Any:
     """Return how many processes there are on this host."""
     if accelerator not in ("cpu", "auto"):
         got = f"Trainer(accelerator={accelerator!r})"
-        raise NanoConfigError(error_message(got, "nano_loop trains on CPUs", 'Leave it out, or pass "cpu"'))
+        raise NanoConfigError(error_message(got, "nano_loop trains on CPUs", 'Omit it, or pass "cpu"'))
     if devices not in (None, "auto") and num_processes not in (None, devices):
         got = f"Trainer(num_processes={num_processes!r}, devices={devices!r})"
         raise NanoConfigError(error_message(got, "both are the number of processes", "Pass one of them"))

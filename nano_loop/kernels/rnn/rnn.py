@@ -1,6 +1,6 @@
 """torch's operators of RNNs, GRUs and LSTMs, layer by layer by `nano_loop.kernels.rnn.recurrence`.
 
-torch composes them of several operators a step, but for LSTMs of sequences of equal length, which are oneDNN's. Of
+torch composes them of several operators per step, but for LSTMs of sequences of equal length, which are oneDNN's. Of
 those the faster algorithm is chosen.
 """
 

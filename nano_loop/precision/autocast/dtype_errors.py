@@ -17,7 +17,7 @@ _ABOUT_DTYPES = re.compile(
 )
 _ADVICE = "Put it under `with nano_loop.disable_casts():`, where it computes in fp32, or name it in fp32_ops"
 _UNDER_AUTOCAST = "autocast gives it tensors that torch refuses, such as bf16 or fp16 with fp32"
-_NO_KERNEL, _IN_FP32 = "torch has no kernel of it in this dtype", _ADVICE.partition(", or name")[0]
+_NO_KERNEL, _IN_FP32 = "torch has no kernel for it in this dtype", _ADVICE.partition(", or name")[0]
 
 
 def explain(error: BaseException, expected: str = _UNDER_AUTOCAST, advice: str = _ADVICE) -> None:

@@ -16,9 +16,7 @@ from nano_loop.patching.objects.optimizers import closure_of, held_by, with_clos
 from nano_loop.patching.torch_private import below_torch_functions
 from nano_loop.precision.autocast.conversion import convert_data
 
-_NEEDED = (
-    'parameters and gradients have to be dense, in fp32 or by precision="bf16-true", and numbers but lr no tensors'
-)
+_NEEDED = 'parameters and gradients have to be dense, in fp32 or by precision="bf16-true", and only lr may be a tensor'
 
 
 class WideWeights:

@@ -183,7 +183,7 @@ def verified(
 
 
 _FP32 = PRECISIONS["32-true"]
-_TAKES = "it takes the model and the batch as they are, and not outputs and targets as torch's losses do"
+_TAKES = "it takes the model and the batch, not outputs and targets like torch's losses"
 _WRITE = "Write loss_fn(model, batch), such as lambda model, batch: mse_loss(model(batch[0]), batch[1])"
 _RANDOM = "The model draws random numbers besides dropout modules, so other precisions may compute with others."
 

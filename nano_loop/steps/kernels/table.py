@@ -120,7 +120,7 @@ _NORM = Kernels(
 )
 NORM = Row("fast_norm", _NORM, _NORM)
 
-# torch composes a GRU, an RNN, and an LSTM of packed sequences or with a projection, of about ten operators a step.
+# torch composes a GRU, an RNN, and an LSTM of packed sequences or with a projection, of about ten operators per step.
 # Other LSTMs are oneDNN's, which is faster for some shapes.
 _RNN = Kernels(
     recurrence.KERNEL,

@@ -39,7 +39,7 @@ Regression = module_class(pl)
         ({"accelerator": "gpu"}, "trains on CPUs"),
         ({"num_processes": 2, "devices": 3}, "both are the number of processes"),
         ({"channels_last": 3}, "channels_last=3"),
-        *(({name: True}, f"{name}=True: it was removed.*Leave it out") for name in REMOVED),
+        *(({name: True}, f"{name}=True: it was removed.*Omit it") for name in REMOVED),
         ({"num_processes": 0}, "num_processes=0"),
         ({"verify": True}, r"verify=True.*Call nano_loop.verify"),
     ],

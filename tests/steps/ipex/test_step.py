@@ -70,7 +70,7 @@ def cpu(name, architecture, *sets):
 REQUEST, TO_28 = "^use_ipex=True: ", r", which replaces torch .* by 2\.8\.0\.$"
 # Of torch, of IPEX and of the machine, and the message.
 REFUSED = {
-    "none": ("2.13.0", None, None, rf'{REQUEST}.*Leave it out, or run pip install "nano-loop\[ipex\]"{TO_28}'),
+    "none": ("2.13.0", None, None, rf'{REQUEST}.*Omit it, or run pip install "nano-loop\[ipex\]"{TO_28}'),
     # It is not answered with a torch that nano_loop refuses.
     "of another torch": ("2.8.0", "2.7.0", None, r'pip install "nano-loop\[ipex\]"\.$'),
     **{
@@ -81,11 +81,11 @@ REFUSED = {
         for version in ("2.13.0", "2.80.0", "2.9.1+cpu", "3.8.0")
     },
     # Another CPU is not told to install it.
-    "none, another CPU": ("2.13.0", None, cpu("Graviton", "aarch64", "bf16"), r"Graviton.*Leave it out\.$"),
+    "none, another CPU": ("2.13.0", None, cpu("Graviton", "aarch64", "bf16"), r"Graviton.*Omit it\.$"),
     **{
         architecture: (
             *("2.8.0", "2.8.0", cpu("Old CPU", architecture, *sets)),
-            rf"{REQUEST}.*AVX2.*Old CPU.*Leave it out\.$",
+            rf"{REQUEST}.*AVX2.*Old CPU.*Omit it\.$",
         )
         for architecture, sets in (("x86_64", ("avx", "sse4_2")), ("aarch64", ("bf16",)))
     },
