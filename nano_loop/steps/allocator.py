@@ -24,6 +24,7 @@ from nano_loop.cpu.glibc import (
     allocator_of_this_process,
     is_glibc,
     keeps_freed_memory,
+    trim,
 )
 from nano_loop.patching.patch_table import shared_change, users
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -99,7 +100,7 @@ def _kept_memory() -> Iterator[None]:
         yield
     finally:
         _set(_LEFT)
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
 
 
 @contextmanager
@@ -120,7 +121,7 @@ def _trimmed_children() -> Iterator[None]:
 @functools.cache
 def _trim_after_fork() -> SimpleNamespace:
     """Return a switch: while it is on, each process that this one forks returns freed memory."""
-    switch, malloc_trim = SimpleNamespace(is_on=False), ctypes.CDLL(None).malloc_trim
+    switch = SimpleNamespace(is_on=False)
     # There is no way to take it back.
-    os.register_at_fork(after_in_child=lambda: malloc_trim(0) if switch.is_on else None)
+    os.register_at_fork(after_in_child=lambda: trim() if switch.is_on else None)
     return switch

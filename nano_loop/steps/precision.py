@@ -26,7 +26,7 @@ from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.autocast.default_ops import in_force
 from nano_loop.precision.autocast.fast_paths import fast_paths_left
 from nano_loop.precision.autocast.fp32_consumers import consumers_get_fp32
-from nano_loop.precision.autocast.frozen_weights import Frozen, RoundedOnce, of_model, rounded_once
+from nano_loop.precision.autocast.frozen_weights import Frozen, RoundedOnce, of_model, remark_on_integers, rounded_once
 from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.precision.autocast.output_activations import activations_noticed
 from nano_loop.precision.autocast.recurrent_layers import around_recurrent_layer, can_train_lstms
@@ -94,6 +94,7 @@ class Precision(Step):
             has_copies = self._frozen(model).have_copies
             once = self.undoing.enter_context(rounded_once(dtype)) if has_copies else None
             interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model, once))
+            interceptor.leaves_methods = True
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
             if once is not None:
@@ -103,6 +104,7 @@ class Precision(Step):
                 rules = {**interceptor.rules.operators, **self._rules_of_lstms()}
                 interceptor.rules = interceptor.rules._replace(operators=rules)
         remarks = [_remark(model, dtype) or self._frozen(model).remark for model in parts.models]
+        remarks += map(remark_on_integers, parts.models)
         return "; ".join([self.options.kind.summary, *dict.fromkeys(filter(None, remarks))])
 
     def _frozen(self, model: nn.Module) -> Frozen:

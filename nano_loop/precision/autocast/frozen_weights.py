@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import ruled
 from nano_loop.patching.ownership import OperatorRule
@@ -27,6 +28,7 @@ from nano_loop.precision.autocast.default_ops import as_torch_does
 OPERATORS = frozenset(("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d"))
 #: Minimum number of elements of a weight. Smaller ones are cast as fast as a copy is found.
 FEWEST = 1 << 14
+_WEIGHTS = (nn.Parameter, NarrowWeight)
 
 
 def is_frozen(weight: object) -> bool:
@@ -59,13 +61,21 @@ class Frozen(NamedTuple):
 
 def of_model(model: nn.Module) -> Frozen:
     """Return what there is of frozen weights in a model."""
-    frozen = [*filter(is_frozen, parameters_of(model))]
+    weights = [*parameters_of(model)]
+    frozen = [*filter(is_frozen, weights)]
     if not frozen:
-        return Frozen(False, None)
+        return Frozen(any(isinstance(weight, NarrowWeight) for weight in weights), None)
     if any(map(takes_mark, frozen)):
         return Frozen(True, f"frozen weights of {type(model).__name__} rounded once")
     remark = f"frozen weights of {type(model).__name__} rounded in each call, since their memory is a file's or numpy's"
     return Frozen(False, remark)
+
+
+def remark_on_integers(model: nn.Module) -> str | None:
+    """Return what the report says of weights that are integers, as those of layers in 4 or 8 bits, or None."""
+    dtypes = {weight.dtype for weight in parameters_of(model) if not (weight.is_floating_point() or weight.is_complex())}
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return f"weights of {type(model).__name__} in {names} left alone" if names else None
 
 
 class RoundedOnce:
@@ -105,10 +115,13 @@ class RoundedOnce:
     def _rule(self, function: Any, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # `disable_casts` sets another dtype. A mode that sees operators may be one without numbers.
         if torch.get_autocast_dtype("cpu") is self._dtype and not in_dispatch_mode() and not in_functorch():
-            args = tuple(self._rounded(arg, args) if type(arg) is nn.Parameter else arg for arg in args)
+            args = tuple(self._rounded(arg, args) if type(arg) in _WEIGHTS else arg for arg in args)
         return function(keys, *args, **kwargs)
 
-    def _rounded(self, weight: nn.Parameter, args: tuple[Any, ...]) -> Tensor:
+    def _rounded(self, weight: Tensor, args: tuple[Any, ...]) -> Tensor:
+        if isinstance(weight, NarrowWeight):
+            narrow = weight.narrow_numbers() if self._dtype is torch.bfloat16 else None
+            return weight if narrow is None else narrow
         if not is_frozen(weight):
             self._copies.forget(weight)
             return weight
