@@ -52,12 +52,6 @@ _FP32_STATE = Need(
     "moments are in fp64, too, then",
     "Leave one of the two out",
 )
-_FP32_WEIGHTS = Need(
-    "precision",
-    lambda values: PRECISIONS[values["precision"]].parameters_name is None,
-    "all weights have its dtype then",
-    "Leave one of the two out",
-)
 _CACHE = Need(
     "fast_images",
     lambda values: values["fast_images"] is not False,
@@ -189,7 +183,6 @@ class Declarations:
         'Keeps the numbers of frozen weights in fp32, or in `"bf16"` alone, which is half of their memory. The program '
         "sees weights in fp32, with the rounded values.",
         changes_bits=True,
-        needs=_FP32_WEIGHTS,
     )
     allocator: bool | Literal["auto"] = step("Lets glibc keep freed memory for the process.", changes_bits=False)
     fast_dropout: bool | Literal["auto"] = step(

@@ -6,7 +6,6 @@ again, page by page. With these three settings, a small CNN went from about 8,50
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import sys
@@ -38,12 +37,6 @@ def is_glibc() -> bool:
         return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
     except (ValueError, OSError):  # musl does not know the name
         return False
-
-
-def trim() -> None:
-    """Return freed memory to the kernel, also from the middle of the heap."""
-    if is_glibc():
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def keeps_freed_memory(environ: Mapping[str, str]) -> bool:

@@ -211,11 +211,6 @@ def arguments_of(overload: Any) -> list[Any]:
     return list(overload._schema.arguments)
 
 
-def returns_of(overload: Any) -> list[Any]:
-    """Return what an ATen operator's overload returns, with types and aliases."""
-    return list(overload._schema.returns)
-
-
 def is_loss(module: nn.Module) -> bool:
     """Whether a module is one of torch's losses. Their common base class has no public name."""
     return isinstance(module, _Loss)

@@ -262,8 +262,8 @@ def _listed(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def _bytes(tensor: Tensor) -> int:
-    if isinstance(tensor, NarrowWeight):
-        return tensor.numbers.nbytes
+    if isinstance(tensor, NarrowWeight) and tensor.numbers.narrow is not None:
+        return tensor.numbers.narrow.nbytes
     return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
 
 

@@ -24,7 +24,6 @@ from nano_loop.cpu.glibc import (
     allocator_of_this_process,
     is_glibc,
     keeps_freed_memory,
-    trim,
 )
 from nano_loop.patching.patch_table import shared_change, users
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -91,6 +90,12 @@ def _set(values: dict[int, int]) -> None:
     mallopt = ctypes.CDLL(None).mallopt
     for parameter, value in values.items():
         mallopt(parameter, value)
+
+
+def trim() -> None:
+    """Return freed memory to the kernel, also from the middle of the heap."""
+    if is_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.cpu.glibc import trim
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.kernels.narrow_weight import NarrowWeight, can_be_narrowed, made_plain, narrowed
 from nano_loop.patching.calls.calls import Call, CallWrapper
@@ -14,6 +13,7 @@ from nano_loop.patching.members import parameters_of
 from nano_loop.precision.autocast.frozen_weights import FEWEST, is_frozen
 from nano_loop.runtime.objects.report import size
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.steps.allocator import trim
 from nano_loop.steps.step import Step
 
 
@@ -37,8 +37,9 @@ class FrozenDtype(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        if self.options.use_ipex or self.options.compile:
-            raise self._error("IPEX and torch.compile read the memory of weights", "leave these two out")
+        if self.options.use_ipex or self.options.compile or self.options.kind.parameters is not None:
+            expected = "it needs weights in fp32 that neither IPEX nor torch.compile reads"
+            raise self._error(expected, 'pass precision="auto" without these')
         freed = left = 0
         for model in parts.models:
             # From the smallest on, so that the largest is copied where memory was given up.

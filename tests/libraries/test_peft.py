@@ -146,3 +146,5 @@ def test_weights_in_memory_of_a_file_have_no_copies_and_the_report_says_so(tmp_p
     report = nano_loop.nano(precision="bf16", verbose=False)(lambda model: model(torch.ones(1, 4, dtype=torch.int64)))
     report(model)
     assert "rounded in each call" in report.report["precision"].detail
+    report = nano_loop.nano(frozen_dtype="bf16", verbose=False)(lambda model: model.lm_head.weight.numbers.narrow.dtype)
+    assert report(model) is torch.bfloat16

@@ -77,9 +77,8 @@ class CallInterceptor:
         self.inner: dict[int, Call] = {}
         #: What holds in these calls. It is replaced, and not changed: a backward has the rules of its forward.
         self.rules = NO_RULES._replace(owner=id(self))
-        #: Whether methods that take no tensors are left alone, and the modules that they call are not: autocast by hand
-        #: is around the forward, and not around what merges weights.
-        self.leaves_methods = False
+        #: Takes a method and its arguments. Whether the call is left alone, while those that it makes are not.
+        self.leaves: Callable[..., bool] | None = None
         #: Whether the calls compute by torch's own kernels, as the plain loop does, whatever other runs replace.
         self.is_plain = False
 
@@ -182,7 +181,7 @@ class CallInterceptor:
             if interceptor._is_left_plain(module):
                 return original(module, *args, **kwargs)
             return interceptor.traced(original, module, *args, **kwargs)
-        if interceptor.leaves_methods and not is_forward(original) and _has_no_tensors((args, kwargs)):
+        if interceptor.leaves is not None and interceptor.leaves(original, args, kwargs):
             interceptor._had_other_calls = True
             return original(module, *args, **kwargs)
         if interceptor._is_left_plain(module):
@@ -292,16 +291,6 @@ def _composed(outer: Call, inner: Call) -> Call:
 def is_forward(function: Call) -> bool:
     """Whether `function`, as passed to a layer, is a module's ``__call__`` or ``forward`` and not another method."""
     return getattr(function, "__name__", None) in _FORWARD
-
-
-_SETTINGS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
-
-
-def _has_no_tensors(value: Any) -> bool:
-    """Whether there are only names and numbers in arguments, also nested ones."""
-    if isinstance(value, dict):
-        return all(map(_has_no_tensors, value.values()))
-    return all(map(_has_no_tensors, value)) if isinstance(value, (tuple, list)) else isinstance(value, _SETTINGS)
 
 
 def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> None:

@@ -28,7 +28,6 @@ from nano_loop.precision.autocast.default_ops import as_torch_does
 OPERATORS = frozenset(("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d"))
 #: Minimum number of elements of a weight. Smaller ones are cast as fast as a copy is found.
 FEWEST = 1 << 14
-_WEIGHTS = (nn.Parameter, NarrowWeight)
 
 
 def is_frozen(weight: object) -> bool:
@@ -61,14 +60,11 @@ class Frozen(NamedTuple):
 
 def of_model(model: nn.Module) -> Frozen:
     """Return what there is of frozen weights in a model."""
-    weights = [*parameters_of(model)]
-    frozen = [*filter(is_frozen, weights)]
-    if not frozen:
-        return Frozen(any(isinstance(weight, NarrowWeight) for weight in weights), None)
-    if any(map(takes_mark, frozen)):
-        return Frozen(True, f"frozen weights of {type(model).__name__} rounded once")
-    remark = f"frozen weights of {type(model).__name__} rounded in each call, since their memory is a file's or numpy's"
-    return Frozen(False, remark)
+    frozen = [*filter(is_frozen, parameters_of(model))]
+    can_copy = any(map(takes_mark, frozen))
+    have_copies = can_copy or any(isinstance(weight, NarrowWeight) for weight in parameters_of(model))
+    how = "once" if can_copy else "in each call, since their memory is a file's or numpy's"
+    return Frozen(have_copies, f"frozen weights of {type(model).__name__} rounded {how}" if frozen else None)
 
 
 def remark_on_integers(model: nn.Module) -> str | None:
@@ -115,7 +111,7 @@ class RoundedOnce:
     def _rule(self, function: Any, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # `disable_casts` sets another dtype. A mode that sees operators may be one without numbers.
         if torch.get_autocast_dtype("cpu") is self._dtype and not in_dispatch_mode() and not in_functorch():
-            args = tuple(self._rounded(arg, args) if type(arg) in _WEIGHTS else arg for arg in args)
+            args = tuple(self._rounded(arg, args) if type(arg) in (nn.Parameter, NarrowWeight) else arg for arg in args)
         return function(keys, *args, **kwargs)
 
     def _rounded(self, weight: Tensor, args: tuple[Any, ...]) -> Tensor:
