@@ -28,7 +28,7 @@ from nano_loop.patching.torch_private import (
 )
 
 _MOST = 1 << 24  # numbers of a weight that a product has in fp32 at a time
-_ROWS = 1 << 10  # of a weight that are compared at a time
+_PARTS = 64  # of a weight that are compared one after the other
 #: Methods that are no operators, and take the address; those that copy; and what only one of our objects has.
 _ADDRESS = frozenset(
     (
@@ -69,7 +69,7 @@ class Numbers:
         if wide is None or version(wide) == self._inexact or not has_lone_storage(wide):
             return
         narrow = wide.to(torch.bfloat16)
-        pairs = zip(narrow.split(_ROWS), wide.split(_ROWS), strict=True)
+        pairs = zip(narrow.chunk(_PARTS), wide.chunk(_PARTS), strict=True)
         if wide.dtype is torch.float32 and all(torch.equal(part.float(), exact) for part, exact in pairs):
             self.narrow, self.wide = narrow, None
         else:
@@ -94,7 +94,7 @@ class NarrowWeight(Tensor):
     def of(numbers: Numbers, like: Tensor) -> NarrowWeight:
         """Return a tensor of numbers, which lie as those of another tensor."""
         dtype = torch.float32 if numbers.wide is None else numbers.wide.dtype
-        result: Any = without_memory(NarrowWeight, like.shape, like.stride(), dtype, like.storage_offset())
+        result: Any = without_memory(NarrowWeight, like.shape, like.stride(), dtype, int(like.storage_offset()))
         result.numbers = numbers
         return result  # type: ignore[no-any-return]
 
@@ -175,7 +175,7 @@ def made_plain(weight: NarrowWeight) -> bool:
 def _exchanged(weight: Tensor, other: Tensor) -> bool:
     vars(other).update({name: value for name, value in vars(weight).items() if name not in _FIELDS})
     try:
-        torch.utils.swap_tensors(weight, other)
+        torch.utils.swap_tensors(weight, other)  # type: ignore[no-untyped-call]
     except RuntimeError:
         return False
     return True

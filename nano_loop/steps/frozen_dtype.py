@@ -20,8 +20,8 @@ from nano_loop.steps.step import Step
 class FrozenDtype(Step):
     """Gives the fp32 numbers of frozen weights up, one by one. After the run they have the rounded values in fp32.
 
-    Weights that others hold stay as they are: those in memory of numpy or of other processes, and an LSTM's. What the program has written
-    is fp32 from then on, unless bf16 can hold it. See `nano_loop.kernels.narrow_weight`.
+    Weights that others hold stay as they are: those in memory of numpy or of other processes, and an LSTM's. What the
+    program has written is fp32 from then on, unless bf16 can hold it. See `nano_loop.kernels.narrow_weight`.
     """
 
     name = "frozen_dtype"

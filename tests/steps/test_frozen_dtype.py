@@ -8,10 +8,10 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels.heads import WORDS, batch, model_of, small_heads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.heads import WORDS, batch, model_of, small_heads
 from nano_loop import NanoConfigError, accelerated, nano
 from nano_loop.config.declarations import EXACT
 from nano_loop.kernels import narrow_weight
@@ -61,7 +61,7 @@ LARGE = ("convolution.weight", "down.weight", "linear.weight", "factor", "table.
 
 
 def rounded(model):
-    """Return a model whose frozen weights have the numbers that bf16 has, but for an LSTM's, which its layer refers to."""
+    """Return a model whose frozen weights have bf16's numbers, but for an LSTM's, to which the layer has references."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and parameter.dim() > 1 and "lstm" not in name:
             parameter.data = parameter.data.bfloat16().float()
@@ -336,7 +336,7 @@ def test_head_computes_its_loss_without_logits_by_parts_of_its_weight(precision,
 
     def step(model):
         words, targets = batch()
-        with torch.autocast("cpu", torch.bfloat16, enabled=run is None and precision == "bf16"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=model is models[0] and precision == "bf16"):
             logits = model(words)
         loss = F.cross_entropy(logits.float().view(-1, WORDS), targets.view(-1))
         loss.backward()
@@ -347,13 +347,12 @@ def test_head_computes_its_loss_without_logits_by_parts_of_its_weight(precision,
         model.head.requires_grad_(False)
         model.embedding.requires_grad_(False)
     rounded(models[0])
-    run = None
     _, expected = step(models[0])
-    with small_heads(), accelerated(models[1], precision=precision, frozen_dtype="bf16", verbose=False) as run:
+    with small_heads(), accelerated(models[1], precision=precision, frozen_dtype="bf16", verbose=False):
         logits, loss = step(models[1])
         assert isinstance(logits, LazyLogits)
         torch.optim.SGD([*models[1].inner.parameters()], 0.1).step()
         assert not head.noted().whole
         assert logits.head.memory.tensor is None
         assert {"head.weight", "embedding.weight"} & narrow_names(models[1])
-    torch.testing.assert_close(loss, expected, rtol=1e-3 if run and precision == "bf16" else 1e-6, atol=0)
+    torch.testing.assert_close(loss, expected, rtol=1e-3 if precision == "bf16" else 1e-6, atol=0)

@@ -110,8 +110,9 @@ def _supports_fp32(call: Call) -> bool:
 def _can_pack(call: Call) -> bool:
     """Whether `product.product` multiplies the factors, which are plain as well as what is added."""
     (a, b, bias), out = call.tensors, call.details.get("out")
-    of_weight = (a.dtype, torch.bfloat16)  # of which there may be no fp32 numbers
-    if not is_plain(a, (a.dtype,)) or not is_plain(b, of_weight) or (bias is not None and not is_plain(bias, (a.dtype,))):
+    dtypes = (a.dtype,), (a.dtype, torch.bfloat16), (a.dtype,)  # of a frozen weight there may be no fp32 numbers
+    pairs = zip(call.tensors, dtypes, strict=True)
+    if not all(is_plain(tensor, allowed) for tensor, allowed in pairs if tensor is not None):
         return False
     if a.size(-1) != b.size(-2) or a.shape[:-2] != b.shape[:-2]:
         return False

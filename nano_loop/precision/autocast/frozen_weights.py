@@ -68,9 +68,10 @@ def of_model(model: nn.Module) -> Frozen:
 
 
 def remark_on_integers(model: nn.Module) -> str | None:
-    """Return what the report says of weights that are integers, as those of layers in 4 or 8 bits, or None."""
-    dtypes = {weight.dtype for weight in parameters_of(model) if not (weight.is_floating_point() or weight.is_complex())}
-    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    """Return what the report says of weights that are integers, as those of layers in 4 or 8 bits."""
+    dtypes = {weight.dtype for weight in parameters_of(model)}
+    integers = (dtype for dtype in dtypes if not (dtype.is_floating_point or dtype.is_complex))
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in integers))
     return f"weights of {type(model).__name__} in {names} left alone" if names else None
 
 
