@@ -7,13 +7,16 @@ the numbers from then on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from nano_loop.kernels.memory import empty
 from nano_loop.kernels.override import Override
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.objects.optimizers import is_dense
@@ -27,7 +30,7 @@ from nano_loop.patching.torch_private import (
     without_memory,
 )
 
-_MOST = 1 << 24  # numbers of a weight that a product has in fp32 at a time
+_MOST = 1 << 23  # numbers of a weight that a product has in fp32 at a time
 _PARTS = 64  # of a weight that are compared one after the other
 #: Methods that are no operators, and take the address; those that copy; and what only one of our objects has.
 _ADDRESS = frozenset(
@@ -41,17 +44,43 @@ _FIELDS = frozenset(("numbers", "_is_param"))
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
+class Scratch:
+    """Memory that stays for the fp32 numbers of one product after the other: a heap would have holes by theirs."""
+
+    def __init__(self) -> None:
+        self._memory = empty(0)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def widened(self, narrow: Tensor) -> Iterator[Tensor]:
+        """Have a matrix in fp32 in the body. Another thread that is in a product meanwhile gets memory of its own."""
+        if not self._lock.acquire(blocking=False):
+            yield narrow.float()
+            return
+        try:
+            if self._memory.numel() < narrow.numel():
+                with torch.inference_mode(False):
+                    self._memory = empty(narrow.numel())
+            memory, is_turned = self._memory[: narrow.numel()], narrow.stride(0) == 1
+            wide = memory.view(narrow.shape[::-1]).t() if is_turned else memory.view(narrow.shape)
+            yield wide.copy_(narrow)
+        finally:
+            self._lock.release()
+
+
 class Numbers:
     """The numbers of a weight and of its views.
 
     Parameters
     ----------
+    scratch : Scratch
+        The memory of products.
     narrow, wide : torch.Tensor or None
         The numbers in bf16, or in the dtype that they seem to have: one of the two.
     """
 
-    def __init__(self, narrow: Tensor | None, wide: Tensor | None = None) -> None:
-        self.narrow, self.wide = narrow, wide
+    def __init__(self, scratch: Scratch, narrow: Tensor | None, wide: Tensor | None = None) -> None:
+        self.scratch, self.narrow, self.wide = scratch, narrow, wide
         self._inexact: int | None = None  # the version of what bf16 could not hold
 
     @torch.inference_mode(False)
@@ -161,9 +190,9 @@ def can_be_narrowed(weight: Tensor) -> bool:
     return weight.dim() > 1 and is_dense(weight) and has_lone_storage(weight) and not is_shared
 
 
-def narrowed(weight: nn.Parameter) -> bool:
+def narrowed(weight: nn.Parameter, scratch: Scratch) -> bool:
     """Give up the fp32 numbers of a frozen weight. Return whether that is possible: somebody may refer to it weakly."""
-    numbers = Numbers(weight.data.to(torch.bfloat16))
+    numbers = Numbers(scratch, weight.data.to(torch.bfloat16))
     return _exchanged(weight, nn.Parameter(NarrowWeight.of(numbers, weight), requires_grad=False))
 
 
@@ -185,7 +214,7 @@ def _set_data(func: Any, tensor: Tensor, value: Tensor) -> None:
     if not isinstance(tensor, NarrowWeight):
         func(tensor, _written(value))
         return
-    data = value if isinstance(value, NarrowWeight) else NarrowWeight.of(Numbers(None, value.data), value)
+    data = value if isinstance(value, NarrowWeight) else NarrowWeight.of(Numbers(tensor.numbers.scratch, None, value.data), value)
     with as_plain_tensors():
         func(tensor, data)
     tensor.numbers = data.numbers
@@ -207,8 +236,11 @@ def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
         result = None if call is None else replaced.computed(call)
         if result is not None:
             return result
-    parts = -(-narrow.numel() // _MOST)
-    if added or parts == 1:
+    parts, widened = -(-narrow.numel() // _MOST), b.numbers.scratch.widened
+    if parts <= 1:
+        with widened(narrow) as wide:
+            return func(*map(_read, added), a, wide, **kwargs)
+    if added:
         return None
     result = a.new_zeros(len(a), narrow.size(1))
     if narrow.size(1) > narrow.size(0):
@@ -216,7 +248,8 @@ def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         triples = zip(a.chunk(parts, 1), narrow.chunk(parts), [result] * parts, strict=False)
     for left, right, out in triples:
-        out.addmm_(left, right.float())
+        with widened(right) as wide:
+            out.addmm_(left, wide)
     return result
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, error_message
-from nano_loop.kernels.narrow_weight import NarrowWeight, can_be_narrowed, made_plain, narrowed
+from nano_loop.kernels.narrow_weight import NarrowWeight, Scratch, can_be_narrowed, made_plain, narrowed
 from nano_loop.patching.calls.calls import Call, CallWrapper
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import parameters_of
@@ -40,7 +40,7 @@ class FrozenDtype(Step):
         if self.options.use_ipex or self.options.compile or self.options.kind.parameters is not None:
             expected = "it needs weights in fp32 that neither IPEX nor torch.compile reads"
             raise self._error(expected, 'pass precision="auto" without these')
-        freed = left = 0
+        freed, left, scratch = 0, 0, Scratch()
         for model in parts.models:
             # From the smallest on, so that the largest is copied where memory was given up.
             frozen = sorted(filter(is_frozen, parameters_of(model)), key=lambda weight: weight.numel())
@@ -48,7 +48,7 @@ class FrozenDtype(Step):
             narrow: list[nn.Parameter] = []
             undone_with(model, self.undoing).callback(_restore, narrow)
             for weight in frozen:
-                if can_be_narrowed(weight) and narrowed(weight):
+                if can_be_narrowed(weight) and narrowed(weight, scratch):
                     narrow.append(weight)
                 else:
                     left += 1
