@@ -14,9 +14,8 @@ from pathlib import Path
 
 # From malloc.h.
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
-#: The value of each parameter of mallopt. Larger blocks are mapped separately: in the heap, such a block leaves a hole
-#: that the next one of its size does not fit into, since torch's are aligned.
-SETTINGS = {MMAP_THRESHOLD: 1 << 27, TRIM_THRESHOLD: -1, TOP_PAD: 1 << 26}  # -1: never trim
+#: The value of each parameter of mallopt.
+SETTINGS = {MMAP_THRESHOLD: 1 << 30, TRIM_THRESHOLD: -1, TOP_PAD: 1 << 26}  # -1: never trim
 #: The environment variable of each parameter.
 VARIABLES = {
     MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_",

@@ -214,10 +214,11 @@ def _set_data(func: Any, tensor: Tensor, value: Tensor) -> None:
     if not isinstance(tensor, NarrowWeight):
         func(tensor, _written(value))
         return
-    data = value if isinstance(value, NarrowWeight) else NarrowWeight.of(Numbers(tensor.numbers.scratch, None, value.data), value)
+    if not isinstance(value, NarrowWeight):
+        value = NarrowWeight.of(Numbers(tensor.numbers.scratch, None, value.data), value)
     with as_plain_tensors():
-        func(tensor, data)
-    tensor.numbers = data.numbers
+        func(tensor, value)
+    tensor.numbers = value.numbers
 
 
 def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
