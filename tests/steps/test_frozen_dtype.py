@@ -4,7 +4,9 @@ import contextlib
 import copy
 import io
 import pickle
+import sys
 
+import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from kernels.heads import WORDS, batch, model_of, small_heads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nano_loop import NanoConfigError, accelerated, nano
+from nano_loop import NanoConfigError, accelerated, global_rank, nano
 from nano_loop.config.declarations import EXACT
 from nano_loop.kernels import narrow_weight
 from nano_loop.kernels.head import head
@@ -308,6 +310,23 @@ def test_option_that_cannot_act_is_an_error(options, model):
     with pytest.raises(NanoConfigError, match="frozen_dtype"):
         nano(frozen_dtype="bf16", verbose=False, **options)(lambda model: None)(model)
     assert {type(weight) for weight in model.parameters()} == {nn.Parameter}
+
+
+def trained_by_rank(model, optimizer):
+    x = torch.rand(8, 256, generator=torch.Generator().manual_seed(0))[global_rank() :: 2]
+    model(x).square().mean().backward()
+    optimizer.step()
+    return narrow_names(model)
+
+
+@pytest.mark.slow
+def test_ranks_keep_weights_in_bf16():
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256).requires_grad_(False), nn.Linear(256, 2))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    train = nano(num_processes=2, auto_lr=False, frozen_dtype="bf16", verbose=False)(trained_by_rank)
+    assert train(model, optimizer) == {"1.weight"}
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
 
 
 @pytest.mark.skipif(product.KERNEL.unavailable is not None, reason=str(product.KERNEL.unavailable))
