@@ -42,7 +42,7 @@ SPELLINGS = {
         ("bf16-products", "bf16-products"),
         ("auto", "bf16-products"),
     ],
-    checks.optimizer_state: [("bf16", "bf16"), *((value, "32") for value in (32, "32", np.int32(32)))],
+    checks.fp32_or_bf16: [("bf16", "bf16"), *((value, "32") for value in (32, "32", np.int32(32)))],
     checks.cpu_for_each_process: [
         *((None, None), ([[0, 1], [2]], ((0, 1), (2,))), (((0,), (1,)), ((0,), (1,))), ([range(2, 4)], ((2, 3),))),
         *(([[np.int64(1)]], ((1,),)), (2, 2), (np.int64(1), 1)),
@@ -77,7 +77,7 @@ REFUSED = {
         "nccl" if not torch.distributed.is_nccl_available() else "cncl",
     ],
     checks.precision: ["fp8", 8, 10**400, 32.0, None, True, "BF16", torch.bfloat16, Colour.RED],
-    checks.optimizer_state: ["auto", "fp32", 16, 32.0, True, None, torch.bfloat16, ["bf16"], np.zeros(2)],
+    checks.fp32_or_bf16: ["auto", "fp32", 16, 32.0, True, None, torch.bfloat16, ["bf16"], np.zeros(2)],
     checks.cpu_for_each_process: [
         *([0, 1], [[]], [], [[-1]], [["0"]], [[0.5]], [[True]], "0-3", {0: [0]}, 0, -1, True, 1.5),
     ],
@@ -121,7 +121,7 @@ ALLOWED = {
         *("32", "64", "16", '"bf16"', '"auto"'),
         *("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true"),
     ),
-    checks.optimizer_state: ("32", '"bf16"'),
+    checks.fp32_or_bf16: ("32", '"bf16"'),
     checks.cpu_for_each_process: ("list", "CPU ids", "each process"),
     checks.compile_arguments: ("True", "False", '"whole"', "dict", "torch.compile"),
     checks.boolean_or_path: ("path",),
@@ -144,7 +144,7 @@ TEXTS = {
     checks.precision: [
         *(("bf16", "bf16-mixed"), ("32", "32-true"), ("64-true", "64-true"), ("bf16-mixed", "bf16-mixed")),
     ],
-    checks.optimizer_state: [("bf16", "bf16"), ("32", "32")],
+    checks.fp32_or_bf16: [("bf16", "bf16"), ("32", "32")],
     checks.cpu_for_each_process: [("[[0, 1]]", ((0, 1),))],
     checks.compile_arguments: [("{'mode': 'max-autotune'}", {"mode": "max-autotune"}), ("1", True), ("whole", "whole")],
     checks.boolean_or_path: [("yes", True), ("0", False), ("casts.json", CASTS)],

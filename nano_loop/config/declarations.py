@@ -171,11 +171,18 @@ class Declarations:
     )
     optimizer_state: Literal["32", 32, "bf16"] = option(
         "32",
-        checks.optimizer_state,
+        checks.fp32_or_bf16,
         'Keeps the moments of SGD, Adam and AdamW in fp32, or in `"bf16"`, which rounds them up or down at random: '
         "half of their memory.",
         changes_bits=True,
         needs=_FP32_STATE,
+    )
+    frozen_dtype: Literal["32", 32, "bf16"] = option(
+        "32",
+        checks.fp32_or_bf16,
+        'Keeps the numbers of frozen weights in fp32, or in `"bf16"` alone, which is half of their memory. The program '
+        "sees weights in fp32, with the rounded values.",
+        changes_bits=True,
     )
     allocator: bool | Literal["auto"] = step("Lets glibc keep freed memory for the process.", changes_bits=False)
     fast_dropout: bool | Literal["auto"] = step(

@@ -104,7 +104,7 @@ def precision(value: Any) -> str:
     raise RefusedValueError(allowed, 'Pass "bf16" for speed, or omit it for fp32')
 
 
-def optimizer_state(value: Any) -> str:
+def fp32_or_bf16(value: Any) -> str:
     """Accept 32 and ``"bf16"``, and return the first as a string."""
     if (isinstance(value, str) and value in ("32", "bf16")) or (_is_number(value, Integral) and value == 32):
         return str(value)

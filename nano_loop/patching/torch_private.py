@@ -74,14 +74,16 @@ def in_dispatch_mode() -> bool:
 
 
 def without_memory(
-    kind: type[torch.Tensor], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    kind: type[torch.Tensor], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, offset: int = 0
 ) -> torch.Tensor:
     """Return a tensor of a subclass on the CPU that has no memory. What asks for its address to write gets an error.
 
     What a subclass does not answer itself reaches its ``__torch_dispatch__``. There is no public way to make one.
     """
     device = torch.device("cpu")
-    tensor: torch.Tensor = torch.Tensor._make_wrapper_subclass(kind, shape, strides, dtype=dtype, device=device)
+    tensor: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        kind, shape, strides, storage_offset=offset, dtype=dtype, device=device
+    )
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 

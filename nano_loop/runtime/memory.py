@@ -24,6 +24,7 @@ from nano_loop.cpu import memory_left, peak_memory, resident_memory
 from nano_loop.cpu.tree import Tree
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.errors import NanoMemoryError, error_message
+from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.members import buffers_of, named_parameters_of
 from nano_loop.patching.objects.optimizers import held_by
@@ -261,6 +262,8 @@ def _listed(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def _bytes(tensor: Tensor) -> int:
+    if isinstance(tensor, NarrowWeight) and tensor.numbers.narrow is not None:
+        return tensor.numbers.narrow.nbytes
     return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
 
 

@@ -9,6 +9,7 @@ from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.compile import Compile
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.fast_images import FastImages
+from nano_loop.steps.frozen_dtype import FrozenDtype
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.kernels import KERNEL_STEPS
@@ -35,6 +36,7 @@ STEPS: tuple[type[Step], ...] = (
     Broadcast,  # before a step changes the layout of tensors that all ranks share
     ParameterDtype,  # before a step looks at the parameters
     ChannelsLast,  # before FusedOptimizer, which lays out optimizer state like the parameters
+    FrozenDtype,  # after ChannelsLast, and before Precision, which rounds no weight that is bf16
     Ipex,  # before any computation, since it replaces kernels
     OptimizerState,  # before FusedOptimizer, which leaves alone what this steps
     FusedOptimizer,  # after the layouts are final: its kernels need state and gradients with the parameters' strides

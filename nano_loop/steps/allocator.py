@@ -92,6 +92,12 @@ def _set(values: dict[int, int]) -> None:
         mallopt(parameter, value)
 
 
+def trim() -> None:
+    """Return freed memory to the kernel, also from the middle of the heap."""
+    if is_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextmanager
 def _kept_memory() -> Iterator[None]:
     _set(SETTINGS)
@@ -99,7 +105,7 @@ def _kept_memory() -> Iterator[None]:
         yield
     finally:
         _set(_LEFT)
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
 
 
 @contextmanager
@@ -120,7 +126,7 @@ def _trimmed_children() -> Iterator[None]:
 @functools.cache
 def _trim_after_fork() -> SimpleNamespace:
     """Return a switch: while it is on, each process that this one forks returns freed memory."""
-    switch, malloc_trim = SimpleNamespace(is_on=False), ctypes.CDLL(None).malloc_trim
+    switch = SimpleNamespace(is_on=False)
     # There is no way to take it back.
-    os.register_at_fork(after_in_child=lambda: malloc_trim(0) if switch.is_on else None)
+    os.register_at_fork(after_in_child=lambda: trim() if switch.is_on else None)
     return switch

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message
-from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
+from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper, is_forward
 from nano_loop.patching.calls.custom_functions import backwards_under_autocast
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import Substitution, map_tensors, shares_memory
@@ -26,7 +26,7 @@ from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.autocast.default_ops import in_force
 from nano_loop.precision.autocast.fast_paths import fast_paths_left
 from nano_loop.precision.autocast.fp32_consumers import consumers_get_fp32
-from nano_loop.precision.autocast.frozen_weights import Frozen, RoundedOnce, of_model, rounded_once
+from nano_loop.precision.autocast.frozen_weights import Frozen, RoundedOnce, of_model, remark_on_integers, rounded_once
 from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.precision.autocast.output_activations import activations_noticed
 from nano_loop.precision.autocast.recurrent_layers import around_recurrent_layer, can_train_lstms
@@ -94,6 +94,7 @@ class Precision(Step):
             has_copies = self._frozen(model).have_copies
             once = self.undoing.enter_context(rounded_once(dtype)) if has_copies else None
             interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model, once))
+            interceptor.leaves = _merges
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
             if once is not None:
@@ -103,6 +104,7 @@ class Precision(Step):
                 rules = {**interceptor.rules.operators, **self._rules_of_lstms()}
                 interceptor.rules = interceptor.rules._replace(operators=rules)
         remarks = [_remark(model, dtype) or self._frozen(model).remark for model in parts.models]
+        remarks += map(remark_on_integers, parts.models)
         return "; ".join([self.options.kind.summary, *dict.fromkeys(filter(None, remarks))])
 
     def _frozen(self, model: nn.Module) -> Frozen:
@@ -154,6 +156,20 @@ class Precision(Step):
 
 
 _COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"
+
+
+_SETTINGS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+
+
+def _merges(method: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a method takes no tensors, as one that merges weights: autocast by hand is around the forward alone."""
+    return not is_forward(method) and _are_settings((args, kwargs))
+
+
+def _are_settings(value: Any) -> bool:
+    if isinstance(value, (tuple, list, dict)):
+        return all(map(_are_settings, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _SETTINGS)
 
 
 def _is_meta(model: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import shared_change
 from nano_loop.policy.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
+from nano_loop.precision.autocast.frozen_weights import remark_on_integers
 from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
@@ -155,7 +156,8 @@ class Products(Step):
             self.undoing.callback(self._looks.close)
             self.undoing.callback(self.clock.after(self._trial.note))
         self.forget_times()
-        return self.options.kind.summary
+        remarks = filter(None, map(remark_on_integers, parts.models))
+        return "; ".join([self.options.kind.summary, *dict.fromkeys(remarks)])
 
     @override
     def forget_times(self) -> None:

@@ -134,6 +134,21 @@ def with_largest(logits, y):
     return nano_gpt(logits, y) + logits.max(-1).values.mean() + logits.topk(3, -1)[0].mean()
 
 
+def focal(logits, y):
+    losses = F.cross_entropy(logits.view(-1, WORDS), y.view(-1), reduction="none")
+    return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
+def in_parts_by_hand(logits, y):
+    parts = zip(logits.view(-1, WORDS).split(4), y.view(-1).split(4), strict=True)
+    return sum(F.cross_entropy(part, of, reduction="sum") for part, of in parts) / mask(y).sum()
+
+
+def with_accuracy(logits, y):
+    best = logits.detach().topk(5, dim=-1).indices
+    return nano_gpt(logits, y) * (1 + (best == y.unsqueeze(-1)).any(-1).double().mean()).to(logits.dtype)
+
+
 def masked_before(logits, y):
     keeps = torch.arange(WORDS) % 10 != 7
     return F.cross_entropy(logits.masked_fill(~keeps, -1e4).view(-1, WORDS), known(y).view(-1) // 10 * 10)
@@ -157,6 +172,7 @@ CHUNKED = (
     *(nano_gpt, transformers, shifted, shifted_by_slices, flattened, transposed, permuted, weighted),
     *(weighted_and_smoothed, likelihood, likelihood_module, trl, trl_selective, trl_by_rows, with_z_loss),
     *(with_temperature, capped, with_entropy, of_known_rows, of_each_sequence, of_two, with_largest),
+    *(focal, in_parts_by_hand, with_accuracy),
 )
 WHOLE = (masked_before, written_before, distilled, checkpointed)
 

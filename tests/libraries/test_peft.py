@@ -41,12 +41,14 @@ def nothing(model, folder):
 
 
 def merged_and_unmerged(model, folder):
-    """In fp32: a method of the model computes as its forward does, and by hand nobody has autocast around a merge."""
-    with nano_loop.disable_casts():
-        model.merge_adapter()
+    model.merge_adapter()
     yield
-    with nano_loop.disable_casts():
-        model.unmerge_adapter()
+    model.unmerge_adapter()
+
+
+def merged_safely(model, folder):
+    model.merge_adapter(safe_merge=True)
+    yield
 
 
 def disabled(model, folder):
@@ -75,9 +77,13 @@ def merged_for_good(model, folder):
     yield
 
 
-def trained(kind, change, folder, by_hand):
+def trained(kind, change, folder, by_hand, frozen):
     """Return what three parts of a training show, between which the adapters change."""
     model, seen = model_of(kind), []
+    if by_hand and frozen == "bf16":
+        for parameter in model.parameters():
+            if not parameter.requires_grad and parameter.dim() > 1:
+                parameter.data = parameter.data.bfloat16().float()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     tokens = torch.randint(128, (4, 2, 16), generator=torch.Generator().manual_seed(1))
 
@@ -104,7 +110,7 @@ def trained(kind, change, folder, by_hand):
     if by_hand:
         loop(model, optimizer)
         return seen, None
-    train = nano_loop.nano(**EXACT | {"precision": "bf16"}, verbose=False)(loop)
+    train = nano_loop.nano(**EXACT | {"precision": "bf16", "frozen_dtype": frozen}, verbose=False)(loop)
     train(model, optimizer)
     return seen, train.report
 
@@ -114,19 +120,23 @@ def trained(kind, change, folder, by_hand):
     [
         *(
             ("default", change)
-            for change in (nothing, merged_and_unmerged, disabled, saved_and_loaded, merged_for_good)
+            for change in (nothing, merged_and_unmerged, merged_safely, disabled, saved_and_loaded, merged_for_good)
         ),
         ("two adapters", switched),
         ("checkpointing", merged_and_unmerged),
     ],
 )
-def test_training_with_adapters_is_that_by_hand(kind, change, tmp_path, monkeypatch):
+@pytest.mark.parametrize("frozen", ["32", "bf16"])
+def test_training_with_adapters_is_that_by_hand(kind, change, frozen, tmp_path, monkeypatch):
     monkeypatch.setattr(frozen_weights, "FEWEST", 1)
-    expected, _ = trained(kind, change, tmp_path / "by_hand", by_hand=True)
-    actual, report = trained(kind, change, tmp_path / "ours", by_hand=False)
+    expected, _ = trained(kind, change, tmp_path / "by_hand", True, frozen)
+    actual, report = trained(kind, change, tmp_path / "ours", False, frozen)
     assert actual[:-1] == expected[:-1]
     assert all(map(torch.equal, actual[-1], expected[-1]))
-    assert "frozen weights of PeftModel rounded once" in report["precision"].detail
+    if frozen == "bf16":
+        assert "given up" in report["frozen_dtype"].detail
+    else:
+        assert "frozen weights of PeftModel rounded once" in report["precision"].detail
 
 
 def test_weights_in_memory_of_a_file_have_no_copies_and_the_report_says_so(tmp_path, monkeypatch):
@@ -136,3 +146,5 @@ def test_weights_in_memory_of_a_file_have_no_copies_and_the_report_says_so(tmp_p
     report = nano_loop.nano(precision="bf16", verbose=False)(lambda model: model(torch.ones(1, 4, dtype=torch.int64)))
     report(model)
     assert "rounded in each call" in report.report["precision"].detail
+    report = nano_loop.nano(frozen_dtype="bf16", verbose=False)(lambda model: model.lm_head.weight.numbers.narrow.dtype)
+    assert report(model) is torch.bfloat16

@@ -14,6 +14,7 @@ from nano_loop.precision.autocast import frozen_weights
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.op_lists import OperatorLists
 from nano_loop.steps.precision import Precision
+from nano_loop.steps.products import Products
 
 X = torch.rand(4, 3, 8, 8)
 
@@ -179,6 +180,33 @@ def test_report_says_that_memory_of_numpy_has_no_copies(step, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*this CPU has no bf16 instructions")
+class Integers(nn.Module):
+    """A frozen layer in 8 bits, as those of bitsandbytes: a class of its own for its weight, too."""
+
+    class Weight(nn.Parameter):
+        pass
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(256, 256)
+        self.weight = self.Weight(torch.randint(-128, 127, (256, 256), dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(self.first(x), self.weight.to(torch.float32) / 128)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "auto"])
+def test_integers_are_left_alone_and_the_report_says_so(step, precision):
+    model = Integers()
+    before = model.weight, model.weight.clone()
+    made_step = step(Precision if precision == "bf16" else Products, precision=precision)
+    line = made_step.apply(TrainingObjects([model]))
+    model(torch.rand(64, 256)).sum().backward()
+    assert "weights of Integers in int8 left alone" in line
+    assert model.weight is before[0]
+    assert torch.equal(model.weight, before[1])
+
+
 def test_a_program_may_compile_the_model(made, compiles_anew):
     @nano(precision="bf16", verbose=False)
     def train(model):

@@ -301,3 +301,26 @@ def test_precision_of_a_run_inside_another_one_holds_until_it_ends_if_it_is_not_
 
     nano(precision=outer, verbose=False)(train)(model)
     assert seen == [*dtypes, torch.float32]
+
+
+class Adapted(Net):
+    """Has methods beside its forward."""
+
+    def merge(self, names=("a", "b"), scale=1.0):
+        self.merged = (self.outer.weight @ self.inner.weight * scale).dtype
+
+    def sample(self, count):
+        return self(torch.ones(count, 3))["logits"]
+
+    def score(self, x):
+        return (x @ self.inner.weight).sum().dtype
+
+
+def test_methods_that_take_no_tensors_are_fp32_and_the_modules_that_they_call_bf16(step):
+    model = Adapted()
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    model.merge(names=["a"], scale=2)
+    assert model.merged is torch.float32
+    assert model.sample(2).dtype is torch.float32
+    assert model.seen is torch.bfloat16
+    assert model.score(X) is torch.bfloat16

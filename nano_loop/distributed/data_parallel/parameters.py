@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.distributed.data_parallel.initial_sync import Named, named_buffers, named_parameters
 from nano_loop.patching.members import buffers_of
+from nano_loop.patching.torch_private import as_plain_tensors
 from nano_loop.patching.torch_private_autograd import forget_empty_hooks, has_accumulation_hook
 
 
@@ -170,8 +171,9 @@ def _can_have_gradient(parameter: torch.Tensor) -> bool:
 def _watch(parameter: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Register the hook. torch registers it only while a parameter requires a gradient, and keeps it afterwards."""
     frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-    if frozen:
-        parameter.requires_grad_(False)
+    with as_plain_tensors():  # a frozen weight in bf16 would be made fp32, to be trained
+        parameter.requires_grad_(True)
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        if frozen:
+            parameter.requires_grad_(False)
     return handle

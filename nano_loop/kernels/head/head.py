@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nano_loop.errors import error_message
 from nano_loop.kernels.memory import empty
@@ -106,8 +106,10 @@ class Head:
         self.memory = Memory()
         self._is_old = False
         self._versions = self._versions_now()
-        # A cast by autocast, or what else was computed, is not what a step changes.
-        self._is_kept = weight.grad_fn is not None and base_of(weight) is weight
+        # A cast by autocast, or what else was computed, is not what a step changes, and neither are frozen parameters.
+        is_computed = weight.grad_fn is not None and base_of(weight) is weight
+        parameters = [item for item in (weight, bias) if item is not None]
+        self._is_kept = is_computed or all(isinstance(p, nn.Parameter) and not p.requires_grad for p in parameters)
         key, heads = id(self), noted().heads
         heads[key] = weakref.ref(self, lambda _: heads.pop(key, None))
 

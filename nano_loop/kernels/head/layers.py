@@ -13,6 +13,7 @@ from nano_loop.kernels.head.cross_entropy import KERNEL
 from nano_loop.kernels.head.head import may_be_head
 from nano_loop.kernels.head.logits import LazyLogits, logits_of
 from nano_loop.kernels.memory import computes_now, is_plain
+from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.kernels.override import Algorithm, Call, Override
 from nano_loop.patching.calls import calls
 from nano_loop.patching.operators.operators import Kernel
@@ -46,7 +47,8 @@ def _call(kernel: Kernel, hidden: Tensor, weight: Tensor, bias: Tensor | None) -
         return None
     if hidden.size(-1) != width or (bias is not None and bias.shape != (classes,)):
         return None
-    plain = all(is_plain(item, (hidden.dtype,)) for item in (hidden, weight, bias) if item is not None)
+    others = [item for item in (hidden, weight, bias) if item is not None and not isinstance(item, NarrowWeight)]
+    plain = all(is_plain(item, (hidden.dtype,)) for item in others) and weight.dtype is hidden.dtype
     if not plain or not computes_now() or in_mode() or has_saved_tensor_hooks() or in_backward() or in_forward_mode():
         return None
     return Call("head", (hidden, weight, bias), (), kernel)

@@ -15,6 +15,7 @@ from torch import Tensor
 from nano_loop.kernels import override
 from nano_loop.kernels.linear import fp32_product, product
 from nano_loop.kernels.memory import is_plain
+from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.kernels.override import BF16, COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.policy import product_precision
@@ -109,7 +110,9 @@ def _supports_fp32(call: Call) -> bool:
 def _can_pack(call: Call) -> bool:
     """Whether `product.product` multiplies the factors, which are plain as well as what is added."""
     (a, b, bias), out = call.tensors, call.details.get("out")
-    if not all(is_plain(tensor, (a.dtype,)) for tensor in call.tensors if tensor is not None):
+    dtypes = (a.dtype,), (a.dtype, torch.bfloat16), (a.dtype,)  # of a frozen weight there may be no fp32 numbers
+    pairs = zip(call.tensors, dtypes, strict=True)
+    if not all(is_plain(tensor, allowed) for tensor, allowed in pairs if tensor is not None):
         return False
     if a.size(-1) != b.size(-2) or a.shape[:-2] != b.shape[:-2]:
         return False
@@ -163,3 +166,4 @@ MATRICES, BATCHES = (
     for dimensions, names in ((_MATRIX, ("mm", "addmm")), (_BATCH, ("bmm", "baddbmm")))
 )
 OVERRIDES = (*MATRICES, *BATCHES)
+NarrowWeight.products = {replaced.operator: replaced for replaced in MATRICES}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import ruled
 from nano_loop.patching.ownership import OperatorRule
@@ -60,12 +61,18 @@ class Frozen(NamedTuple):
 def of_model(model: nn.Module) -> Frozen:
     """Return what there is of frozen weights in a model."""
     frozen = [*filter(is_frozen, parameters_of(model))]
-    if not frozen:
-        return Frozen(False, None)
-    if any(map(takes_mark, frozen)):
-        return Frozen(True, f"frozen weights of {type(model).__name__} rounded once")
-    remark = f"frozen weights of {type(model).__name__} rounded in each call, since their memory is a file's or numpy's"
-    return Frozen(False, remark)
+    can_copy = any(map(takes_mark, frozen))
+    have_copies = can_copy or any(isinstance(weight, NarrowWeight) for weight in parameters_of(model))
+    how = "once" if can_copy else "in each call, since their memory is a file's or numpy's"
+    return Frozen(have_copies, f"frozen weights of {type(model).__name__} rounded {how}" if frozen else None)
+
+
+def remark_on_integers(model: nn.Module) -> str | None:
+    """Return what the report says of weights that are integers, as those of layers in 4 or 8 bits."""
+    dtypes = {weight.dtype for weight in parameters_of(model)}
+    integers = (dtype for dtype in dtypes if not (dtype.is_floating_point or dtype.is_complex))
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in integers))
+    return f"weights of {type(model).__name__} in {names} left alone" if names else None
 
 
 class RoundedOnce:
@@ -105,10 +112,13 @@ class RoundedOnce:
     def _rule(self, function: Any, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # `disable_casts` sets another dtype. A mode that sees operators may be one without numbers.
         if torch.get_autocast_dtype("cpu") is self._dtype and not in_dispatch_mode() and not in_functorch():
-            args = tuple(self._rounded(arg, args) if type(arg) is nn.Parameter else arg for arg in args)
+            args = tuple(self._rounded(arg, args) if type(arg) in (nn.Parameter, NarrowWeight) else arg for arg in args)
         return function(keys, *args, **kwargs)
 
-    def _rounded(self, weight: nn.Parameter, args: tuple[Any, ...]) -> Tensor:
+    def _rounded(self, weight: Tensor, args: tuple[Any, ...]) -> Tensor:
+        if isinstance(weight, NarrowWeight):
+            narrow = weight.narrow_numbers() if self._dtype is torch.bfloat16 else None
+            return weight if narrow is None else narrow
         if not is_frozen(weight):
             self._copies.forget(weight)
             return weight
