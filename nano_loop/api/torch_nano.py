@@ -250,6 +250,10 @@ class TorchNano(OptionAttributes, RanksFabric):
         """See `nano_loop.broadcast`."""
         return collectives.broadcast(obj, src)
 
+    def share(self) -> float:
+        """See `nano_loop.share`."""
+        return collectives.share()
+
     @property
     def _active_run(self) -> Run:
         if self._nano_run is None:

@@ -160,6 +160,11 @@ class Declarations:
     )
     auto_lr: bool = switch(True, "Ramps the learning rate from 1× to N× over the first 1,000 steps, with N processes.")
     _: KW_ONLY
+    split_batches: bool = switch(
+        False,
+        "Lets processes share each batch, so that N of them compute what one computes. Without it each takes batches "
+        "of its own. With one process it has no effect.",
+    )
     exact: bool = switch(
         False,
         'Computes to the bit what plain torch computes in fp32, with as many threads. Each `"auto"` that changes a bit '
