@@ -75,22 +75,27 @@ class BatchParts:
         may_hold_samples = is_list and len(value) == share.total
         try:
             parts = {key: self._part(field, share, f"{place}[{key!r}]") for key, field in fields.items()}
-        except NanoError:
-            if not may_hold_samples:
+        except NanoError as error:
+            if not may_hold_samples or isinstance(error, _OpenError):
                 raise
             parts = {}
         parts = {key: part for key, part in parts.items() if part is not None}
         if is_list and may_hold_samples is not bool(parts):  # not both, and not neither
             self._holds_samples.setdefault(place, may_hold_samples)
         elif is_list and value and (not parts or place not in self._holds_samples):
-            raise _refusal(value, place, f"of {len(value)}, which may be columns, or not, of {share.total} samples")
+            why = f"of {len(value)}, which may be columns, or not, of {share.total} samples"
+            raise _refusal(value, place, why, _OpenError if parts else NanoError)
         if may_hold_samples and (not parts or self._holds_samples[place]):
             return value[share.start : share.stop]
         return _with(value, parts) if parts else None
 
 
-def _refusal(value: Any, place: str, why: str) -> NanoError:
-    return NanoError(error_message(f"a {type(value).__name__} at batch{place} {why}", _EXPECTED, _HINT))
+class _OpenError(NanoError):
+    """A list may be read in two ways."""
+
+
+def _refusal(value: Any, place: str, why: str, kind: type[NanoError] = NanoError) -> NanoError:
+    return kind(error_message(f"a {type(value).__name__} at batch{place} {why}", _EXPECTED, _HINT))
 
 
 def _count(value: Any) -> int | None:

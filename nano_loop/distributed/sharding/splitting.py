@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import IterableDataset, Sampler, Subset
 
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
@@ -107,7 +108,7 @@ class _Split(Served):
         if isinstance(batch, _Counted):
             total, batch = batch
         if self._whole:
-            if self._splitting.shard is False:  # in an evaluation the share stays that of the batch before
+            if self._splitting.shard is False and torch.is_grad_enabled():  # in an evaluation the share stays that of the batch before
                 split.deliver(self, None)
             return batch
         if not split.is_here:

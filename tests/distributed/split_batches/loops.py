@@ -174,7 +174,7 @@ def of_sentences(model, batch):
 
 def lstm(run):
     loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=padded)
-    return fit(run, Reader(), loader, of_sentences, after_step=lambda loss: None)
+    return fit(run, Reader(), loader, of_sentences)
 
 
 class Transformer(nn.Module):
@@ -288,7 +288,7 @@ def two_losses(run):
     for x, y in itertools.chain(loader_of(*vectors()), loader_of(*vectors())):
         optimizer.zero_grad()
         near = F.mse_loss(model(x), y)
-        far = model(x).square().mean().exp()
+        far = model(x).exp().mean()
         penalty = sum(parameter.square().sum() for parameter in model.parameters())
         torch.autograd.backward([near, far], [torch.tensor(0.5).double(), None], retain_graph=True)
         far.backward(retain_graph=True)
@@ -340,7 +340,8 @@ def own_count(run):
 
 def averages(run):
     """`all_reduce` of means, before a backward and without one."""
-    found = []
+    found, model = [], mlp(6, 1)
+    run.setup(model, by_sgd(model))
     for x, y in loader_of(*vectors()):
         found += [run.all_reduce(x.mean().clone()), run.all_reduce({"y": y.mean().clone()})["y"]]
     return (torch.stack(found),)
@@ -361,6 +362,9 @@ def evaluated_between(run):
 
 
 class Stream(IterableDataset):
+    def __len__(self):
+        return SAMPLES
+
     def __iter__(self):
         return zip(*vectors(), strict=True)
 
