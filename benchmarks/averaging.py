@@ -128,11 +128,7 @@ def measure_cpu(ranks: Ranks, rounds: int, megabytes: int) -> dict[str, list[dic
     for name in LISTS:
         tensors = gradients(name, megabytes)
         copies = [tensor.clone() for tensor in tensors]
-
-        def copy(_: list[torch.Tensor], pairs: list[tuple[torch.Tensor, ...]] = [*zip(copies, tensors)]) -> None:  # noqa: B905
-            for target, source in pairs:
-                target.copy_(source)
-
+        copy = partial(copy_each, copies)
         nbytes, rows = sum(tensor.nbytes for tensor in tensors), []
         for _ in range(rounds + 1):
             rate = 2 * nbytes / cpu_seconds(ranks, copy, tensors)
@@ -142,6 +138,11 @@ def measure_cpu(ranks: Ranks, rounds: int, megabytes: int) -> dict[str, list[dic
             rows.append({"nbytes": nbytes, "rate": rate, "seconds": whole, "waiting": waiting.seconds, "least": least})
         results[name] = rows[1:]
     return results
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def cpu_seconds(

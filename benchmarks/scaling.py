@@ -148,7 +148,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--processes", type=_numbers, metavar="N,...", help="default: those that tune tries on this machine")
     add("--samples", type=at_least_one, default=32, help="of a batch (default: 32)")
     add("--rounds", type=at_least_one, default=1, help="of --split (default: 1)")
-    add("--ring", type=float, default=1.3, help="the averaging's time over its bytes at the memory's rate (default: 1.3)")
+    add("--ring", type=float, default=1.3, help="averaging over its bytes at the memory's rate (default: 1.3)")
     add("--memory", type=float, default=200.0, help="GB/s that the memory of all cores moves (default: 200)")
     add("--minutes", type=float, default=9.5, help="of --split: workloads that come later are left out (default: 9.5)")
     add("--limit", type=at_least_one, default=300, metavar="SECONDS", help="give a case up after (default: 300)")

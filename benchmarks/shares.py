@@ -24,7 +24,9 @@ from benchmarks.rounds import take_turns
 COUNTS = (1, 2, 4, 8, 16)
 
 
-def computed(workload: str, small: bool, limit: float, samples: int, ring: float, memory: float) -> dict[str, dict[str, Any]]:
+def computed(
+    workload: str, small: bool, limit: float, samples: int, ring: float, memory: float
+) -> dict[str, dict[str, Any]]:
     """Return by the number of ranks the parts of a step, in milliseconds, and how many times as fast as one it is."""
     counts = [count for count in COUNTS if samples % count == 0]
     work = {"task": "share", "workload": workload, "small": small}

@@ -151,7 +151,7 @@ def nano_split(work: Workload, count: int, processes: int, samples: int) -> list
 
 
 def nano_on_one_core(work: Workload, count: int, samples: int) -> list[tuple[float, float]]:
-    """nano_loop as in `nano`, on one core and batches of so many samples; returns the CPU seconds of each step's parts."""
+    """nano_loop as in `nano`, on one core and batches of so many samples; returns `parts_of_steps`."""
     import nano_loop
 
     (batch,) = work.batches

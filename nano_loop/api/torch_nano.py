@@ -131,8 +131,7 @@ class TorchNano(OptionAttributes, RanksFabric):
     @property
     def num_processes(self) -> int:
         """The number of processes."""
-        asked_for = self._nano_settings.options.num_processes
-        return asked_for if isinstance(asked_for, int) else self.world_size
+        return self.world_size
 
     @property
     def device(self) -> torch.device:

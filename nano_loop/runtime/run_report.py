@@ -15,7 +15,7 @@ from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupRe
 from nano_loop.version import __version__
 
 #: The command whose result ``num_processes="auto"`` takes.
-MEASURES_PROCESSES = "nano-loop tune --num-processes auto --split-batches SCRIPT"
+_MEASURE = "nano-loop tune --num-processes auto --split-batches SCRIPT"
 _MUCH = 100 << 20  # bytes that a copy of the arguments takes, from which on the report says so
 
 
@@ -68,7 +68,7 @@ def _empty_report(slot: RankSlot, options: Options) -> SetupReport:
         detail = f"{', '.join(options.learnt.values())}, which nano-loop tune has found"
         learnt = [StepResult("tune", "applied", detail)]
     elif options.num_processes == "auto" and slot.ranks.size == 1:
-        detail = f"one process, until this has measured more: {MEASURES_PROCESSES}"
+        detail = f"one process; this finds the fastest number: {_MEASURE}"
         learnt = [StepResult("tune", "skipped", detail, code="not_measured")]
     return SetupReport(
         title=_title(slot),

@@ -143,7 +143,7 @@ REFUSALS = [
     ({"bf16_ops": ["mul"]}, {"FP32_OPS": "exp,mul"}, ["mul in both bf16_ops and NANO_LOOP_FP32_OPS"]),
     ({"num_processes": 3}, {"CPU_FOR_EACH_PROCESS": "[[0], [1]]"}, ["NANO_LOOP_CPU_FOR_EACH_PROCESS has 2 lists"]),
     ({"cpu_for_each_process": [[0]]}, {"NUM_PROCESSES": "3"}, ["and NANO_LOOP_NUM_PROCESSES=3. Make the two agree"]),
-    ({"num_processes": "auto"}, {}, ["^num_processes='auto': a number that is measured", "$Pass split_batches=True too, or a number."]),
+    ({"num_processes": "auto"}, {}, ["^num_processes='auto': a number that is measured", "$=True too, or a number."]),
     ({}, {"NUM_PROCESSES": "auto"}, ["^NANO_LOOP_NUM_PROCESSES='auto': a number that is measured"]),
     ({**AUTO, "cpu_for_each_process": [[0]]}, {}, ["cpu_for_each_process has 1 lists", "and num_processes='auto'"]),
     ({"compile": True}, {"BF16_OPS": "exp"}, ["NANO_LOOP_BF16_OPS with compile"]),
