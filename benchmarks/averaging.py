@@ -246,7 +246,7 @@ def main() -> None:
     machine = read_machine()
     if arguments.ranks:
         print(f"{machine.name}, {machine.num_threads} cores, torch {torch.__version__}\n")
-        print("| ranks | | S, MB | memory's rate, GB/s | bytes at that rate, ms | CPU, ms | awake while waiting, ms | |")
+        print("| ranks | | S, MB | memory's rate, GB/s | bytes at that rate, ms | CPU, ms | waiting awake, ms | |")
         print("| --- | --- | --- | --- | --- | --- | --- | --- |")
         for size in arguments.ranks:
             show_cpu(size, run_ranks(size))
