@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         global_rank,
         is_global_zero,
         local_rank,
+        share,
         world_size,
     )
     from nano_loop.api.context_manager import accelerated, install, report, uninstall
@@ -62,6 +63,7 @@ __all__ = [
     "patch_cuda",
     "patch_torch",
     "report",
+    "share",
     "uninstall",
     "unpatch_cuda",
     "unpatch_torch",
@@ -74,7 +76,7 @@ __all__ = [
 _NAMES = {
     "api.collectives": (
         *("all_gather", "all_reduce", "barrier", "broadcast"),
-        *("global_rank", "is_global_zero", "local_rank", "world_size"),
+        *("global_rank", "is_global_zero", "local_rank", "share", "world_size"),
     ),
     "api.context_manager": ("accelerated", "install", "report", "uninstall"),
     "api.decorator": ("nano",),

@@ -31,7 +31,8 @@ def all_reduce(data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
     group : torch.distributed.ProcessGroup, optional
         The ranks. By default, all.
     reduce_op : str or torch.distributed.ReduceOp
-        The operation, such as ``"mean"`` or ``"sum"``. The mean of integers is an integer, as in Fabric.
+        The operation, such as ``"mean"`` or ``"sum"``. The mean of integers is an integer, as in Fabric. Where ranks
+        share batches, the mean of other numbers weighs each rank's by its samples of the latest batch.
 
     Returns
     -------
@@ -133,6 +134,24 @@ def local_rank() -> int:
 def world_size() -> int:
     """Return the number of processes: 1 outside of a run."""
     return current_ranks().size
+
+
+def share() -> float:
+    """Return this rank's part of the latest batch: 1.0 with one process.
+
+    Where ranks share a batch (``split_batches=True``), a rank's loss is taken for a mean over its samples. A loss with a
+    count of its own, such as a mean over words, is divided by the count of all ranks and by the share.
+
+    Examples
+    --------
+    >>> import torch, nano_loop
+    >>> losses, count = torch.ones(3), torch.tensor(3.0)
+    >>> count = nano_loop.all_reduce(count, reduce_op="sum")
+    >>> (losses.sum() / count / nano_loop.share()).item()
+    1.0
+    """
+    ranks = current_ranks()
+    return (1.0 if ranks.context.split is None else ranks.context.split.weight) / ranks.size
 
 
 class _IsGlobalZero:

@@ -131,7 +131,7 @@ class TorchNano(OptionAttributes, RanksFabric):
     @property
     def num_processes(self) -> int:
         """The number of processes."""
-        return self._nano_settings.options.num_processes or self.world_size
+        return self.world_size
 
     @property
     def device(self) -> torch.device:
@@ -249,6 +249,10 @@ class TorchNano(OptionAttributes, RanksFabric):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """See `nano_loop.broadcast`."""
         return collectives.broadcast(obj, src)
+
+    def share(self) -> float:
+        """See `nano_loop.share`."""
+        return collectives.share()
 
     @property
     def _active_run(self) -> Run:

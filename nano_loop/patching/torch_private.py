@@ -10,7 +10,6 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -244,22 +243,13 @@ def bytes_of(storage: torch.TypedStorage) -> torch.UntypedStorage:
     return storage._untyped_storage
 
 
-def _for_each(
-    of_lists: Callable[..., Any], method: Callable[..., Any], targets: list[torch.Tensor], other: Any
-) -> None:
-    """Call torch's function for lists, or a method in a loop where that refuses lazy signs or an empty list."""
+def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors into those of another list. A loop over `copy_` takes 1 µs more for each."""
     if targets and not any(map(torch.Tensor.is_conj, targets)) and not any(map(torch.Tensor.is_neg, targets)):
-        of_lists(targets, other)
+        torch._foreach_copy_(targets, sources)
         return
-    for target, value in zip(targets, other if isinstance(other, list) else repeat(other, len(targets)), strict=True):
-        method(target, value)
-
-
-#: Change the tensors of a list by those of another one or by a number. As a loop over methods, without its 1 µs each.
-foreach_copy = functools.partial(_for_each, torch._foreach_copy_, torch.Tensor.copy_)
-foreach_add = functools.partial(_for_each, torch._foreach_add_, torch.Tensor.add_)
-foreach_multiply = functools.partial(_for_each, torch._foreach_mul_, torch.Tensor.mul_)
-foreach_divide = functools.partial(_for_each, torch._foreach_div_, torch.Tensor.div_)
+    for target, source in zip(targets, sources, strict=True):  # it refuses lazy signs, and an empty list
+        target.copy_(source)
 
 
 def forget_group_count() -> None:

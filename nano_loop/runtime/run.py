@@ -22,6 +22,7 @@ from typing_extensions import override
 from nano_loop.config.protocol import take_command
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Loop, Ranks
+from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.forked_children import forked_children_ending
@@ -175,6 +176,9 @@ class Run:
         self._memory = MemoryWatch(self.options, slot.ranks, self._clock, self._interceptors)
         ending.push(self._memory.explain)
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated, self._clock)
+        if self.options.split_batches and slot.ranks.size > 1 and not self._is_inner:
+            slot.ranks.context.split = SplitBatches()
+            ending.callback(setattr, slot.ranks.context, "split", None)
         self._steps = [step(context) for step in self._kinds]
         ending.callback(self._interceptors.close)
         for step in self._steps:

@@ -53,6 +53,8 @@ class LearningRate(RanksStep):
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
+        if self.ranks.context.split is not None:
+            return SkipReason("split_batches", "auto_lr has no effect: split batches are those of one process")
         return SkipReason.of_all([self._refusal(optimizer) for optimizer in parts.optimizers])
 
     @override

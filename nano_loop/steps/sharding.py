@@ -14,6 +14,7 @@ from typing_extensions import override
 from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.sharding.metrics import whole_evaluations_not_joined
 from nano_loop.distributed.sharding.sharding import BatchSharding, serving, sharded_by_user
+from nano_loop.distributed.sharding.splitting import BatchSplitting, splits_indices
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.lifetime import undone_with
@@ -46,7 +47,7 @@ class Sharding(RanksStep):
     @override
     def observe(self, parts: TrainingObjects) -> None:
         """Note the models of a ``setup`` call, with or without loaders. Their mode shows whether the loop trains."""
-        if not self.enabled:
+        if self.ranks.size == 1:
             return
         for model in parts.models:
             self._models[model] = True
@@ -57,8 +58,19 @@ class Sharding(RanksStep):
             if self.ranks.rank == 0:
                 self.undoing.enter_context(replaced(LRScheduler, "step", functools.partial(_counting, self._steps)))
 
+    @property
+    @override
+    def enabled(self) -> bool:
+        return super().enabled or self.options.split_batches
+
+    @override
+    def is_relevant(self, parts: TrainingObjects) -> bool:
+        return super().is_relevant(parts) or self.ranks.size == 1
+
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
+        if self.ranks.size == 1:
+            return SkipReason("one_process", "split_batches has no effect with one process")
         if self.ranks.loader_cpus or not all(self._is_sharded_by_user(loader) for loader in parts.loaders):
             return None
         return SkipReason("sharded_by_user", "their own samplers shard them")
@@ -75,7 +87,7 @@ class Sharding(RanksStep):
     @override
     def final_result(self) -> StepResult | None:
         sharding = self.ranks.context.sharding
-        if not sharding.undivided:
+        if not sharding.undivided and self.ranks.context.split is None:
             self._warn_of_schedules()
         if sharding.own_shares:
             verdicts = [f"{name} {_DRAWN if drawn else _DIVIDED}" for name, drawn in sharding.own_shares.items()]
@@ -83,7 +95,8 @@ class Sharding(RanksStep):
             return StepResult(self.name, "skipped", f"{', '.join(verdicts)}: {_ALL}", code=code)
         if not sharding.implicit_loaders:
             return None
-        return StepResult(self.name, "applied", f"loaders that were not set up, {_BY_BATCH}")
+        how = _BY_BATCH if self.ranks.context.split is None else "each batch split"
+        return StepResult(self.name, "applied", f"loaders that were not set up, {how}")
 
     def _warn_of_schedules(self) -> None:
         """Warn of schedulers that have counted this rank's batches, and were built for those of all ranks."""
@@ -103,12 +116,17 @@ class Sharding(RanksStep):
         # A dataset's own, or one of a run that each rank makes alone.
         if serving.depth or (run is not None and run.size == 1):
             return None
-        return BatchSharding(self.ranks, self._models, known=self._known)
+        return self._sharding()
+
+    def _sharding(self, number: int = 0) -> BatchSharding:
+        split = self.ranks.context.split
+        make = BatchSharding if split is None else functools.partial(BatchSplitting, split)
+        return make(self.ranks, self._models, known=self._known, number=number)
 
     def _shard(self, loader: DataLoader[Any], shard: bool | None) -> None:
         if loader not in self._shardings:
             self._number += 1
-            self._shardings[loader] = BatchSharding(self.ranks, self._models, known=self._known, number=self._number)
+            self._shardings[loader] = self._sharding(number=self._number)
             undone_with(loader, self.undoing).enter_context(changed(loader, self._shardings[loader]))
         if shard is not None:
             self._shardings[loader].choose(shard)
@@ -118,6 +136,8 @@ class Sharding(RanksStep):
             return _BY_USER
         if self._shardings[loader].shard is False:
             return _WHOLE
+        if self.ranks.context.split is not None:
+            return _SPLIT_INDICES if splits_indices(loader) else _SPLIT
         return _READ_BY_ALL if isinstance(loader.dataset, IterableDataset) else _BY_BATCH
 
     def _is_sharded_by_user(self, loader: DataLoader[Any]) -> bool:
@@ -143,4 +163,6 @@ _BY_USER = "sharded by their own samplers"
 _DIVIDED = "divided by the program"
 _DRAWN = "drawn differently on each rank"
 _ALL = "each rank takes all that it has"
-_KINDS = (_BY_BATCH, _READ_BY_ALL, _WHOLE, _BY_USER)
+_SPLIT_INDICES = "split by the indices of each batch"
+_SPLIT = "read by every rank, which keeps its part of each batch"
+_KINDS = (_SPLIT_INDICES, _SPLIT, _BY_BATCH, _READ_BY_ALL, _WHOLE, _BY_USER)

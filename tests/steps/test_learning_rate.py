@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from watched import FusedCalls
 
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import learning_rate
 from nano_loop.steps.fused_optimizer import FusedOptimizer
@@ -400,3 +401,11 @@ def test_ramp_stands_still_while_all_ranks_compute_the_same(step):
     assert moved(optimizer, one) == pytest.approx(0.5 * 2.5)
     assert made.final_result() is None
     assert optimizer.state_dict()["param_groups"][0]["auto_lr_step"] == 501
+
+
+def test_ranks_that_share_each_batch_keep_the_rate(step):
+    ranks = Alike(0, 4)
+    ranks.context.split = SplitBatches()
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    made = step(LearningRate, ranks=ranks)
+    assert made.skip_reason(TrainingObjects(optimizers=[optimizer])).code == "split_batches"

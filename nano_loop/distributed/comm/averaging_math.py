@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
-
-from nano_loop.patching.torch_private import foreach_divide, foreach_multiply
 
 
 def is_summed_wider(dtype: torch.dtype) -> bool:
     """Whether elements of this dtype are summed in float32 rather than in themselves."""
     return dtype in (torch.bfloat16, torch.float16)
-
-
-def wide_mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of tensors, summed in their order, in float32."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total.add_(part)
-    divide(total, len(parts))
-    return total
 
 
 def divide(total: torch.Tensor, count: int) -> None:
@@ -30,14 +18,6 @@ def divide(total: torch.Tensor, count: int) -> None:
         total.mul_(1 / count)
     else:
         total.div_(count)
-
-
-def divide_each(totals: list[torch.Tensor], count: int) -> None:
-    """Divide each of a list in place, as `divide` does."""
-    if _is_power_of_two(count):
-        foreach_multiply(totals, 1 / count)
-    else:
-        foreach_divide(totals, count)
 
 
 def _is_power_of_two(count: int) -> bool:

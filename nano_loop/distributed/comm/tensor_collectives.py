@@ -38,11 +38,16 @@ def reduced(ranks: Ranks, tensor: torch.Tensor, group: Any = None, reduce_op: An
     named = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
     mean = named in ("mean", "avg")
     operation = getattr(distributed.ReduceOp, "SUM" if mean else named.upper()) if isinstance(named, str) else named
+    size = distributed.get_world_size(group)
+    is_floating = tensor.is_floating_point() or tensor.is_complex()
+    split = ranks.context.split
+    if mean and split is not None and is_floating and size == ranks.size and split.weight != 1:
+        with torch.no_grad():
+            tensor.mul_(split.weight)
     ranks.finish(distributed.all_reduce(tensor, operation, group, async_op=True))
     if mean:
-        size = distributed.get_world_size(group)
         with torch.no_grad():  # the mean of losses, for a log, leaves each loss's own gradient as it is
-            if tensor.is_floating_point() or tensor.is_complex():
+            if is_floating:
                 tensor.copy_(tensor / size)
             else:
                 tensor.div_(size, rounding_mode="trunc")  # a quotient in float32 is not exact

@@ -38,10 +38,14 @@ _NORMS = (
 )
 
 
-#: To average gradients, or to make equal what the loop has added to a model.
-Purpose = Literal["average", "sync"]
+#: To average gradients, to make equal what the loop has added to a model, or to average values of losses alone.
+Purpose = Literal["average", "sync", "losses"]
 
-_PLACES = {"average": "ended a backward", "sync": "called a model with added parameters"}
+_PLACES = {
+    "average": "ended a backward",
+    "sync": "called a model with added parameters",
+    "losses": "ended a backward without averaging",
+}
 _ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
 
 
@@ -50,7 +54,7 @@ class Fingerprint(NamedTuple):
 
     Parameters
     ----------
-    purpose : {"average", "sync"}
+    purpose : {"average", "sync", "losses"}
         The operation.
     averagings : int
         How many there have been.
@@ -68,6 +72,8 @@ class Fingerprint(NamedTuple):
         The `nano_loop.distributed.data_parallel.checksums.gradient_checksum`; zeros where it is not compared.
     overlap : int
         The state of `nano_loop.distributed.data_parallel.buckets.Overlap`.
+    losses : tuple of float
+        Where ranks share a batch, what `nano_loop.distributed.data_parallel.roots.WeightedRoots.values` returns.
     """
 
     purpose: Purpose
@@ -79,6 +85,7 @@ class Fingerprint(NamedTuple):
     arrived: bytes
     gradients: tuple[float, float] = (0.0, 0.0)
     overlap: int = 0
+    losses: tuple[float, ...] = ()
 
     def pack(self) -> bytes:
         """Return it as bytes."""
@@ -93,7 +100,7 @@ class Fingerprint(NamedTuple):
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
     """Raise a `NanoWorkerError` that names what differs, and on which ranks, if `fingerprints` are of diverged ranks.
 
-    What arrived, gradients and the overlap may differ. NaN equals NaN.
+    What arrived, gradients, losses and the overlap may differ. NaN equals NaN.
     """
     if len({_compared(fingerprint) for fingerprint in fingerprints}) == 1:
         return
@@ -156,17 +163,21 @@ class Agreement:
         self.averagings = 0
         self.steps = 0
 
-    def exchange(self, purpose: Purpose, waiting: set[int], overlap: int = NONE) -> list[Fingerprint]:
+    def exchange(
+        self, purpose: Purpose, waiting: set[int], overlap: int = NONE, losses: tuple[float, ...] = ()
+    ) -> list[Fingerprint]:
         """Return the fingerprints of all ranks; raise a NanoError on each if they have diverged. Collective.
 
         Parameters
         ----------
-        purpose : {"average", "sync"}
+        purpose : {"average", "sync", "losses"}
             What comes next.
         waiting : set of int
             The ids of the parameters whose gradients wait on this rank.
         overlap : int
             The state of `Overlap`.
+        losses : tuple of float
+            See `Fingerprint`.
         """
         compares_work = purpose == "average" and checksums.is_due(self.averagings)
         groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
@@ -181,6 +192,7 @@ class Agreement:
             arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
             gradients=checksums.gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=overlap,
+            losses=losses,
         )
         packed = self._ranks.channel.exchange(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
@@ -247,7 +259,8 @@ class Agreement:
         if any(norm for _, norm in gradients):  # else the ranks have computed nothing
             sharding.undivided = all(checksums.are_equal(one, gradients[0], torch.float32) for one in gradients)
         # A few steps are nothing to warn of.
-        if sharding.undivided and self.averagings >= checksums.FIRST and self._ranks.rank == 0:
+        is_split = self._ranks.context.split is not None and self._ranks.context.split.share is not None
+        if sharding.undivided and not is_split and self.averagings >= checksums.FIRST and self._ranks.rank == 0:
             got = f"each of the {self._ranks.size} ranks computes the same batches"
             warn_once(error_message(got, _GAIN, _DIVIDE))
 

@@ -37,6 +37,7 @@ from nano_loop.distributed.data_parallel.gradients import (
     by_kind,
 )
 from nano_loop.distributed.data_parallel.parameters import Parameters
+from nano_loop.distributed.data_parallel.roots import WeightedRoots
 from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
 from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
@@ -102,6 +103,10 @@ class Averaging:
         self._undoing.enter_context(called_before_steps(self._before_step))
         self._undoing.enter_context(called_after_steps(self._after_step))
         self._undoing.enter_context(nested_backwards_noticed())
+        split = ranks.context.split
+        self._roots = None if split is None else WeightedRoots(split)
+        if self._roots is not None:
+            self._undoing.enter_context(self._roots.weighted())
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Average the gradients of these too, from now on; their tensors are equal on all ranks already. Collective."""
@@ -159,7 +164,9 @@ class Averaging:
             self._has_trained = True
             self._parameters.refresh()
             held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
-            fingerprints = self._agreement.exchange("average", self._waiting - held, self._overlap.state)
+            losses = () if self._roots is None else self._roots.values()
+            fingerprints = self._agreement.exchange("average", self._waiting - held, self._overlap.state, losses)
+            self._set_losses(fingerprints)
             self._average(fingerprints)
             self._waiting &= held
             self._agreement.sync_added_parameters()  # too late for a backward that was the first to know of them
@@ -212,6 +219,13 @@ class Averaging:
             self._noted = False
             if not self._all_paused():
                 self.average()
+            elif self._roots is not None:
+                self._set_losses(self._agreement.exchange("losses", set(), losses=self._roots.values()))
+
+    def _set_losses(self, fingerprints: Sequence[Fingerprint]) -> None:
+        """Make the losses of a backward the means over all ranks, where they share a batch."""
+        if self._roots is not None:
+            self._roots.become_means([fingerprint.losses for fingerprint in fingerprints])
 
     def _all_paused(self) -> bool:
         paused = {id(model) for model in self._paused}
@@ -253,6 +267,8 @@ class Averaging:
         held = held_by(optimizer)
         ready = {id(parameter) for parameter in held if parameter.grad is not None}
         if in_backward() or self._at_step.get(optimizer) == self._agreement.averagings:
+            if not in_backward():
+                self._note_own(parameter for parameter in held if id(parameter) in ready - self._waiting)
             self._waiting |= ready
             self.average()
             return
@@ -268,9 +284,16 @@ class Averaging:
             return
         own_checksums = repr(checksums(parameter.grad for parameter in replaced))  # by which NaN is NaN
         if len({*self._ranks.gather(own_checksums, AVERAGING)}) > 1:
-            self._waiting |= set(map(id, replaced))
+            self._note_own(replaced)
         else:
             self._averaged.note(replaced)
+
+    def _note_own(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let gradients be averaged that the loop has made by itself, of this rank's share."""
+        gradients = list(parameters)
+        if self._roots is not None:
+            self._roots.scale(gradients)
+        self._waiting |= set(map(id, gradients))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in self._at_step and not self._forked:
@@ -284,8 +307,9 @@ _SET_UP = "Call self.setup(model, optimizer) in train, or make them before and p
 
 def _mean(loss: Any, ranks: Ranks) -> Any:
     """Return the mean of all ranks' losses, so that line searches decide the same on all ranks."""
+    weight = 1.0 if ranks.context.split is None else ranks.context.split.weight
     if isinstance(loss, torch.Tensor):
-        return ranks.mean(loss)
+        return ranks.mean(loss if weight == 1 else loss.detach() * weight)
     if isinstance(loss, float):
-        return float(ranks.mean(torch.tensor(loss, dtype=torch.float64)))
+        return float(ranks.mean(torch.tensor(loss * weight, dtype=torch.float64)))
     return loss

@@ -48,6 +48,8 @@ class BatchSharding(LoaderChange):
     Where the program has divided the data itself, each rank takes all that it has; see `OwnShares`.
     """
 
+    splits = False  # whether it is each batch that is divided
+
     def __init__(
         self,
         ranks: Ranks,
@@ -90,23 +92,22 @@ class BatchSharding(LoaderChange):
             return {**attributes, "in_order": True}  # every rank has to read the same order
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
-        return {**attributes, name: _ShardedSampler(self, sampler, generators_of(sampler, loader), Source.of(loader))}
+        return {**attributes, name: ShardedSampler(self, sampler, generators_of(sampler, loader), Source.of(loader))}
 
     def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
         """See `LoaderChange.iterate`."""
         if sharded_by_user(loader, self.ranks.size):
-            return _Served(start(), self, whole=False)
+            return Served(start(), self, whole=False)
         whole = self.whole
         reads = isinstance(loader.dataset, IterableDataset) and not whole
-        iterator = self._read(loader, start) if reads else start()
-        return _Served(iterator, self, whole)
+        return self._serve(self._read(loader, start) if reads else start(), whole)
 
     def iterate_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
         """See `LoaderChange.iterate_class`."""
         if sharded_by_user(loader, self.ranks.size):
             return iteration.start()
         if self.whole:
-            return _Served(iter(iteration.start()), self, whole=True)
+            return self._serve(iter(iteration.start()), whole=True)
         return self._divide_class(loader, iteration)
 
     def length(self, loader: Loader, length: int) -> int:
@@ -156,6 +157,9 @@ class BatchSharding(LoaderChange):
         """Take note that a batch has come to the loop, and how."""
         self.last_was_whole = self.ranks.context.sharding.whole = whole
 
+    def _serve(self, iterator: Iterator[Any], whole: bool) -> Iterator[Any]:
+        return Served(iterator, self, whole)
+
     def _counted_whole(self, loader: Loader) -> bool:
         """Whether what the loop has summed up, or is to sum up next, is of all batches."""
         whole = self.whole if self.last_was_whole is None else self.last_was_whole
@@ -182,11 +186,10 @@ class BatchSharding(LoaderChange):
         batches = iteration.whole()
         first: list[Any] = state.call(list, itertools.islice(batches, 1))
         rest = itertools.chain(first, batches)
-        if iteration.is_changed:
-            yield from rest
-        else:
-            divided = self.divide(lambda n: [*itertools.islice(rest, n)], Source.of(loader))
-            yield from _Served(divided, self, whole=False)
+        if not iteration.is_changed:
+            whole = rest
+            rest = self.divide(lambda n: [*itertools.islice(whole, n)], Source.of(loader))
+        yield from rest if iteration.is_changed and not self.splits else self._serve(rest, whole=False)
 
     def _agreed_state(self, loader: Loader) -> AgreedState:
         diverge_rng(self.ranks)
@@ -195,7 +198,7 @@ class BatchSharding(LoaderChange):
         return state
 
 
-class _ShardedSampler(Sampler[Any]):
+class ShardedSampler(Sampler[Any]):
     """Replaces a loader's sampler or batch sampler."""
 
     def __init__(self, sharding: BatchSharding, sampler: Any, generators: list[Any], source: Source) -> None:
@@ -220,7 +223,7 @@ class _ShardedSampler(Sampler[Any]):
         return len(self._sampler) if self._whole else self._sharding.share_of(len(self._sampler))
 
 
-class _Served(Iterator[Any]):
+class Served(Iterator[Any]):
     """Iterates over a loader's iterator, and notes how its batches are served."""
 
     def __init__(self, iterator: Iterator[Any], sharding: BatchSharding, whole: bool) -> None:

@@ -4,8 +4,8 @@ Batches of tensors go round in it, and come out as means.
 
 Three things are under way at once: a rank copies the other ranks' slices of batch k into its slot, sums its own slice
 of batch k - 1 over all ranks' slots, into its tensors and into the ring's result slot, and copies the other slices of
-batch k - 2 out of that. Each slice is summed by one rank, in the order of ranks, so all ranks have the same bits. Its
-own slice a rank neither copies in nor out: with two ranks that saves half of all copies.
+batch k - 2 out of that. Each slice is summed by one rank, so all ranks have the same bits. Its own slice goes no other
+way than into its cache and back: with two ranks that saves half of all copies.
 
 A batch is used by three counters of each rank, which count batches over the ring's life:
 
@@ -27,12 +27,12 @@ from dataclasses import dataclass
 
 import torch
 
-from nano_loop.distributed.comm.averaging_math import divide_each, is_summed_wider, wide_mean
+from nano_loop.distributed.comm.averaging_math import divide, is_summed_wider
 from nano_loop.distributed.comm.packing import Batch, Places, Signature, pack, signature
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_segment import LINE, SharedSegment
 from nano_loop.errors import NanoError, error_message
-from nano_loop.patching.torch_private import foreach_add, foreach_copy
+from nano_loop.patching.torch_private import foreach_copy
 
 _COUNTERS = range(3)
 
@@ -151,13 +151,13 @@ class SharedMemoryTransport:
         length = -(-batch.length // self._size)
         length = -(-length // LINE) * LINE
         start, stop = (min(rank * length, batch.length) for rank in (self._rank, self._rank + 1))
-        own = LocalShard(batch, start, stop, self._rank, [*row[:-1]], row[-1])
+        own = LocalShard(batch, start, stop, self._rank, row)
         others = [*batch.between(0, start), *batch.between(stop, batch.length)]
         return _Stage(Places(others, row[self._rank]), Places(others, row[-1]), own, count)
 
 
 class LocalShard:
-    """Sums one slice of a batch over the ranks, in their order.
+    """Sums one slice of a batch over the ranks, in one pass over all of them.
 
     Parameters
     ----------
@@ -167,43 +167,28 @@ class LocalShard:
         Which of its elements are summed.
     rank : int
         This process's.
-    slots : sequence of torch.Tensor
-        Where the ranks' batches are in shared memory, by rank; this rank's own is not read.
-    result : torch.Tensor
-        Where the means go for the other ranks, of the batch's length.
+    rows : torch.Tensor
+        Shared memory of the batch's dtype and length: a row for the elements of each rank, and one for the means.
     """
 
-    def __init__(
-        self, batch: Batch, start: int, stop: int, rank: int, slots: Sequence[torch.Tensor], result: torch.Tensor
-    ) -> None:
+    def __init__(self, batch: Batch, start: int, stop: int, rank: int, rows: torch.Tensor) -> None:
         pieces = batch.between(start, stop)
-        self._rank = rank
-        self._result = Places(pieces, result)
-        self._parts = [slot[start:stop] for slot in slots]
-        self._mean = result[start:stop]
-        self._of_lower = Places(pieces, slots[0] if rank == 1 else result)
-        self._higher = [Places(pieces, slot) for slot in slots[rank + 1 :]]
+        self._own = Places(pieces, rows[rank])
+        self._result = Places(pieces, rows[-1])
+        self._parts, self._mean = rows[:-1, start:stop], rows[-1, start:stop]
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite this rank's elements, and those of the result, by the means over all ranks."""
-        own_elements, parts, rank = self._result.elements(tensors), self._parts, self._rank
-        if not own_elements:
+        elements = self._own.elements(tensors)
+        if not elements:
             return
-        if is_summed_wider(self._mean.dtype):
-            own = torch.cat([elements.flatten() for elements in own_elements])
-            self._mean.copy_(wide_mean([*parts[:rank], own, *parts[rank + 1 :]]))
-            foreach_copy(own_elements, self._result.views)
-            return
-        if rank > 1:
-            torch.add(*parts[:2], out=self._mean)
-            for lower in parts[2:rank]:
-                self._mean.add_(lower)
-        if rank:
-            foreach_add(own_elements, self._of_lower.views)
-        for places in self._higher:
-            foreach_add(own_elements, places.views)
-        divide_each(own_elements, len(parts))
-        foreach_copy(self._result.views, own_elements)
+        foreach_copy(self._own.views, elements)  # no other rank reads them there
+        is_wide = is_summed_wider(self._mean.dtype)
+        total = self._parts.sum(0, dtype=torch.float32) if is_wide else torch.sum(self._parts, 0, out=self._mean)
+        divide(total, len(self._parts))
+        if is_wide:
+            self._mean.copy_(total)
+        foreach_copy(elements, self._result.views)
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,11 @@ class NanoStrategyMixin(RanksCollectives):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks, for which Lightning divides the batches of map-style datasets."""
-        return self.ranks.size > 1
+        """Whether there are several ranks, for which Lightning divides the batches of map-style datasets.
+
+        A run that splits each batch divides them itself.
+        """
+        return self.ranks.size > 1 and not self.settings().options.split_batches
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -184,7 +187,8 @@ class NanoStrategyMixin(RanksCollectives):
             trainer = self.lightning_module.trainer
             iterable = isinstance(dataloader.dataset, IterableDataset)
             training = trainer.training and not (trainer.sanity_checking or trainer.validating)
-            self._apply(TrainingObjects(loaders=[dataloader], shard=iterable and training))
+            by_run = iterable or self._nano_run.options.split_batches
+            self._apply(TrainingObjects(loaders=[dataloader], shard=by_run and training))
         return dataloader
 
     def model_to_device(self) -> None:
@@ -193,7 +197,7 @@ class NanoStrategyMixin(RanksCollectives):
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """See Lightning: gradients are averaged by the first backward after the body."""
-        return self._run.without_averaging(self.lightning_module) if self.is_distributed else nullcontext()
+        return self._run.without_averaging(self.lightning_module) if self.ranks.size > 1 else nullcontext()
 
     @property
     def _run(self) -> Run:

@@ -17,7 +17,7 @@ import torch
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.ownership import call_state
-from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.patch_table import listening, process_wide, value_in_force
 from nano_loop.patching.torch_private_autograd import in_backward, queue_callback
 
 #: Are called after each outermost backward of any thread.
@@ -42,6 +42,16 @@ def nested_backwards_noticed() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def roots_weighted(weigh: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Let `weigh` replace the ``grad_tensors`` of each outermost `torch.autograd.backward`, of any thread.
+
+    It takes ``tensors`` and ``grad_tensors`` as the program has passed them. `Tensor.backward` passes its own.
+    """
+    with nested_backwards_noticed(), listening(roots_weighted, weigh):
+        yield
+
+
+@contextmanager
 def backwards_watched(watcher: Callable[[], None]) -> Iterator[None]:
     """Call `watcher`, or that of a context inside this one, after each outermost `torch.autograd.backward`."""
     with nested_backwards_noticed():
@@ -54,8 +64,11 @@ def backwards_watched(watcher: Callable[[], None]) -> Iterator[None]:
 
 def _noticing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        noticed(*args, **kwargs)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not in_backward():
+            for weigh in value_in_force(roots_weighted) or ():
+                grad_tensors = weigh(tensors, grad_tensors)
+        noticed(tensors, grad_tensors, *args, **kwargs)
         if _watchers and not in_backward():
             for watcher in _watchers[-1:]:  # none, if another thread has taken it away meanwhile
                 watcher()

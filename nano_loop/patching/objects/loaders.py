@@ -49,6 +49,11 @@ class ClassIteration:
         """Whether what the class delivers comes from `DataLoader`'s iteration, which is changed already."""
         return self._stand_in.was_iterated
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether code of the class is at work for `whole`."""
+        return self._stand_in.reading
+
     def start(self) -> Iterator[Any]:
         """Return the class's iterator."""
         return self._start()

@@ -268,10 +268,10 @@ def test_slice_is_the_mean_in_the_order_of_ranks(size, dtype):
         total += each
     for rank in range(size):
         start, stop = 5, 30  # in the middle of the first and of the third tensor
-        slots, result = [each.clone() for each in flat], torch.full((LENGTH,), -1.0, dtype=dtype)
-        slots[rank].fill_(torch.nan)  # this rank's own gradients never are in shared memory
-        mine = [each.clone() for each in lists[rank]]
-        LocalShard(batch, start, stop, rank, slots, result).average(mine)
+        rows = torch.stack([*flat, torch.full((LENGTH,), -1.0, dtype=dtype)])
+        rows[rank].fill_(torch.nan)  # this rank's own gradients come from its tensors
+        mine, result = [each.clone() for each in lists[rank]], rows[-1]
+        LocalShard(batch, start, stop, rank, rows).average(mine)
         expected = flat[rank].clone()
         expected[start:stop] = (total / size)[start:stop]
         assert torch.equal(torch.cat([each.flatten() for each in mine]), expected)
@@ -283,6 +283,5 @@ def test_slice_is_the_mean_in_the_order_of_ranks(size, dtype):
 def test_an_empty_slice_changes_nothing():
     tensors = tensors_of(0, torch.float32)
     (batch,) = pack(signature(tensors), 1 << 10)
-    slots, result = [torch.zeros(LENGTH), torch.zeros(LENGTH)], torch.zeros(LENGTH)
-    LocalShard(batch, LENGTH, LENGTH, 1, slots, result).average(tensors)
+    LocalShard(batch, LENGTH, LENGTH, 1, torch.zeros(3, LENGTH)).average(tensors)
     assert all(map(torch.equal, tensors, tensors_of(0, torch.float32)))

@@ -1,6 +1,7 @@
 import pytest
 
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
+from nano_loop.errors import NanoError
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 4, 7, 64])
@@ -21,3 +22,32 @@ def test_weighted_means_of_shares_are_the_mean_of_the_batch(total, size):
 def test_share_of_a_sum_weighs_as_many_times_as_there_are_ranks(total, expected):
     assert SplitBatches(Share.of(total, 0, 2), "sum").weight == expected
     assert SplitBatches().weight == 1.0
+
+
+class Iteration:
+    """Stands for that of a loader."""
+
+
+@pytest.mark.parametrize(("other", "differs"), [(5, False), (7, True), (4, True), (1, True)])
+def test_batches_of_different_shares_for_one_backward_are_an_error(other, differs):
+    split, first, second = SplitBatches(), Iteration(), Iteration()
+    split.deliver(first, Share.of(7, 0, 2))
+    split.deliver(first, Share.of(5, 0, 2))
+    split.deliver(second, Share.of(other, 0, 2))
+    if differs:
+        with pytest.raises(NanoError, match="3 of 5, .* samples.*in the same ratio.*multiples of 2"):
+            split.begin_backward()
+    else:
+        assert split.begin_backward() == 1.2
+
+
+def test_each_backward_and_the_end_of_an_iteration_make_room_for_another_share():
+    split, first, second = SplitBatches(), Iteration(), Iteration()
+    split.deliver(first, Share.of(5, 0, 2))
+    assert split.begin_backward() == 1.2
+    split.deliver(second, Share.of(7, 0, 2))
+    assert split.begin_backward() == 8 / 7
+    split.deliver(first, Share.of(5, 0, 2))
+    del first
+    split.deliver(second, Share.of(8, 0, 2))
+    assert split.begin_backward() == 1.0

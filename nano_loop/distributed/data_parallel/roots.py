@@ -1,0 +1,98 @@
+"""Gradients and values at the roots of a backward, where ranks share a batch (``split_batches=True``).
+
+A rank's loss is a mean over its share. So the gradient at the root is multiplied by the share's weight, and the mean of
+all ranks' gradients is that of the loss of the whole batch, whatever arrives in several backwards before it is averaged.
+Afterwards the root's value is the loss of the whole batch, too, on every rank.
+
+What `torch.autograd.grad` returns has no weight: it may be the gradient of an input, as for a gradient penalty. Where
+the loop makes gradients of parameters of it, they get the weight when they are averaged.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from nano_loop.distributed.comm.split_batches import SplitBatches
+from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.calls.backward import roots_weighted
+
+
+class WeightedRoots:
+    """The roots of the backwards of one rank.
+
+    Parameters
+    ----------
+    split : SplitBatches
+        What the rank knows of its share.
+    """
+
+    def __init__(self, split: SplitBatches) -> None:
+        self._split = split
+        self._roots: list[weakref.ref[torch.Tensor]] = []  # of the backward that runs, whose values are losses
+        self._weight = 1.0
+
+    def weighted(self) -> AbstractContextManager[None]:
+        """Return a context in which the backwards of the loop's thread begin with weighted gradients."""
+        return roots_weighted(self._weigh)
+
+    def values(self) -> tuple[float, ...]:
+        """Return what this rank adds to the values of the roots, whose mean over the ranks is that of the batch."""
+        return tuple(self._weight * float(root.detach()) for root in self._alive())
+
+    def become_means(self, values: Sequence[tuple[float, ...]]) -> None:
+        """Give the roots their values, of what all ranks have returned by `values`, and forget them.
+
+        A root gets new memory: what the graph has saved of it, and what the loop has read before, stays as it was.
+        """
+        roots, self._roots = self._alive(), []
+        if len({len(of_rank) for of_rank in values}) > 1 or (share := self._split.share) is None or share.is_whole:
+            return
+        for root, parts in zip(roots, zip(*values, strict=True), strict=True):
+            root.data = torch.full_like(root.detach(), sum(parts) / len(parts))
+
+    def scale(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Multiply gradients by the weight that the loop has made by itself, of this rank's share."""
+        weight = self._split.weight
+        for parameter in parameters:
+            if weight != 1 and parameter.grad is not None:
+                parameter.grad = parameter.grad * weight
+
+    def _alive(self) -> list[torch.Tensor]:
+        return [root for reference in self._roots if (root := reference()) is not None]
+
+    def _weigh(self, tensors: Any, grad_tensors: Any) -> Any:
+        if not self._split.is_here:
+            return grad_tensors
+        self._weight = weight = self._split.begin_backward()
+        roots = [*tensors] if isinstance(tensors, (list, tuple)) and not _is_edge(tensors) else [tensors]
+        self._roots = [weakref.ref(root) for root in roots if isinstance(root, torch.Tensor) and _is_loss(root)]
+        if weight == 1:
+            return grad_tensors
+        given = [*grad_tensors] if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
+        if grad_tensors is None:
+            given *= len(roots)
+        if len(given) != len(roots):
+            return grad_tensors  # torch says so
+        return [_weighted(root, gradient, weight) for root, gradient in zip(roots, given, strict=True)]
+
+
+def _is_edge(root: Any) -> bool:
+    return isinstance(root, torch.autograd.graph.GradientEdge)
+
+
+def _is_loss(root: torch.Tensor) -> bool:
+    return root.numel() == 1 and root.is_floating_point() and not root.is_leaf
+
+
+def _weighted(root: Any, gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
+    if gradient is not None:
+        return gradient * weight
+    if isinstance(root, torch.Tensor):
+        return torch.full_like(root, weight) if root.numel() == 1 else None  # torch asks for one
+    got, expected = "a backward from a GradientEdge without a gradient", "with split_batches it gets a weight"
+    raise NanoError(error_message(got, expected, "Pass grad_tensors, such as torch.ones(())"))

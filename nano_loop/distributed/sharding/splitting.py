@@ -1,0 +1,174 @@
+"""Splits each batch of a loader among the ranks; order, length and number of steps are those of one process.
+
+Samples that torch's own collate function stacks are chosen by their indices, so that each is loaded once, by its rank.
+What another function makes of a sample may depend on the others: padding to the longest, negative pairs. So such
+batches are loaded whole by every rank, and its part is taken out, as of an `IterableDataset`, of a loader without a
+batch sampler, and of a class that iterates by itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, Sampler, Subset
+
+from nano_loop.distributed.comm.split_batches import Share, SplitBatches
+from nano_loop.distributed.sharding.batch_parts import BatchParts
+from nano_loop.distributed.sharding.own_shares import Source
+from nano_loop.distributed.sharding.sharding import BatchSharding, Loader, Served, sharded_by_user
+from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.objects.loaders import ClassIteration, Start
+from nano_loop.patching.torch_private_loaders import collates_as_torch, is_default_collate
+
+_ALL = "split_batches divides each batch of all data among the ranks"
+_UNDIVIDED = "Give every rank all data: leave the sampler or the subset by rank out. Or leave split_batches out"
+
+
+class BatchSplitting(BatchSharding):
+    """Splits one loader's batches, or serves all of them whole on every rank, as `BatchSharding` chooses."""
+
+    splits = True
+
+    def __init__(self, split: SplitBatches, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.split = split
+        self.parts = BatchParts(self.ranks.rank, self.ranks.size)
+        self.shares: deque[Share] | None = None  # of batches of indices that are on their way in the latest iteration
+        self._by_class: ClassIteration | None = None
+
+    def attributes(self, loader: Loader) -> dict[str, Any]:
+        """See `LoaderChange.attributes`."""
+        attributes = super().attributes(loader)
+        if sharded_by_user(loader, self.ranks.size):
+            return attributes
+        attributes["in_order"] = True
+        if splits_indices(loader):
+            attributes["batch_sampler"] = _OwnIndices(self, attributes["batch_sampler"])
+        elif loader.batch_sampler is not None and not self._in_class:
+            attributes["collate_fn"] = _Counting(loader.collate_fn)
+        return attributes
+
+    def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
+        """See `LoaderChange.iterate`."""
+        if sharded_by_user(loader, self.ranks.size) and not self.whole:
+            self._refuse(f"a loader whose sampler divides it among {self.ranks.size} ranks")
+        self.shares = deque() if splits_indices(loader) and not (self.whole or self._in_class) else None
+        return super().iterate(loader, start)
+
+    def iterate_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
+        """See `LoaderChange.iterate_class`. A class may read ahead, so what it delivers is split."""
+        self._by_class, self.shares = iteration, None
+        return super().iterate_class(loader, iteration)
+
+    def share_of(self, length: int) -> int:
+        """Return the number of all batches: each rank takes its part of every one."""
+        return length
+
+    def divide(self, take: Callable[[int], list[Any]], source: Source) -> Iterator[Any]:
+        """Yield every item, in the order of rank 0; see `BatchSharding.divide`.
+
+        Raises
+        ------
+        NanoError
+            If the program has divided the data by rank.
+        """
+        items = take(1)
+        self.own_shares.compare(items, source)
+        if self.own_shares.apart:
+            self._refuse(f"different samples of {source.name} on each rank")
+        self.ranks.context.sharding.implicit_loaders |= not self.number
+        while items:
+            yield items.pop()
+            items = take(1)
+
+    @property
+    def _in_class(self) -> bool:
+        """Whether the code of the loader's class is at work, which gets batches whole."""
+        return self._by_class is not None and self._by_class.is_reading
+
+    def _serve(self, iterator: Iterator[Any], whole: bool) -> Iterator[Any]:
+        return super()._serve(iterator, whole) if self._in_class else _Split(iterator, self, whole)
+
+    def _refuse(self, got: str) -> None:
+        raise NanoError(error_message(got, _ALL, _UNDIVIDED))
+
+
+class _Split(Served):
+    """Takes this rank's part out of each batch on its way to the loop, and notes its share."""
+
+    def __init__(self, iterator: Iterator[Any], splitting: BatchSplitting, whole: bool) -> None:
+        super().__init__(iterator, splitting, whole)
+        self._splitting, self._shares = splitting, splitting.shares
+
+    def __next__(self) -> Any:
+        batch, total, split = super().__next__(), None, self._splitting.split
+        if isinstance(batch, _Counted):
+            total, batch = batch
+        if self._whole:
+            if self._splitting.shard is False and torch.is_grad_enabled():  # in an evaluation the share stays that of the batch before
+                split.deliver(self, None)
+            return batch
+        if not split.is_here:
+            expected = "with split_batches a batch belongs to the backward that follows in the loop's thread"
+            hint = "Iterate it in the thread that trains; num_workers loads ahead"
+            raise NanoError(error_message("a loader that another thread iterates", expected, hint))
+        if self._shares is None:
+            share, batch = self._splitting.parts.part(batch, total)
+        else:
+            share = self._shares.popleft()
+        split.deliver(self, share)
+        return batch
+
+
+class _OwnIndices(Sampler[Any]):
+    """Yields this rank's indices of each batch, and notes the share."""
+
+    def __init__(self, splitting: BatchSplitting, sampler: Any) -> None:
+        self._splitting, self._sampler = splitting, sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._sampler)
+        shares = self._splitting.shares
+        return batches if shares is None else self._own(batches, shares)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def _own(self, batches: Iterator[Any], shares: deque[Share]) -> Iterator[Any]:
+        ranks = self._splitting.ranks
+        for batch in batches:
+            indices = [*batch]
+            shares.append(share := Share.of(len(indices), ranks.rank, ranks.size))
+            yield indices[share.start : share.stop]
+
+
+class _Counted(NamedTuple):
+    """A batch, with the number of its samples."""
+
+    total: int
+    batch: Any
+
+
+class _Counting:
+    """A collate function that also counts the samples, in worker processes too."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> _Counted:
+        return _Counted(len(samples), self._collate(samples))
+
+
+def splits_indices(loader: Loader) -> bool:
+    """Whether a part of a loader's batch is what its indices make: samples are stacked, or are graphs of PyG."""
+    dataset = loader.dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    if loader.batch_sampler is None or isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitems__"):
+        return False  # what reads several samples at once may pad them to the longest
+    if type(loader.collate_fn).__module__.startswith("torch_geometric."):
+        return True
+    return is_default_collate(loader.collate_fn) and collates_as_torch()

@@ -1,0 +1,403 @@
+"""Small models that train in fp64 for 20 steps, plain and on ranks that share each batch: pairs with equal weights.
+
+A loop gets ``run``, a `TorchNano` or a `Plain`. Most batches have 9 samples, of which ranks have different numbers, and
+the last of an epoch has one, which all ranks compute.
+"""
+
+import contextlib
+import itertools
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from nano_loop import TorchNano
+
+SAMPLES, BATCH, EPOCHS = 37, 9, 4
+
+
+class Plain:
+    """What a loop is given in one process, without nano_loop."""
+
+    def setup(self, *parts):
+        return parts
+
+    def no_backward_sync(self, model, enabled=True):
+        return contextlib.nullcontext()
+
+    def all_reduce(self, data, reduce_op="mean"):
+        return data
+
+    def share(self):
+        return 1.0
+
+
+class Shared(TorchNano):
+    def train(self, names):
+        return trained(self, names)
+
+
+def trained(run, names):
+    """What loops return, by their names."""
+    results = {}
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            results[name] = LOOPS[name](run)
+        except Exception as error:
+            raise AssertionError(name) from error
+    return results
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def vectors(count=SAMPLES):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 6, generator=generator, dtype=torch.float64)
+    return x, (x.sin().sum(1, keepdim=True) + x[:, :1]).detach()
+
+
+def loader_of(*columns, **settings):
+    return DataLoader(TensorDataset(*columns), BATCH, **{"shuffle": True} | settings)
+
+
+def mlp(*sizes):
+    layers = [[nn.Linear(one, two, dtype=torch.float64), nn.Tanh()] for one, two in itertools.pairwise(sizes)]
+    return nn.Sequential(*itertools.chain.from_iterable(layers))[:-1]
+
+
+def by_sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
+
+
+def fit(run, model, loader, loss_of, optimizer=None, after_step=lambda loss: None):
+    optimizer = by_sgd(model) if optimizer is None else optimizer
+    run.setup(model, optimizer)
+    losses = []
+    for _ in range(EPOCHS):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            after_step(loss)
+    return weights(model), torch.tensor(losses, dtype=torch.float64), torch.tensor(len(loader))
+
+
+def squares(model, batch):
+    x, y = batch
+    return F.mse_loss(model(x), y)
+
+
+def sgd(run):
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), squares)
+
+
+def adam(run):
+    model = mlp(6, 8, 1)
+    return fit(run, model, loader_of(*vectors()), squares, torch.optim.Adam(model.parameters(), lr=1e-2))
+
+
+def lbfgs(run):
+    model = mlp(6, 8, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    run.setup(model, optimizer)
+    for _ in range(EPOCHS):
+        for x, y in loader_of(*vectors()):
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    return (weights(model),)
+
+
+def convolutions(run):
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(SAMPLES, 2, 8, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (SAMPLES,), generator=generator)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(16, 3)
+    ).double()
+    return fit(run, model, loader_of(images, labels), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+
+
+class Sentences(Dataset):
+    """Sequences of different lengths, with a target each."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        lengths = torch.randint(2, 9, (SAMPLES,), generator=generator).tolist()
+        self.samples = [torch.randint(1, 11, (length,), generator=generator) for length in lengths]
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        words = self.samples[index]
+        return words, words.double().mean()
+
+
+def padded(samples):
+    words, targets = zip(*samples, strict=True)
+    lengths = torch.tensor([len(one) for one in words])
+    return {"words": pad_sequence(words, batch_first=True), "lengths": lengths, "targets": torch.stack(targets)}
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 5, dtype=torch.float64)
+        self.rnn = nn.LSTM(5, 6, batch_first=True, dtype=torch.float64)
+        self.head = nn.Linear(6, 1, dtype=torch.float64)
+
+    def forward(self, words, lengths):
+        packed = pack_padded_sequence(self.words(words), lengths, batch_first=True, enforce_sorted=False)
+        states, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return self.head(states.sum(1) / lengths.unsqueeze(1)).squeeze(1)
+
+
+def of_sentences(model, batch):
+    return F.mse_loss(model(batch["words"], batch["lengths"]), batch["targets"])
+
+
+def lstm(run):
+    loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=padded)
+    return fit(run, Reader(), loader, of_sentences)
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 1)
+        self.double()
+
+    def forward(self, words, lengths):
+        mask = words == 0
+        states = self.layer(self.words(words), src_key_padding_mask=mask).masked_fill(mask.unsqueeze(2), 0)
+        return self.head(states.sum(1) / lengths.unsqueeze(1)).squeeze(1)
+
+
+def transformer(run):
+    loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=padded)
+    return fit(run, Transformer(), loader, of_sentences)
+
+
+def accumulation(run, paused=False):
+    """Of three batches each; what is left at the end of an epoch is a short batch alone, or with others."""
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model)
+    run.setup(model, optimizer)
+    losses = []
+    for _ in range(EPOCHS):
+        loader = loader_of(*vectors(SAMPLES + 4))
+        for number, (x, y) in enumerate(loader, 1):
+            steps = number % 3 == 0 or number == len(loader)
+            with run.no_backward_sync(model, enabled=paused and not steps):
+                loss = F.mse_loss(model(x), y) / 3
+                loss.backward()
+                losses.append(loss.item())
+            if steps:
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights(model), torch.tensor(losses, dtype=torch.float64)
+
+
+def paused_accumulation(run):
+    return accumulation(run, paused=True)
+
+
+def clipping(run):
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model)
+    run.setup(model, optimizer)
+    norms = []
+    for x, y in loader_of(*vectors()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        norms.append(clip_grad_norm_(model.parameters(), 0.3))
+        optimizer.step()
+    return weights(model), torch.stack(norms)
+
+
+def plateau(run):
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model)
+    schedulers = [
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.05),
+        torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9),
+    ]
+
+    def schedule(loss):
+        schedulers[0].step(loss.item())
+        schedulers[1].step()
+
+    result = fit(run, model, loader_of(*vectors()), squares, optimizer, schedule)
+    return *result, torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64)
+
+
+def one_cycle(run):
+    model = mlp(6, 8, 1)
+    loader, optimizer = loader_of(*vectors()), by_sgd(model)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, epochs=EPOCHS, steps_per_epoch=len(loader))
+    return fit(run, model, loader, squares, optimizer, lambda loss: scheduler.step())
+
+
+def moving_average(run):
+    model = mlp(6, 8, 1)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    fit(run, model, loader_of(*vectors()), squares, after_step=lambda loss: ema.update_parameters(model))
+    return (weights(ema.module),)
+
+
+def checkpointed(run, reentrant=False):
+    model = mlp(6, 8, 8, 1)
+    loader = loader_of(*vectors())
+
+    def loss_of(model, batch):
+        x, y = batch
+        hidden = checkpoint(model[:3], x.requires_grad_(), use_reentrant=reentrant)
+        return F.mse_loss(model[3:](hidden), y)
+
+    return fit(run, model, loader, loss_of)
+
+
+def checkpointed_reentrant(run):
+    return checkpointed(run, reentrant=True)
+
+
+def two_losses(run):
+    """One by one, of several roots, with gradients of the roots, and in a graph that is kept."""
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model, lr=0.02)
+    run.setup(model, optimizer)
+    seen = []
+    for x, y in itertools.chain(loader_of(*vectors()), loader_of(*vectors())):
+        optimizer.zero_grad()
+        near = F.mse_loss(model(x), y)
+        far = model(x).exp().mean()
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        torch.autograd.backward([near, far], [torch.tensor(0.5).double(), None], retain_graph=True)
+        far.backward(retain_graph=True)
+        (far.log() * penalty * 1e-2 + near).backward(torch.tensor(2.0).double())
+        optimizer.step()
+        seen += [near.item(), far.item()]
+    return weights(model), torch.tensor(seen, dtype=torch.float64)
+
+
+def gradient_penalty(run):
+    """`torch.autograd.grad` of each sample's score by its input, as in WGAN-GP."""
+    model = mlp(6, 8, 1)
+
+    def loss_of(model, batch):
+        x, y = batch
+        x = x.clone().requires_grad_()
+        scores = model(x)
+        (slopes,) = torch.autograd.grad(scores, x, torch.ones_like(scores), create_graph=True)
+        return (scores * y).mean() + (slopes.norm(dim=1) - 1).square().mean()
+
+    return fit(run, model, loader_of(*vectors()), loss_of, by_sgd(model, 0.02))
+
+
+def own_gradients(run):
+    """Gradients that the loop puts into ``p.grad``, of a backward or without one."""
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model)
+    run.setup(model, optimizer)
+    parameters = list(model.parameters())
+    for x, y in loader_of(*vectors()):
+        loss = F.mse_loss(model(x), y)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return (weights(model),)
+
+
+def own_count(run):
+    """A mean over the batch's words, that the loop weighs by itself."""
+    model = nn.Embedding(11, 1, dtype=torch.float64)
+
+    def loss_of(model, batch):
+        words = batch["words"]
+        count = run.all_reduce((words != 0).sum().double(), reduce_op="sum")
+        return ((model(words).squeeze(2) - 1).square() * (words != 0)).sum() / count / run.share()
+
+    return fit(run, model, DataLoader(Sentences(), BATCH, collate_fn=padded), loss_of)
+
+
+def averages(run):
+    """`all_reduce` of means, before a backward and without one."""
+    found, model = [], mlp(6, 1)
+    run.setup(model, by_sgd(model))
+    for x, y in loader_of(*vectors()):
+        found += [run.all_reduce(x.mean().clone()), run.all_reduce({"y": y.mean().clone()})["y"]]
+    return (torch.stack(found),)
+
+
+def evaluated_between(run):
+    """An evaluation of whole batches, between a batch and its backward."""
+    model = mlp(6, 8, 1)
+    held_out = loader_of(*vectors(14), shuffle=False)
+    found = []
+
+    def loss_of(model, batch):
+        with torch.no_grad():
+            found.append(torch.stack([squares(model, one) for one in held_out]).mean())
+        return squares(model, batch)
+
+    return *fit(run, model, loader_of(*vectors()), loss_of), torch.stack(found)
+
+
+class Stream(IterableDataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        return zip(*vectors(), strict=True)
+
+
+def streamed(run):
+    return fit(run, mlp(6, 8, 1), DataLoader(Stream(), BATCH), squares)
+
+
+def by_workers(run):
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(), num_workers=2, persistent_workers=True), squares)
+
+
+class Ahead(DataLoader):
+    """Reads a batch ahead, as Accelerate's loaders do."""
+
+    def __iter__(self):
+        batches = super().__iter__()
+        batch = next(batches)
+        for after in batches:
+            yield batch
+            batch = after
+        yield batch
+
+
+def read_ahead(run):
+    return fit(run, mlp(6, 8, 1), Ahead(TensorDataset(*vectors()), BATCH, shuffle=True), squares)
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (
+        *(sgd, adam, lbfgs, convolutions, lstm, transformer, accumulation, paused_accumulation, clipping, plateau),
+        *(one_cycle, moving_average, checkpointed, checkpointed_reentrant, two_losses, gradient_penalty),
+        *(own_gradients, own_count, averages, evaluated_between, streamed, by_workers, read_ahead),
+    )
+}

@@ -1,0 +1,74 @@
+"""Ranks that share each batch end with the weights, and see the losses, of the plain loop."""
+
+import pytest
+
+from distributed.data_parallel.averaged import Setup
+from distributed.sharding.test_sharding_step import made
+from distributed.small import OPTIONS
+from distributed.split_batches.loops import LOOPS, Plain, Shared, trained
+from nano_loop.api.collectives import _of_tensors
+from nano_loop.distributed.comm.split_batches import SplitBatches
+from nano_loop.distributed.comm.tensor_collectives import reduced
+from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.steps.sharding import Sharding
+
+#: Relative to the largest number.
+TOLERANCES = {"adam": 1e-9, "lbfgs": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return trained(Plain(), LOOPS)
+
+
+def assert_equal(found, plain):
+    wrong = []
+    for name, expected in plain.items():
+        for number, (one, other) in enumerate(zip(found[name], expected, strict=True)):
+            off = float((one - other).abs().max() / other.abs().max())
+            if not off <= TOLERANCES.get(name, 1e-12):
+                wrong.append(f"{name}[{number}] is off by {off:.1e}")
+    assert not wrong, wrong
+
+
+def test_two_ranks_compute_what_one_process_computes(plain):
+    run = Shared(**OPTIONS, split_batches=True)
+    assert_equal(run.train([*LOOPS]), plain)
+    assert run.report["loaders"].status == "applied"
+
+
+class OfTeam:
+    """What a loop is given by a team, whose ranks may be more than this machine has cores."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        ranks.context.split = SplitBatches()
+        self.loaders = made(Sharding, ranks)
+        self.averaged = Setup(ranks)
+        self.no_backward_sync = lambda model, enabled: self.averaged.paused(*[model] * enabled)
+
+    def setup(self, model, optimizer):
+        self.averaged.setup(model, optimizer)
+        self.loaders.observe(TrainingObjects(models=[model], optimizers=[optimizer]))
+
+    def all_reduce(self, data, reduce_op="mean"):
+        return _of_tensors(lambda tensor: reduced(self.ranks, tensor, None, reduce_op), data)
+
+    def share(self):
+        return self.ranks.context.split.weight / self.ranks.size
+
+
+def of_team(ranks, names):
+    run = OfTeam(ranks)
+    try:
+        return trained(run, names)
+    finally:
+        run.averaged.close()
+        run.loaders.undo()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_ranks_compute_what_one_process_computes(team, plain, size):
+    for found in team(size)(of_team, [*LOOPS]):
+        assert_equal(found, plain)
