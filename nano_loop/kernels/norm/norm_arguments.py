@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,37 @@ MIN_ELEMENTS = 1 << 18
 NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+#: Takes how many values a channel of this tensor has, and two sums by channel. Makes the sums those of a batch of which
+#: the tensor is a part, and returns how many values its channels have.
+Exchange = Callable[[float, Tensor, Tensor], float]
+_Callback: Any = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.POINTER(ctypes.c_double)] * 3)
+
+
 class _Shape(ctypes.Structure):
     """How a tensor is read: ``Shape`` of ``norms.c``."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "rows", "channels", "nhwc", "bf16")]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("segments", "rows", "channels", "nhwc", "bf16")),
+        ("exchange", _Callback),
+    ]
+
+
+@contextmanager
+def called_back(exchange: Exchange | None, channels: int) -> Iterator[Any]:
+    """Give what a C function calls for an `Exchange`, and raise afterwards what that has raised."""
+    errors: list[BaseException] = []
+
+    def called(count: Any, *pointers: Any) -> bool:
+        arrays = [(ctypes.c_double * channels).from_address(ctypes.addressof(each.contents)) for each in pointers]
+        try:
+            count[0] = exchange(count[0], *(torch.frombuffer(array, dtype=torch.float64) for array in arrays))
+        except BaseException as error:  # also Ctrl-C, which would be lost in C
+            errors.append(error)
+        return not errors
+
+    yield None if exchange is None else _Callback(called)
+    if errors:
+        raise errors[0]
 
 
 class Layout(NamedTuple):
@@ -67,11 +95,12 @@ def layout_of(x: Tensor) -> Layout | None:
     return layout if (layout.channels if layout.is_nhwc else layout.pixels) >= _FEW else None
 
 
-def shape_of(x: Tensor, layout: Layout, together: bool = False) -> _Shape:
+def shape_of(x: Tensor, layout: Layout, together: bool = False, callback: Any = None) -> _Shape:
     """Return the ``Shape`` of a tensor. Images in NHWC that have their statistics together are one segment."""
     one = together and layout.is_nhwc
     segments, rows = (1, layout.images * layout.pixels) if one else (layout.images, layout.pixels)
-    return _Shape(segments, rows, layout.channels, layout.is_nhwc, x.dtype is torch.bfloat16)
+    is_bf16 = x.dtype is torch.bfloat16
+    return _Shape(segments, rows, layout.channels, layout.is_nhwc, is_bf16, callback or _Callback())
 
 
 def supports_rows(x: Tensor, shape: Sequence[int]) -> bool:

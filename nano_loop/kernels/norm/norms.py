@@ -25,7 +25,9 @@ from nano_loop.kernels.memory import DENSE, FLOATS, FP32, empty
 from nano_loop.kernels.norm import norm_arguments
 from nano_loop.kernels.norm.norm_arguments import (
     NHWC,
+    Exchange,
     are_fp32,
+    called_back,
     has_fp32_statistics,
     layout_of,
     rows_of,
@@ -74,7 +76,8 @@ def _supports(name: str, kernel: Kernel, *args: Any) -> Call | None:
 
 
 def _computed(compute: _Compute, call: Call) -> _Results | None:
-    return compute(*call.tensors, *call.numbers)
+    exchange = {} if call.details is None else {"exchange": call.details}
+    return compute(*call.tensors, *call.numbers, **exchange)
 
 
 def _with_copies(call: Call) -> Call | None:
@@ -93,8 +96,12 @@ def batch_norm(
     training: bool,
     momentum: float,
     eps: float,
+    exchange: Exchange | None = None,
 ) -> _Results | None:
-    """Compute ``aten::native_batch_norm`` by the statistics of the batch, or return None where torch has to."""
+    """Compute ``aten::native_batch_norm`` by the statistics of the batch, or return None where torch has to.
+
+    With an `exchange`, `x` is a part of the batch.
+    """
     layout = layout_of(x)
     # The dtype of the statistics follows from all of these.
     parameters = (weight, bias, running_mean, running_var)
@@ -103,8 +110,9 @@ def batch_norm(
     if not has_fp32_statistics(x, *parameters):
         return None
     results = torch.empty_like(x), empty(layout.channels), empty(layout.channels)
-    shape, numbers = shape_of(x, layout, together=True), (float(momentum), float(eps))
-    is_done = KERNEL("batch_norm", shape, x, *parameters, *numbers, *results)
+    with called_back(exchange, layout.channels) as callback:
+        shape, numbers = shape_of(x, layout, together=True, callback=callback), (float(momentum), float(eps))
+        is_done = KERNEL("batch_norm", shape, x, *parameters, *numbers, *results)
     return results if is_done else None
 
 
@@ -119,12 +127,15 @@ def batch_norm_backward(
     training: bool,
     eps: float,
     mask: Sequence[bool],
+    exchange: Exchange | None = None,
 ) -> _Results | None:
     """Compute ``aten::native_batch_norm_backward``, likewise."""
     layout = layout_of(x)
     if layout is None or not training or means is None or not are_fp32(layout.channels, weight, means, inverses):
         return None
-    return _gradients("batch_norm", (shape_of(x, layout, together=True),), gradient, x, weight, means, inverses, mask)
+    with called_back(exchange, layout.channels) as callback:
+        sizes = (shape_of(x, layout, together=True, callback=callback),)
+        return _gradients("batch_norm", sizes, gradient, x, weight, means, inverses, mask)
 
 
 def group_norm(
@@ -217,6 +228,27 @@ OVERRIDES = tuple(
         *(layer_norm, layer_norm_backward),
     )
 )
+
+
+def of_part(name: str, exchange: Exchange, *args: Any) -> _Results | None:
+    """Compute an operator for a tensor that is a part of a batch; return None where torch has to.
+
+    Parameters
+    ----------
+    name : {"batch_norm", "batch_norm_backward"}
+        The operator, without "native_".
+    exchange : callable
+        Makes sums those of the batch. It is not called where torch has to compute.
+    *args : Any
+        Those of the operator.
+    """
+    x: Tensor = args[int(name.endswith("backward"))]
+    if x.numel() < norm_arguments.MIN_ELEMENTS:
+        return None
+    override = next(each for each in OVERRIDES if each.operator == f"native_{name}")
+    call = Call(name, args[:1], args[1:], details=exchange, timed=lambda call: None)  # others would wait for a rehearsal
+    results: _Results | None = override.computed(call)
+    return results
 
 
 def _gradients(
