@@ -34,7 +34,7 @@ class CallSite(NamedTuple):
         return "\n".join(self).encode(errors="replace")
 
     @classmethod
-    def unpack(cls, data: bytes) -> CallSite:
+    def unpack(cls, data: bytes | bytearray) -> CallSite:
         """Return what `pack` has packed. Where bytes are missing at the end, the line is shorter."""
         what, _, line = data.decode(errors="replace").partition("\n")
         return cls(what, line)

@@ -40,19 +40,24 @@ class _Shape(ctypes.Structure):
 
 
 @contextmanager
-def called_back(exchange: Exchange | None, channels: int) -> Iterator[Any]:
-    """Give what a C function calls for an `Exchange`, and raise afterwards what that has raised."""
+def exchanging(shape: _Shape, exchange: Exchange | None) -> Iterator[None]:
+    """Let a C function that gets `shape` in the body call `exchange`, and raise then what that has raised."""
+    if exchange is None:
+        yield
+        return
     errors: list[BaseException] = []
+    array = ctypes.c_double * shape.channels
 
-    def called(count: Any, *pointers: Any) -> bool:
-        arrays = [(ctypes.c_double * channels).from_address(ctypes.addressof(each.contents)) for each in pointers]
+    def call(count: Any, *pointers: Any) -> bool:
+        arrays = [array.from_address(ctypes.addressof(pointer.contents)) for pointer in pointers]
         try:
-            count[0] = exchange(count[0], *(torch.frombuffer(array, dtype=torch.float64) for array in arrays))
+            count[0] = exchange(count[0], *(torch.frombuffer(sums, dtype=torch.float64) for sums in arrays))
         except BaseException as error:  # also Ctrl-C, which would be lost in C
             errors.append(error)
         return not errors
 
-    yield None if exchange is None else _Callback(called)
+    shape.exchange = _Callback(call)
+    yield
     if errors:
         raise errors[0]
 
@@ -95,12 +100,11 @@ def layout_of(x: Tensor) -> Layout | None:
     return layout if (layout.channels if layout.is_nhwc else layout.pixels) >= _FEW else None
 
 
-def shape_of(x: Tensor, layout: Layout, together: bool = False, callback: Any = None) -> _Shape:
+def shape_of(x: Tensor, layout: Layout, together: bool = False) -> _Shape:
     """Return the ``Shape`` of a tensor. Images in NHWC that have their statistics together are one segment."""
     one = together and layout.is_nhwc
     segments, rows = (1, layout.images * layout.pixels) if one else (layout.images, layout.pixels)
-    is_bf16 = x.dtype is torch.bfloat16
-    return _Shape(segments, rows, layout.channels, layout.is_nhwc, is_bf16, callback or _Callback())
+    return _Shape(segments, rows, layout.channels, layout.is_nhwc, x.dtype is torch.bfloat16)
 
 
 def supports_rows(x: Tensor, shape: Sequence[int]) -> bool:

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from nano_loop.kernels import override
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.memory import DENSE, FLOATS, FP32, empty
+from nano_loop.kernels.memory import DENSE, FLOATS, FP32, attempt, empty
 from nano_loop.kernels.norm import norm_arguments
 from nano_loop.kernels.norm.norm_arguments import (
     NHWC,
     Exchange,
     are_fp32,
-    called_back,
+    exchanging,
     has_fp32_statistics,
     layout_of,
     rows_of,
@@ -36,6 +36,7 @@ from nano_loop.kernels.norm.norm_arguments import (
 )
 from nano_loop.kernels.override import BF16, COMPILED, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.ownership import rules_now
 
 _DENSE, _PARAMETERS, _STATISTICS = FLOATS._replace(layout=DENSE), (FP32, FP32), (FP32, FP32)
 _FORWARD = (_DENSE, *_PARAMETERS, _DENSE, *_STATISTICS)
@@ -76,8 +77,7 @@ def _supports(name: str, kernel: Kernel, *args: Any) -> Call | None:
 
 
 def _computed(compute: _Compute, call: Call) -> _Results | None:
-    exchange = {} if call.details is None else {"exchange": call.details}
-    return compute(*call.tensors, *call.numbers, **exchange)
+    return compute(*call.tensors, *call.numbers)
 
 
 def _with_copies(call: Call) -> Call | None:
@@ -110,8 +110,8 @@ def batch_norm(
     if not has_fp32_statistics(x, *parameters):
         return None
     results = torch.empty_like(x), empty(layout.channels), empty(layout.channels)
-    with called_back(exchange, layout.channels) as callback:
-        shape, numbers = shape_of(x, layout, together=True, callback=callback), (float(momentum), float(eps))
+    shape, numbers = shape_of(x, layout, together=True), (float(momentum), float(eps))
+    with exchanging(shape, exchange):
         is_done = KERNEL("batch_norm", shape, x, *parameters, *numbers, *results)
     return results if is_done else None
 
@@ -133,9 +133,9 @@ def batch_norm_backward(
     layout = layout_of(x)
     if layout is None or not training or means is None or not are_fp32(layout.channels, weight, means, inverses):
         return None
-    with called_back(exchange, layout.channels) as callback:
-        sizes = (shape_of(x, layout, together=True, callback=callback),)
-        return _gradients("batch_norm", sizes, gradient, x, weight, means, inverses, mask)
+    shape = shape_of(x, layout, together=True)
+    with exchanging(shape, exchange):
+        return _gradients("batch_norm", (shape,), gradient, x, weight, means, inverses, mask)
 
 
 def group_norm(
@@ -230,25 +230,13 @@ OVERRIDES = tuple(
 )
 
 
-def of_part(name: str, exchange: Exchange, *args: Any) -> _Results | None:
-    """Compute an operator for a tensor that is a part of a batch; return None where torch has to.
+def of_part(compute: _Compute, exchange: Exchange, *args: Any) -> _Results | None:
+    """Call `batch_norm` or `batch_norm_backward` for a part of a batch, where the rules of the model allow it.
 
-    Parameters
-    ----------
-    name : {"batch_norm", "batch_norm_backward"}
-        The operator, without "native_".
-    exchange : callable
-        Makes sums those of the batch. It is not called where torch has to compute.
-    *args : Any
-        Those of the operator.
+    `exchange` is not called where torch has to compute.
     """
-    x: Tensor = args[int(name.endswith("backward"))]
-    if x.numel() < norm_arguments.MIN_ELEMENTS:
-        return None
-    override = next(each for each in OVERRIDES if each.operator == f"native_{name}")
-    call = Call(name, args[:1], args[1:], details=exchange, timed=lambda call: None)  # others would wait for a rehearsal
-    results: _Results | None = override.computed(call)
-    return results
+    rules = rules_now()
+    return attempt(compute, *args, exchange) if rules is not None and KERNEL.name in rules.kernels else None
 
 
 def _gradients(

@@ -19,7 +19,6 @@ from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.distributed.data_parallel.sync_batch_norm import norms_over_all_ranks
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoError
-from nano_loop.kernels import override
 from nano_loop.kernels.norm import norms
 from nano_loop.patching.ownership import Rules
 
@@ -142,7 +141,7 @@ def test_reduced_precision_is_as_near_to_fp64_as_one_process(team, dtype, form, 
 
     def on_rank(ranks):
         before = norms.KERNEL.calls
-        with sharing(ranks, "split", sizes), mock.patch.object(override, "rules_now", lambda: rules):
+        with sharing(ranks, "split", sizes), mock.patch.object(norms, "rules_now", return_value=rules):
             found = in_two_directions(nn.BatchNorm2d(32), *parts(ranks, [x, target], sizes))
             calls = norms.KERNEL.calls - before
         return found, calls, in_two_directions(nn.BatchNorm2d(32), x.clone().requires_grad_(), target)  # in one thread
