@@ -146,7 +146,7 @@ def _normalized(
     with torch.no_grad():
         for before, current in zip(running, (batch.mean, unbiased), strict=True):
             if before is not None:
-                before.mul_(1 - momentum).add_(current.to(before.dtype), alpha=momentum)
+                before.copy_(before.double() * (1 - momentum) + current * momentum)
     return output
 
 
@@ -158,14 +158,15 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, eps: float, batch: _Batch) -> Tensor | None:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        dtype = torch.promote_types(x.dtype, torch.float32)
         results = of_part(batch_norm, batch.join, x, weight, bias, None, None, True, 0.0, eps)
         if results is None:
+            wide = x.to(dtype)
             count, sums = x.numel() // x.size(1), _sum(wide)  # a rank may have no rows
             batch.join(count, sums, _sum((wide - _by_channel(sums / max(count, 1), wide)).square()))
         inverse = (batch.variance + eps).rsqrt()
         ctx.eps, ctx.batch = eps, batch
-        ctx.save_for_backward(x, weight, batch.mean.to(wide.dtype), inverse.to(wide.dtype))
+        ctx.save_for_backward(x, weight, batch.mean.to(dtype), inverse.to(dtype))
         if results is not None:
             return results[0]
         output = (wide - _by_channel(batch.mean, wide)) * _by_channel(_times(inverse, weight), wide)
@@ -192,8 +193,6 @@ class _Normalized(torch.autograd.Function):
             means = _RankSum.apply(sums, batch) / batch.count  # type: ignore[no-untyped-call]
             of_input = own - _by_channel(means[0], wide) - centered * _by_channel(means[1] * inverse.square(), wide)
             of_input = (of_input * _by_channel(_times(inverse, weight), wide)).to(x.dtype)
-        if weight is not None:
-            of_weight, of_bias = of_weight.to(weight.dtype), of_bias.to(weight.dtype)
         return of_input, of_weight if needs[1] else None, of_bias if needs[2] else None, None, None
 
 
