@@ -132,16 +132,16 @@ def test_bf16_stays_and_a_group_of_one_rank_is_by_itself(team):
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("has_kernel", [False, True])
 def test_reduced_precision_is_as_near_to_fp64_as_one_process(team, dtype, form, has_kernel):
-    """One rank's part is too small for the C function, and the other's is not."""
+    """With the kernel one rank computes in C, and the other by torch."""
     shape, sizes = (10, 32, 32, 32), (9, 1)
     generator = torch.Generator().manual_seed(0)
     x, target = (3 + torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
     x, target = (each.to(dtype).contiguous(memory_format=form) for each in (x, target))
-    rules = Rules(kernels=frozenset({norms.KERNEL.name}), takes_kernels=True) if has_kernel else None
+    rules = Rules(kernels=frozenset({norms.KERNEL.name}) if has_kernel else frozenset())
 
     def on_rank(ranks):
         before = norms.KERNEL.calls
-        with sharing(ranks, "split", sizes), mock.patch.object(norms, "rules_now", return_value=rules):
+        with sharing(ranks, "split", sizes), mock.patch.object(norms, "rules_now", return_value=None if ranks.rank else rules):
             found = in_two_directions(nn.BatchNorm2d(32), *parts(ranks, [x, target], sizes))
             calls = norms.KERNEL.calls - before
         return found, calls, in_two_directions(nn.BatchNorm2d(32), x.clone().requires_grad_(), target)  # in one thread
