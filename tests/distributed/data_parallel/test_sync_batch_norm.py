@@ -140,8 +140,8 @@ def test_reduced_precision_is_as_near_to_fp64_as_one_process(team, dtype, form, 
     rules = Rules(kernels=frozenset({norms.KERNEL.name}) if has_kernel else frozenset())
 
     def on_rank(ranks):
-        before = norms.KERNEL.calls
-        with sharing(ranks, "split", sizes), mock.patch.object(norms, "rules_now", return_value=None if ranks.rank else rules):
+        before, own_rules = norms.KERNEL.calls, None if ranks.rank else rules
+        with sharing(ranks, "split", sizes), mock.patch.object(norms, "rules_now", return_value=own_rules):
             found = in_two_directions(nn.BatchNorm2d(32), *parts(ranks, [x, target], sizes))
             calls = norms.KERNEL.calls - before
         return found, calls, in_two_directions(nn.BatchNorm2d(32), x.clone().requires_grad_(), target)  # in one thread
