@@ -207,6 +207,12 @@ FAULTS = (
         "tests/distributed/data_parallel/test_agreement.py",
     ),
     Fault(
+        "distributed/data_parallel/sync_batch_norm.py",
+        "(differences + counts * apart.square())",
+        "differences",
+        "tests/distributed/data_parallel/test_sync_batch_norm.py",
+    ),
+    Fault(
         "distributed/data_parallel/gradients.py",
         "values = torch.cat([gradient.values() for gradient in parts]) / ranks.size",
         "values = torch.cat([gradient.values() for gradient in parts])",

@@ -65,9 +65,9 @@ class GradientAveraging(RanksStep):
 
     def _open(self) -> Averaging:
         from nano_loop.distributed.data_parallel.averaging import Averaging
-        from nano_loop.distributed.data_parallel.sync_batch_norm import synchronized_on_cpu
+        from nano_loop.distributed.data_parallel.sync_batch_norm import norms_over_all_ranks
 
-        self.undoing.enter_context(synchronized_on_cpu())
+        self.undoing.enter_context(norms_over_all_ranks(self.ranks))
         transport = self._opened(self._make_transport())
         averaging = Averaging(
             self.ranks,

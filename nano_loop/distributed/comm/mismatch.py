@@ -11,6 +11,8 @@ from nano_loop.patching.user_code import users_line
 
 #: What a rank is in that averages gradients.
 AVERAGING = "the averaging of gradients"
+#: What a rank is in that normalises its part of a batch, with words behind it.
+BATCH_NORM = "a batch norm in train mode"
 
 _DIVIDED = "a loader that is divided is iterated by every rank"
 _ALONE = "what one rank does alone under torch.no_grad(), where each rank takes all batches"
@@ -32,7 +34,7 @@ class CallSite(NamedTuple):
         return "\n".join(self).encode(errors="replace")
 
     @classmethod
-    def unpack(cls, data: bytes) -> CallSite:
+    def unpack(cls, data: bytes | bytearray) -> CallSite:
         """Return what `pack` has packed. Where bytes are missing at the end, the line is shorter."""
         what, _, line = data.decode(errors="replace").partition("\n")
         return cls(what, line)
@@ -64,6 +66,8 @@ def mismatch_message(own_rank: int, all_ranks: Mapping[int, CallSite]) -> str:
         got = f"rank {own_rank} is in a collective ({all_ranks[own_rank].what}) that rank {others[0]} is not in"
         expected = "all ranks must call the same collectives, with tensors of the same shape and dtype"
         hint = "Make the loop do the same on every rank; only printing and saving may differ"
+        if any(where.what.startswith(BATCH_NORM) for where in all_ranks.values()):
+            hint = f"{hint}, and what is computed after model.eval()"
         message = error_message(got, expected, hint)
     return "\n\n".join([message, *(_place(rank, where.line) for rank, where in all_ranks.items() if where.line)])
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import struct
+import zlib
 
 import torch
 from torch import distributed
 
+from nano_loop.distributed.comm.mismatch import CallSite, mismatch_message
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.errors import NanoError
 
-_LENGTH = struct.Struct("<q")
-_FIRST = 504  # bytes that travel with the length, in one message
+_HEAD = struct.Struct("<qq")  # the length, and a mark of what the rank does
+_FIRST = 496  # bytes that travel with these, in one message
 
 
 class ProcessGroupChannel:
@@ -28,9 +31,12 @@ class ProcessGroupChannel:
     def exchange(self, data: bytes | memoryview, what: str) -> list[bytearray]:
         """See `Channel.exchange`."""
         # The length, and what a short message has, travel at once.
-        first = _LENGTH.pack(len(data)) + bytes(data[:_FIRST]).ljust(_FIRST, b"\0")
+        first = _HEAD.pack(len(data), zlib.crc32(what.encode())) + bytes(data[:_FIRST]).ljust(_FIRST, b"\0")
         firsts = self._gather(_tensor(first))
-        sizes = [_LENGTH.unpack_from(first)[0] for first in firsts]
+        sizes, marks = zip(*map(_HEAD.unpack_from, firsts), strict=True)
+        if len({*marks}) > 1:  # which all ranks find
+            sites = self.exchange(CallSite.of_this_rank(what).pack(), "call sites")
+            raise NanoError(mismatch_message(self._ranks.rank, dict(enumerate(map(CallSite.unpack, sites)))))
         rests = [b""] * len(sizes)
         long = [rank for rank, size in enumerate(sizes) if size > _FIRST]
         rest = torch.empty(max(sizes) - _FIRST if long else 0, dtype=torch.uint8)
@@ -40,7 +46,7 @@ class ProcessGroupChannel:
             rests[long[0]] = bytes(rest.numpy())
         elif long:
             rests = self._gather(rest)
-        wholes = [bytearray(first[_LENGTH.size :] + rest) for first, rest in zip(firsts, rests, strict=True)]
+        wholes = [bytearray(first[_HEAD.size :] + rest) for first, rest in zip(firsts, rests, strict=True)]
         return [whole[:size] for whole, size in zip(wholes, sizes, strict=True)]
 
     def _gather(self, data: torch.Tensor) -> list[bytes]:

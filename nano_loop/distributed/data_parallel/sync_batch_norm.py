@@ -1,75 +1,221 @@
-"""`nn.SyncBatchNorm` on a CPU: the statistics of the batches of all ranks, by collectives of torch.distributed."""
+"""Batch norm over the batch of all ranks: `nn.SyncBatchNorm`, and every batch norm of a run that splits its batches.
+
+A layer exchanges once in each direction: the ranks' sums and squared differences in the forward, and two sums of
+gradients in the backward. The ranks add up the same numbers in the same order, so they have the same bits.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
+from torch.nn import functional
+from torch.overrides import has_torch_function
 
+from nano_loop.distributed.comm.mismatch import BATCH_NORM
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.raw_bytes import raw_bytes
+from nano_loop.distributed.comm.tensor_collectives import gathered
+from nano_loop.kernels.norm.norms import batch_norm, batch_norm_backward, of_part
 from nano_loop.patching.attributes import replaced
+from nano_loop.patching.torch_private_autograd import in_backward
 
 
-def synchronized_on_cpu() -> AbstractContextManager[None]:
-    """Let `nn.SyncBatchNorm` train on a CPU in the body, which torch refuses in a process group."""
-    return replaced(nn.SyncBatchNorm, "forward", _synchronized)
+@contextmanager
+def norms_over_all_ranks(ranks: Ranks) -> Iterator[None]:
+    """Let batch norms in train mode compute over the batch of all ranks in the body.
+
+    `nn.SyncBatchNorm` always does, which torch refuses on a CPU. Where ranks share each batch, all do: also
+    `functional.batch_norm` that a module of the program calls.
+    """
+    with replaced(nn.SyncBatchNorm, "forward", functools.partial(_synchronized, ranks)):
+        if ranks.context.split is None:
+            yield
+            return
+        with replaced(functional, "batch_norm", functools.partial(_over_split_batches, ranks)):
+            yield
 
 
-def _synchronized(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _synchronized(ranks: Ranks, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
-    def forward(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+    def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
         if not self.training or input.device.type != "cpu" or not distributed.is_initialized():
             return original(self, input)
-        x = input if input.dtype is torch.float64 else input.float()
-        # Ranks may have batches of different sizes, or empty ones.
-        own = torch.cat([_sum(x), x.new_tensor([x.numel() // x.size(1)])]).double()
-        *_, count = sums = _RankSum.apply(own, self.process_group)  # type: ignore[no-untyped-call]
-        mean = sums[:-1] / count
-        centered = x - _by_channel(mean, x)
-        squares = _RankSum.apply(_sum(centered.square()).double(), self.process_group)  # type: ignore[no-untyped-call]
-        output = centered * _by_channel((squares / count + self.eps).rsqrt(), x)
-        with torch.no_grad():
-            _update(self, mean, squares / (count - 1).clamp(min=1))
-        if self.weight is not None:
-            output = output * _by_channel(self.weight, x) + _by_channel(self.bias, x)
-        return output.to(input.dtype)
+        if ranks.context.split is not None:  # then it is as any other
+            return super(nn.SyncBatchNorm, self).forward(input)
+        factor, tracks = self.momentum or 0.0, self.track_running_stats
+        if tracks and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else factor
+        running = (self.running_mean, self.running_var) if tracks else (None, None)
+        batch = _Batch(ranks, self.process_group)
+        return _normalized(batch, input, running, self.weight, self.bias, factor, self.eps)
 
     return forward
+
+
+def _over_split_batches(ranks: Ranks, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    process, thread = os.getpid(), threading.get_ident()  # of the loop
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def over_batch(input: Tensor, *parameters: Any, momentum: float, eps: float) -> Tensor:
+        share = None if ranks.context.split is None else ranks.context.split.share
+        # A worker of a loader, and another thread, train by themselves. A deep checkpoint recomputes in another thread.
+        is_loops = os.getpid() == process and (threading.get_ident() == thread or in_backward())
+        is_local = share is None or share.is_whole or not is_loops or input.device.type != "cpu"
+        if is_local or has_torch_function((input, *parameters)):
+            return original(input, *parameters, training=True, momentum=momentum, eps=eps)
+        return _normalized(_Batch(ranks), input, parameters[:2], *parameters[2:], momentum, eps)
+
+    @functools.wraps(original)
+    def patched(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return over_batch(input, running_mean, running_var, weight, bias, momentum=momentum, eps=eps)
+
+    return patched
+
+
+class _Batch:
+    """The batch of all ranks, or of a process group, in one call of a norm. Its numbers are known after `join`."""
+
+    def __init__(self, ranks: Ranks, group: Any = None) -> None:
+        self._ranks, self._group = ranks, group
+        self._mode = "" if torch.is_grad_enabled() else " under no_grad"
+        self.count = self.distinct = 0.0  # values of a channel, and without those that are the same on all ranks
+        self.mean = self.variance = torch.empty(0)
+
+    def join(self, count: float, sums: Tensor, squares: Tensor) -> float:
+        """Make sums, and squared differences from the mean, those of the batch; see `Exchange`. Collective."""
+        rows = self._gathered(torch.cat([sums.new_tensor([count]), sums, squares]), "statistics")
+        counts, by_rank, differences = rows[:, :1], rows[:, 1 : 1 + len(sums)], rows[:, 1 + len(sums) :]
+        self.count = float(counts.sum())
+        self.mean = by_rank.sum(0) / self.count
+        apart = by_rank / counts.clamp(min=1) - self.mean
+        squares.copy_((differences + counts * apart.square()).sum(0))
+        sums.copy_(self.mean * self.count)
+        self.variance = squares / self.count
+        # A batch that no loader has split is the same on all ranks.
+        is_split = self._ranks.context.split is None or not rows.eq(rows[0]).all()
+        self.distinct = self.count if is_split else count
+        return self.count
+
+    def add(self, count: float, sums: Tensor, products: Tensor) -> float:
+        """Make sums of gradients, and of their products, those of the batch; see `Exchange`. Collective."""
+        for own, total in zip((sums, products), self.total(torch.stack([sums, products])), strict=True):
+            own.copy_(total)
+        return self.count
+
+    def total(self, own: Tensor) -> Tensor:
+        """Return the sum over ranks. Collective."""
+        return self._gathered(own, "gradients").sum(0)
+
+    def _gathered(self, own: Tensor, what: str) -> Tensor:
+        """Return the tensors of all ranks, stacked."""
+        if self._group is not None:
+            return gathered(self._ranks, own, self._group)
+        # Ranks that part find out by the name of what they exchange.
+        what = f"{BATCH_NORM}{self._mode}, {what} of {own.numel()} numbers"
+        rows = self._ranks.channel.exchange(raw_bytes(own.contiguous()), what)
+        return torch.stack([torch.frombuffer(row, dtype=own.dtype).view(own.shape) for row in rows])
+
+
+def _normalized(
+    batch: _Batch, x: Tensor, running: Any, weight: Tensor | None, bias: Tensor | None, momentum: float, eps: float
+) -> Tensor:
+    """Normalise by the statistics of a batch, which the running ones take in."""
+    output: Tensor = _Normalized.apply(x, weight, bias, eps, batch)  # type: ignore[no-untyped-call]
+    if batch.count == 1:  # torch has the same error
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
+    unbiased = batch.variance * (batch.distinct / max(batch.distinct - 1, 1))
+    with torch.no_grad():
+        for before, current in zip(running, (batch.mean, unbiased), strict=True):
+            if before is not None:
+                before.copy_(before.double() * (1 - momentum) + current * momentum)
+    return output
+
+
+class _Normalized(torch.autograd.Function):
+    """Batch norm by the statistics of all ranks' rows. Each rank's gradient is that of all ranks' losses.
+
+    Where there is no C function, operators of torch compute the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, eps: float, batch: _Batch) -> Tensor | None:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        results = of_part(batch_norm, batch.join, x, weight, bias, None, None, True, 0.0, eps)
+        if results is None:
+            wide = x.to(dtype)
+            count, sums = x.numel() // x.size(1), _sum(wide)  # a rank may have no rows
+            batch.join(count, sums, _sum((wide - _by_channel(sums / max(count, 1), wide)).square()))
+        inverse = (batch.variance + eps).rsqrt()
+        ctx.eps, ctx.batch = eps, batch
+        ctx.save_for_backward(x, weight, batch.mean.to(dtype), inverse.to(dtype))
+        if results is not None:
+            return results[0]
+        output = (wide - _by_channel(batch.mean, wide)) * _by_channel(_times(inverse, weight), wide)
+        return (output if bias is None else output + _by_channel(bias, wide)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse = ctx.saved_tensors
+        needs, batch, is_differentiated = ctx.needs_input_grad, ctx.batch, torch.is_grad_enabled()
+        if not is_differentiated:
+            args = gradient, x, weight, None, None, mean, inverse, True, ctx.eps, needs[:3]
+            results = of_part(batch_norm_backward, batch.add, *args)
+            if results is not None:
+                return *results, None, None
+        wide, own = x.to(mean.dtype), gradient.to(mean.dtype)
+        if is_differentiated:  # through the statistics, too
+            mean = _RankSum.apply(_sum(wide), batch) / batch.count  # type: ignore[no-untyped-call]
+            squares = _sum((wide - _by_channel(mean, wide)).square())
+            inverse = (_RankSum.apply(squares, batch) / batch.count + ctx.eps).rsqrt()  # type: ignore[no-untyped-call]
+        centered = wide - _by_channel(mean, wide)
+        sums = torch.stack([_sum(own), _sum(own * centered)])
+        of_input, of_bias, of_weight = None, sums[0], sums[1] * inverse
+        if needs[0]:
+            means = _RankSum.apply(sums, batch) / batch.count  # type: ignore[no-untyped-call]
+            of_input = own - _by_channel(means[0], wide) - centered * _by_channel(means[1] * inverse.square(), wide)
+            of_input = (of_input * _by_channel(_times(inverse, weight), wide)).to(x.dtype)
+        return of_input, of_weight if needs[1] else None, of_bias if needs[2] else None, None, None
 
 
 class _RankSum(torch.autograd.Function):
     """The sum over ranks. Each rank's gradient is that of all ranks' losses."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group, total = group, own.clone()  # undefined gradients are zeros here: each rank calls the collective
-        distributed.all_reduce(total, group=group)
-        return total
+    def forward(ctx: Any, own: Tensor, batch: _Batch) -> Tensor:
+        ctx.batch = batch  # undefined gradients are zeros here: each rank calls the collective
+        return batch.total(own)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _RankSum.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _RankSum.apply(gradient, ctx.batch), None  # type: ignore[no-untyped-call]
 
 
-def _update(norm: nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """Let the running statistics of a norm take in those of a batch."""
-    if not norm.track_running_stats:
-        return
-    factor, counter = norm.momentum or 0.0, norm.num_batches_tracked
-    if counter is not None:
-        counter.add_(1)
-        factor = 1.0 / float(counter) if norm.momentum is None else factor
-    for running, current in ((norm.running_mean, mean), (norm.running_var, variance)):
-        if running is not None:
-            running.lerp_(current.to(running.dtype), factor)
+def _sum(x: Tensor) -> Tensor:
+    return x.sum([0, *range(2, x.dim())], dtype=torch.float64)
 
 
-def _sum(x: torch.Tensor) -> torch.Tensor:
-    return x.sum([0, *range(2, x.dim())])
+def _times(inverse: Tensor, weight: Tensor | None) -> Tensor:
+    return inverse if weight is None else inverse * weight
 
 
-def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _by_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.to(x.dtype).view(1, -1, *[1] * (x.dim() - 2))

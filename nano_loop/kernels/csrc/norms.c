@@ -37,6 +37,9 @@ typedef float four __attribute__((vector_size(16)));
 typedef struct {
     int64_t segments, rows, channels; /* rows of a segment; in NCHW the elements of a channel of an image */
     int64_t nhwc, bf16;
+    /* NULL, or of a batch norm what makes its values by channel and two sums by channel those of a batch of which the
+       tensor is a part. Returns 0 if that failed. */
+    int (*exchange)(double *elements, double *first, double *second);
 } Shape;
 
 /* The sum of 16 lanes. */
@@ -320,8 +323,8 @@ static void apply(const Shape *shape, const Coefficients *by, const void *gradie
 }
 
 /* Writes the output, and each channel's mean and 1 / sqrt(variance + eps), and moves the running statistics on. Returns
-   0, and writes nothing, if there are no elements, or no memory for the sums. `weight`, `bias` and `running_*` may be
-   NULL. */
+   0, and writes nothing, if there are no elements, or no memory for the sums, or an exchange has failed. `weight`,
+   `bias` and `running_*` may be NULL. */
 int batch_norm(const Shape *shape, const void *x, const float *weight, const float *bias, float *running_mean,
                float *running_variance, double momentum, double eps, void *out, float *means, float *inverses,
                int threads) {
@@ -332,6 +335,7 @@ int batch_norm(const Shape *shape, const void *x, const float *weight, const flo
     float *scales = (float *)(second + count), *offsets = scales + channels;
     sums(shape, 0, x, 0, 0, first, second, threads);
     join_parts(shape, parts, first, second);
+    if (shape->exchange && !shape->exchange(&elements, first, second)) return free(first), 0;
     for (int64_t c = 0; c < channels; c++) {
         double mean = first[c] / elements, inverse = inverses[c] = (float)inverse_of(second + c, elements, eps);
         means[c] = (float)mean;
@@ -360,10 +364,13 @@ int batch_norm_backward(const Shape *shape, const void *gradient, const void *x,
     add_parts(first, parts, channels);
     add_parts(second, parts, channels);
     for (int64_t c = 0; c < channels; c++) {
+        if (of_weight) of_weight[c] = (float)(second[c] * inverses[c]);
+        if (of_bias) of_bias[c] = (float)first[c];
+    }
+    if (of_input && shape->exchange && !shape->exchange(&elements, first, second)) return free(first), 0;
+    for (int64_t c = 0; c < channels; c++) {
         double plain = first[c], products = second[c], inverse = inverses[c];
         double scale = (weight ? weight[c] : 1) * inverse;
-        if (of_weight) of_weight[c] = (float)(products * inverse);
-        if (of_bias) of_bias[c] = (float)plain;
         scales[c] = (float)scale;
         slopes[c] = (float)(-scale * inverse * inverse * products / elements);
         offsets[c] = (float)(-scale * plain / elements);

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,42 @@ MIN_ELEMENTS = 1 << 18
 NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+#: Takes how many values a channel of this tensor has, and two sums by channel. Makes the sums those of a batch of which
+#: the tensor is a part, and returns how many values its channels have.
+Exchange = Callable[[float, Tensor, Tensor], float]
+_Callback: Any = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.POINTER(ctypes.c_double)] * 3)
+
+
 class _Shape(ctypes.Structure):
     """How a tensor is read: ``Shape`` of ``norms.c``."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "rows", "channels", "nhwc", "bf16")]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("segments", "rows", "channels", "nhwc", "bf16")),
+        ("exchange", _Callback),
+    ]
+
+
+@contextmanager
+def exchanging(shape: _Shape, exchange: Exchange | None) -> Iterator[None]:
+    """Let a C function that gets `shape` in the body call `exchange`, and raise then what that has raised."""
+    if exchange is None:
+        yield
+        return
+    errors: list[BaseException] = []
+    array = ctypes.c_double * shape.channels
+
+    def call(count: Any, *pointers: Any) -> bool:
+        arrays = [array.from_address(ctypes.addressof(pointer.contents)) for pointer in pointers]
+        try:
+            count[0] = exchange(count[0], *(torch.frombuffer(sums, dtype=torch.float64) for sums in arrays))
+        except BaseException as error:  # also Ctrl-C, which would be lost in C
+            errors.append(error)
+        return not errors
+
+    shape.exchange = _Callback(call)
+    yield
+    if errors:
+        raise errors[0]
 
 
 class Layout(NamedTuple):

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from nano_loop.kernels import override
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.memory import DENSE, FLOATS, FP32, empty
+from nano_loop.kernels.memory import DENSE, FLOATS, FP32, attempt, empty
 from nano_loop.kernels.norm import norm_arguments
 from nano_loop.kernels.norm.norm_arguments import (
     NHWC,
+    Exchange,
     are_fp32,
+    exchanging,
     has_fp32_statistics,
     layout_of,
     rows_of,
@@ -34,6 +36,7 @@ from nano_loop.kernels.norm.norm_arguments import (
 )
 from nano_loop.kernels.override import BF16, COMPILED, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.ownership import rules_now
 
 _DENSE, _PARAMETERS, _STATISTICS = FLOATS._replace(layout=DENSE), (FP32, FP32), (FP32, FP32)
 _FORWARD = (_DENSE, *_PARAMETERS, _DENSE, *_STATISTICS)
@@ -93,8 +96,12 @@ def batch_norm(
     training: bool,
     momentum: float,
     eps: float,
+    exchange: Exchange | None = None,
 ) -> _Results | None:
-    """Compute ``aten::native_batch_norm`` by the statistics of the batch, or return None where torch has to."""
+    """Compute ``aten::native_batch_norm`` by the statistics of the batch, or return None where torch has to.
+
+    With an `exchange`, `x` is a part of the batch.
+    """
     layout = layout_of(x)
     # The dtype of the statistics follows from all of these.
     parameters = (weight, bias, running_mean, running_var)
@@ -104,7 +111,8 @@ def batch_norm(
         return None
     results = torch.empty_like(x), empty(layout.channels), empty(layout.channels)
     shape, numbers = shape_of(x, layout, together=True), (float(momentum), float(eps))
-    is_done = KERNEL("batch_norm", shape, x, *parameters, *numbers, *results)
+    with exchanging(shape, exchange):
+        is_done = KERNEL("batch_norm", shape, x, *parameters, *numbers, *results)
     return results if is_done else None
 
 
@@ -119,12 +127,15 @@ def batch_norm_backward(
     training: bool,
     eps: float,
     mask: Sequence[bool],
+    exchange: Exchange | None = None,
 ) -> _Results | None:
     """Compute ``aten::native_batch_norm_backward``, likewise."""
     layout = layout_of(x)
     if layout is None or not training or means is None or not are_fp32(layout.channels, weight, means, inverses):
         return None
-    return _gradients("batch_norm", (shape_of(x, layout, together=True),), gradient, x, weight, means, inverses, mask)
+    shape = shape_of(x, layout, together=True)
+    with exchanging(shape, exchange):
+        return _gradients("batch_norm", (shape,), gradient, x, weight, means, inverses, mask)
 
 
 def group_norm(
@@ -217,6 +228,15 @@ OVERRIDES = tuple(
         *(layer_norm, layer_norm_backward),
     )
 )
+
+
+def of_part(compute: _Compute, exchange: Exchange, *args: Any) -> _Results | None:
+    """Call `batch_norm` or `batch_norm_backward` for a part of a batch, where the rules of the model allow it.
+
+    `exchange` is not called where torch has to compute.
+    """
+    rules = rules_now()
+    return attempt(compute, *args, exchange) if rules is not None and KERNEL.name in rules.kernels else None
 
 
 def _gradients(

@@ -1,12 +1,26 @@
-"""Synchronized batch norm on ranks is batch norm of one process on the batches of all."""
+"""Batch norm on ranks that share a batch, and synchronized batch norm, are batch norm of one process on all rows."""
 
 import copy
+import threading
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
 
-from nano_loop.distributed.data_parallel.sync_batch_norm import synchronized_on_cpu
+from distributed.data_parallel.averaged import assert_close, plain, trained
+from nano_loop.distributed.comm.ranks import ALONE
+from nano_loop.distributed.comm.split_batches import Share, SplitBatches
+from nano_loop.distributed.data_parallel.sync_batch_norm import norms_over_all_ranks
+from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
+from nano_loop.errors import NanoError
+from nano_loop.kernels.norm import norms
+from nano_loop.patching.ownership import Rules
 
 SHAPES = {
     "images": ((6, 3, 5, 4), nn.BatchNorm2d, {}),
@@ -14,6 +28,18 @@ SHAPES = {
     "vectors without parameters": ((6, 3), nn.BatchNorm1d, {"affine": False}),
     "without statistics": ((6, 3, 2, 2, 2), nn.BatchNorm3d, {"track_running_stats": False}),
 }
+SIZES = [("synchronized", (3, 3)), ("synchronized", (6, 0)), ("split", (3, 3)), ("split", (5, 1))]
+WAYS = pytest.mark.parametrize(("way", "sizes"), SIZES, ids=str)
+
+
+@contextmanager
+def sharing(ranks, way, sizes):
+    """Let norms compute over all ranks' rows; give what makes of a norm the one that does."""
+    if way == "split":
+        start = sum(sizes[: ranks.rank])
+        ranks.context.split = SplitBatches(Share(start, start + sizes[ranks.rank], sum(sizes), len(sizes)))
+    with norms_over_all_ranks(ranks):
+        yield nn.SyncBatchNorm.convert_sync_batchnorm if way == "synchronized" else nn.Identity()
 
 
 def parts(ranks, batches, sizes):
@@ -29,13 +55,14 @@ def run(norm, batches, targets):
         output = norm(batch)
         (output.sin() * target).sum().backward()
         results += [output.detach(), batch.grad, *(each.grad.clone() for each in norm.parameters())]
-    norm.eval()
+    if [*norm.buffers()]:
+        norm.eval()
     return results, [norm(batches[0]).detach(), *norm.buffers()]
 
 
-@pytest.mark.parametrize("sizes", [(3, 3), (5, 1), (6, 0)], ids=str)
+@WAYS
 @pytest.mark.parametrize("name", SHAPES)
-def test_output_gradients_and_statistics_are_those_of_one_process(team, name, sizes):
+def test_output_gradients_and_statistics_are_those_of_one_process(team, name, way, sizes):
     shape, kind, settings = SHAPES[name]
     generator = torch.Generator().manual_seed(0)
     batches = [50 + torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)]
@@ -45,9 +72,9 @@ def test_output_gradients_and_statistics_are_those_of_one_process(team, name, si
         nn.init.normal_(parameter, generator=generator)
 
     def on_rank(ranks):
-        own = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm))
-        with synchronized_on_cpu():
-            results, after = run(own, parts(ranks, batches, sizes), [each.split(sizes)[ranks.rank] for each in targets])
+        with sharing(ranks, way, sizes) as made:
+            own, rows = made(copy.deepcopy(norm)), [each.split(sizes)[ranks.rank] for each in targets]
+            results, after = run(own, parts(ranks, batches, sizes), rows)
         for gradient in [each for each in results if each.shape == (3,)]:
             distributed.all_reduce(gradient)
         return results, after
@@ -58,15 +85,14 @@ def test_output_gradients_and_statistics_are_those_of_one_process(team, name, si
     for one, two, right in zip(first, second, expected, strict=True):
         got = one if right.shape == (3,) else torch.cat([one, two])
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
-    if settings.get("track_running_stats", True):
-        for one, two, right in zip(after[1:], other[1:], expected_after[1:], strict=True):
-            torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
-            assert one.equal(two)
-        torch.testing.assert_close(torch.cat([after[0], other[0]]), expected_after[0], rtol=1e-12, atol=1e-12)
+    for one, two, right in zip(after[1:], other[1:], expected_after[1:], strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
+        assert one.equal(two)
+    torch.testing.assert_close(torch.cat([after[0], other[0]]), expected_after[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [(3, 3), (6, 0)], ids=str)
-def test_second_derivatives_are_those_of_one_process(team, sizes):
+@WAYS
+def test_second_derivatives_are_those_of_one_process(team, way, sizes):
     generator = torch.Generator().manual_seed(0)
     x, target = (torch.randn(6, 3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     norm = nn.BatchNorm1d(3, dtype=torch.float64)
@@ -78,9 +104,8 @@ def test_second_derivatives_are_those_of_one_process(team, sizes):
         return torch.autograd.grad(first.square().sum(), [x, norm.weight])
 
     def on_rank(ranks):
-        own = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm))
-        with synchronized_on_cpu():
-            of_x, of_weight = second(own, *parts(ranks, [x, target], sizes))
+        with sharing(ranks, way, sizes) as made:
+            of_x, of_weight = second(made(copy.deepcopy(norm)), *parts(ranks, [x, target], sizes))
         distributed.all_reduce(of_weight)
         return of_x, of_weight
 
@@ -94,10 +119,204 @@ def test_bf16_stays_and_a_group_of_one_rank_is_by_itself(team):
         group = [distributed.new_group([rank]) for rank in range(2)][ranks.rank]
         norm = nn.SyncBatchNorm(3, process_group=group)
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(ranks.rank))
-        with synchronized_on_cpu():
+        with norms_over_all_ranks(ranks):
             output = norm(x.bfloat16())
         return output, nn.BatchNorm1d(3)(x.bfloat16())
 
     for output, expected in team(2)(on_rank):
         assert output.dtype is torch.bfloat16
         torch.testing.assert_close(output, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_reduced_precision_is_as_near_to_fp64_as_one_process(team, dtype, form, has_kernel):
+    """With the kernel one rank computes in C, and the other by torch."""
+    shape, sizes = (10, 32, 32, 32), (9, 1)
+    generator = torch.Generator().manual_seed(0)
+    x, target = (3 + torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, target = (each.to(dtype).contiguous(memory_format=form) for each in (x, target))
+    rules = Rules(kernels=frozenset({norms.KERNEL.name}) if has_kernel else frozenset())
+
+    def on_rank(ranks):
+        before, own_rules = norms.KERNEL.calls, None if ranks.rank else rules
+        with sharing(ranks, "split", sizes), mock.patch.object(norms, "rules_now", return_value=own_rules):
+            found = in_two_directions(nn.BatchNorm2d(32), *parts(ranks, [x, target], sizes))
+            calls = norms.KERNEL.calls - before
+        return found, calls, in_two_directions(nn.BatchNorm2d(32), x.clone().requires_grad_(), target)  # in one thread
+
+    (first, calls, torchs), (second, others, _) = team(2)(on_rank)
+    assert (calls, others) == (2 * has_kernel, 0)
+    exact = in_two_directions(nn.BatchNorm2d(32, dtype=torch.float64), x.double().requires_grad_(), target.double())
+    for one, two, theirs, right in zip(first, second, torchs, exact, strict=True):
+        ours = torch.cat([one, two]) if one.dim() > 1 else one
+        assert (ours - right).norm() <= 2 * (theirs - right).norm() + 1e-7 * right.norm()
+
+
+def in_two_directions(norm, x, target):
+    output = norm(x)
+    output.backward(target.detach())
+    return [each.detach().double() for each in (output, x.grad, norm.running_mean, norm.running_var)]
+
+
+class Convolutional(nn.Module):
+    """Norms of images and of vectors, one with a cumulative mean, and one that an activation checkpoint repeats.
+
+    Nothing ahead of a norm has a bias: its gradient would be rounding errors, which Adam makes large.
+    """
+
+    def __init__(self, repeats):
+        super().__init__()
+        self.repeats = repeats
+        self.first = nn.Sequential(nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(6, 4, 3, bias=False), nn.BatchNorm2d(4, momentum=None), nn.ReLU())
+        self.third = nn.Sequential(nn.BatchNorm2d(4, affine=False, track_running_stats=False), nn.Flatten())
+        self.last = nn.Sequential(nn.Linear(16, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.second(x) if self.repeats is None else checkpoint(self.second, x, use_reentrant=self.repeats)
+        return self.last(self.third(x))
+
+
+def fit(setup, optimizer_of, repeats):
+    """Train for 21 steps, of batches whose last one is short."""
+    ranks, generator = setup.ranks, torch.Generator().manual_seed(1)
+    x = torch.randn(23, 2, 6, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (23,), generator=generator)
+    model = Convolutional(repeats).double()
+    optimizer = optimizer_of(model.parameters())
+    split = SplitBatches()
+    if ranks.size > 1:
+        ranks.context.split = split
+    with nullcontext() if ranks.size == 1 else norms_over_all_ranks(ranks):
+        setup.setup(model, optimizer)
+        for _ in range(7):
+            for rows, labels in zip(x.split(10), y.split(10), strict=True):
+                share = split.share = Share.of(len(rows), ranks.rank, ranks.size)
+                own = slice(share.start, share.stop)
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(rows[own]), labels[own])
+                loss.backward(torch.tensor(split.weight, dtype=loss.dtype))
+                optimizer.step()
+    return model
+
+
+OPTIMIZERS = {
+    "SGD": (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1e-12),
+    "Adam": (partial(torch.optim.Adam, lr=0.01), 1e-9),
+}
+
+
+@pytest.mark.parametrize("repeats", [None, True, False], ids=["kept", "reentrant", "repeated"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
+def test_training_on_shares_is_that_of_one_process(team, size, name, repeats):
+    optimizer_of, tolerance = OPTIMIZERS[name]
+    alone = trained(ALONE, fit, optimizer_of, repeats)
+    for model in team(size)(trained, fit, optimizer_of, repeats):
+        assert_close(model, alone, tolerance)
+
+
+def statistics_after(norm, x):
+    norm(x)
+    return plain(norm)
+
+
+def test_rows_that_all_ranks_have_count_once(team):
+    """Such are batches of a loader that is not divided: `update_bn` iterates it without gradients."""
+    x = torch.randn(5, 3, dtype=torch.float64)
+
+    def on_rank(ranks):
+        with sharing(ranks, "split", (3, 2)), torch.no_grad():
+            return statistics_after(nn.BatchNorm1d(3, dtype=torch.float64), x)
+
+    expected = statistics_after(nn.BatchNorm1d(3, dtype=torch.float64), x)
+    for found in team(2)(on_rank):
+        assert_close(found, expected, 1e-14)
+
+
+def test_what_is_whole_and_what_another_thread_computes_is_not_exchanged(team):
+    x = torch.randn(5, 3)
+
+    def on_rank(ranks):
+        ranks.channel, found = None, []  # which an exchange needs
+
+        def compute():
+            found.append(statistics_after(nn.BatchNorm1d(3), x))
+
+        with sharing(ranks, "split", (3, 2)):
+            thread = threading.Thread(target=compute)
+            thread.start()
+            thread.join()
+            for share in (None, Share.of(1, ranks.rank, 2)):
+                ranks.context.split.share = share
+                compute()
+            with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+                nn.BatchNorm1d(3)(x[:1])
+        return found
+
+    for found in team(2)(on_rank):
+        assert len(found) == 3
+        for each in found:
+            assert_close(each, statistics_after(nn.BatchNorm1d(3), x), 0)
+
+
+def test_one_row_on_each_rank_is_enough(team):
+    x = torch.tensor([[1.0, 5.0], [3.0, -2.0]])
+
+    def on_rank(ranks):
+        with sharing(ranks, "split", (1, 1)):
+            return statistics_after(nn.BatchNorm1d(2), x[ranks.rank : ranks.rank + 1])
+
+    for found in team(2)(on_rank):
+        assert_close(found, statistics_after(nn.BatchNorm1d(2), x), 1e-6)
+
+
+def sampling_alone(ranks, model, x):
+    if ranks.rank == 0:
+        with torch.no_grad():
+            model(x)
+    return model(x).sum()
+
+
+def calling_twice(ranks, model, x):
+    return sum(model(x).sum() for _ in range(1 + ranks.rank))
+
+
+def evaluating_alone(ranks, model, x):
+    if ranks.rank == 0:
+        model.eval()(x)
+        model.train()
+    return model(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "words"),
+    [
+        (sampling_alone, "under no_grad, statistics of 7 numbers) that rank 1 is not in"),
+        (calling_twice, "gradients of 6 numbers) that rank 1 is not in"),
+        (evaluating_alone, None),
+    ],
+)
+def test_ranks_that_call_a_norm_differently_are_told(team, tmp_path, loss_of, words):
+    def on_rank(ranks):
+        ranks.channel = SharedChannel(ranks, Path(tmp_path), "norms")
+        model, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), torch.randn(4, 3)
+        try:
+            with sharing(ranks, "split", (4, 4)):
+                loss_of(ranks, model, x).backward()
+        except NanoError as error:
+            return str(error)
+        finally:
+            ranks.channel.close()
+        return None
+
+    first, second = team(2)(on_rank)
+    if words is None:
+        assert first is second is None
+    else:
+        assert first.startswith("rank 0 is in a collective (a batch norm in train mode")
+        assert words in first
+        assert "model.eval()" in second

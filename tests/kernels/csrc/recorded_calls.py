@@ -141,7 +141,7 @@ def norms_of_nothing(recorder):
     """Record norms of tensors without elements: no call may divide by their number, or read one."""
     nothing, numbers = empty(0), functools.partial(empty, 16)
     for nhwc, (segments, rows) in itertools.product((0, 1), ((0, 40), (3, 0))):
-        shape = norm_arguments._Shape(segments, rows, 16, nhwc, 0)
+        shape = norm_arguments._Shape(segments, rows, 16, nhwc)
         empties, statistics = [nothing] * 2, [numbers(), numbers()]
         norms.KERNEL("batch_norm", shape, nothing, *[None] * 4, MOMENTUM, EPS, nothing, *statistics)
         norms.KERNEL("batch_norm_backward", shape, *empties, None, *statistics, nothing, numbers(), numbers())
