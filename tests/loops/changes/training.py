@@ -225,6 +225,7 @@ def class_of_optimizers(program):
 
 FUNCTIONS = (
     *((kind, "step") for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad)),
+    *((kind, "_init_group") for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad)),
     *((torch.optim.Optimizer, "zero_grad"), (torch.optim.SGD, "zero_grad"), (torch.optim.AdamW, "zero_grad")),
     *((sys.modules[f"torch.optim.{name}"], name) for name in ("sgd", "adam", "adagrad")),
 )
