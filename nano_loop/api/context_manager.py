@@ -103,10 +103,10 @@ def running(
             try:
                 mode.open()
                 yield run
-                mode.warn_of_unused_options()
-                _warn_if_unused(run)
             finally:
                 mode.close()
+            mode.warn_of_unused_options()
+            _warn_if_unused(run)
     finally:
         run.end()
 
@@ -175,9 +175,9 @@ def install(**options: Any) -> None:
         slot = stack.enter_context(Alone(settings.options).joined(settings.machine, None))
         run = stack.enter_context(Run(settings, slot=slot, in_all_threads=True))
         mode = Ambient(run)
+        stack.callback(mode.warn_of_unused_options)
         stack.callback(mode.close)
         mode.open()
-        stack.callback(mode.warn_of_unused_options)
         stack.enter_context(_installed_in_children(options))
         _last[:] = [run]
         until_undone[install] = stack.pop_all()

@@ -27,6 +27,7 @@ from nano_loop.optimizers.torch_fused_steps import (
     are_counters,
     has_own_steps,
     is_fused,
+    is_torchs,
     lie_alike,
     lie_in_order,
     steps_as_torch,
@@ -39,6 +40,7 @@ from nano_loop.patching.torch_private_optimizers import (
     hooks_after_step,
     hooks_before_step,
     is_profiling,
+    preparing,
     unhooked_step,
 )
 
@@ -132,7 +134,7 @@ def _called_directly(optimizer: Optimizer) -> bool:
     """Step every group, or return False and change nothing."""
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return False
-    if not steps_as_torch(type(optimizer)):
+    if not (steps_as_torch(type(optimizer)) and is_torchs(preparing(optimizer))):
         return False
     kernels: list[Callable[[], None]] = []
     flushes = True

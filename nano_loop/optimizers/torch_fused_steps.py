@@ -99,9 +99,14 @@ def has_own_steps(optimizer: Optimizer) -> bool:
 def steps_as_torch(kind: type[Optimizer]) -> bool:
     """Whether nobody but nano_loop has put anything in the place of torch's function for the steps of a kind."""
     owner = next(base for base in _FUNCTIONS if issubclass(kind, base))
-    function = vars(sys.modules[owner.__module__])[_FUNCTIONS[owner][0]]
-    original = function.__wrapped__ if module_of(function) == __name__ else function
-    return module_of(original).partition(".")[0] == "torch"
+    return is_torchs(vars(sys.modules[owner.__module__])[_FUNCTIONS[owner][0]])
+
+
+def is_torchs(function: Any) -> bool:
+    """Whether a function of torch, or what this module has put in its place, is that of torch."""
+    while module_of(function) == __name__:
+        function = function.__wrapped__
+    return module_of(function).partition(".")[0] == "torch"
 
 
 def takes_kernel(group: _Group) -> bool:

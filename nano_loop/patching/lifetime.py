@@ -5,9 +5,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from torch.utils import weak
 
 Owner = TypeVar("Owner")
+
+
+class _IdRef(weak.WeakIdRef):
+    """A weak reference that reads no attribute of what it refers to, as torch's does: a model's code may raise."""
+
+    __slots__ = ()
+
+    def __call__(self) -> Any:
+        return weakref.ref.__call__(self)
+
+
+class WeakIdKeyDictionary(weak.WeakIdKeyDictionary):
+    """A dictionary by the identity of objects other than tensors, held weakly. None of their code is called."""
+
+    def __init__(self) -> None:
+        super().__init__(ref_type=_IdRef)
 
 
 def undone_with(owner: object, undoing: ExitStack) -> ExitStack:

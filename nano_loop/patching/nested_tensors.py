@@ -68,7 +68,12 @@ def _map_tuple(change: Callable[[Any], Any], value: tuple[Any, ...]) -> Any:
     items = [change(item) for item in old]
     if all(map(operator.is_, items, old)):
         return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    try:
+        new = tuple.__new__(type(value), items)
+    except TypeError:  # one of torch's, made in C
+        return type(value)(items)
+    getattr(new, "__dict__", {}).update(getattr(value, "__dict__", {}))
+    return new
 
 
 def _with_items(value: Any, changed: list[tuple[Any, Any]]) -> Any:
@@ -104,9 +109,9 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 class Substitution:
     """Substitutes tensors in a value, and restores the originals with what was written meanwhile.
 
-    Lists, sets, mappings, dataclasses, namespaces and the variables that a function has from around it are changed in
-    place, since others may hold them and write into them. Tuples and other frozen containers are copied. Other objects
-    are not looked into.
+    Lists, sets, mappings, dataclasses, namespaces, and the defaults and variables that a function has from around it,
+    are changed in place, since others may hold them and write into them. Tuples and other frozen containers are copied.
+    Other objects are not looked into.
 
     Parameters
     ----------
@@ -135,10 +140,12 @@ class Substitution:
         if isinstance(value, _REBUILT):
             return _rebuilt(self, value)
         if isinstance(value, FunctionType):
-            for cell in value.__closure__ or ():
-                self(cell)
-            return value
-        substitutes = [(key, old, self(old)) for key, old in _items(value)]
+            for part in (*(value.__closure__ or ()), value.__kwdefaults__):
+                self(part)
+            items = [("__defaults__", value.__defaults__)]
+        else:
+            items = _items(value)
+        substitutes = [(key, old, self(old)) for key, old in items]
         changed = [(key, old, new) for key, old, new in substitutes if new is not old]
         if changed and _is_frozen(value):
             return _with_items(value, [(key, new) for key, _, new in changed])

@@ -24,7 +24,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
@@ -32,6 +31,7 @@ from nano_loop.patching.calls.backward import backwards_watched
 from nano_loop.patching.calls.calls import newcomers_covered
 from nano_loop.patching.calls.entry import through_interceptor
 from nano_loop.patching.calls.exports import is_exporting
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import has_shapes, parameters_of
 from nano_loop.patching.objects.loaders import implicit_loaders_changed
 from nano_loop.patching.objects.optimizers import held_by, trained_by
@@ -110,13 +110,9 @@ class Ambient:
         return self._run.scope.is_here()
 
     def warn_of_unused_options(self) -> None:
-        """Warn of options that are True and have applied to nothing."""
-        report = self._run.report
-        if report is None or not self._finds_models:
-            return
-        for name in report.skipped:
-            if self._run.options.is_asked_for(name) and name not in report.applied:
-                warn(error_message(f"{name}=True", report[name].detail, f"Remove {name}"))
+        """Warn of options that are True and have applied to nothing, once the runs inside have ended."""
+        for name, reason, hint in self._run.unmet_inside if self._finds_models else ():
+            warn(error_message(f"{name}=True", reason, hint))
 
     def note(self, optimizer: Optimizer) -> None:
         """Watch for the modules that an optimizer trains."""

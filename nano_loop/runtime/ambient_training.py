@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
-from nano_loop.patching.lifetime import undone_with
+from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
 from nano_loop.patching.objects.optimizers import called_before_steps
 
 #: Takes an optimizer and the arguments of its step. Returns None, or other arguments.

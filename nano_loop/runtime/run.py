@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -295,6 +295,11 @@ class Run:
         self._is_set_up = True
         self._results.add(slot, [*first, *results])
 
+    @property
+    def unmet_inside(self) -> Iterable[tuple[str, str, str]]:
+        """What was asked for by True and applied to nothing in all runs inside this one: reasons and what to do."""
+        return (self._results.unmet or {}).values()
+
     def note(self, result: StepResult) -> None:
         """Add an entry to the report."""
         self._results.add(self._place, [result])
@@ -326,6 +331,8 @@ class Run:
                 results.append(self.stepped.final_result())
             results.append(self._memory.final_result())  # the last line
             self._results.add_final(self._place, [result for result in results if result is not None])
+            if self._is_inner and self._kinds is STEPS:
+                self._results.note_unmet(self._unmet())
 
     def _unmet(self) -> Iterator[tuple[str, str, str]]:
         """Yield the steps that were asked for by True and apply to nothing that was set up: reasons and what to do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class RunReport:
         self.report: SetupReport | None = None
         self._options = options
         self._printer = ReportPrinter(printed)
+        #: What applied to nothing in all runs inside that have ended, by the name of the option; None: none has.
+        self.unmet: dict[str, tuple[str, str, str]] | None = None
         self._final: set[tuple[str, str, str | None]] = set()  # names, statuses and codes
 
     def add(self, slot: RankSlot, results: list[StepResult]) -> None:
@@ -59,6 +61,10 @@ class RunReport:
         kinds = [(result.name, result.status, result.code) for result in results]
         self.add(slot, [result for result, kind in zip(results, kinds, strict=True) if kind not in self._final])
         self._final.update(kinds)
+
+    def note_unmet(self, unmet: Iterable[tuple[str, str, str]]) -> None:
+        """Note what was asked for and applied to nothing in a run inside: names, reasons, and what to do."""
+        self.unmet = {entry[0]: entry for entry in unmet if self.unmet is None or entry[0] in self.unmet}
 
 
 def _empty_report(slot: RankSlot, options: Options) -> SetupReport:

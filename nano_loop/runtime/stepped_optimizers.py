@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.errors import NanoConfigError, NanoError, error_message
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import closure_of, held_by, trained_by
 from nano_loop.patching.user_code import warn

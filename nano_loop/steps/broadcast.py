@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
 from nano_loop.distributed.data_parallel.initial_sync import make_equal, named_buffers, named_parameters
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.runtime.objects.training_objects import TrainingObjects

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.compile.blocks import described, repeated_blocks
 from nano_loop.compile.inductor import arguments_with, own_cache
-from nano_loop.patching.lifetime import weakly
+from nano_loop.patching.lifetime import WeakIdKeyDictionary, weakly
 from nano_loop.patching.torch_private_compiler import call_compiled, forget_compiled, is_compiled, plain_call
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.step import SkipReason, Step

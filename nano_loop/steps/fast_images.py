@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.data.images.pipelines import compositions
 from nano_loop.errors import NanoError
-from nano_loop.patching.lifetime import undone_with
+from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
 from nano_loop.patching.objects.loaders import changed
 from nano_loop.runtime.objects.report import StepResult, size
 from nano_loop.runtime.objects.training_objects import TrainingObjects

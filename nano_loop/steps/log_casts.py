@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.precision.diagnostics.cast_log import CastLog, CastRecorder
 from nano_loop.runtime.objects.report import StepResult, print_lines
 from nano_loop.runtime.objects.training_objects import TrainingObjects

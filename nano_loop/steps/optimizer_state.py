@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, error_message
@@ -16,7 +15,7 @@ from nano_loop.optimizers.split_steps import SplitSteps, why_not
 from nano_loop.optimizers.torch_fused_steps import steps_fused
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
-from nano_loop.patching.lifetime import undone_with, weakly
+from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with, weakly
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.precision.autocast.wide_weights import WideWeights
 from nano_loop.runtime.objects.training_objects import TrainingObjects

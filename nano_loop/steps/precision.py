@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper, is_forward
 from nano_loop.patching.calls.custom_functions import backwards_under_autocast
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import Substitution, map_tensors, shares_memory
 from nano_loop.patching.objects.optimizers import trained_by
 from nano_loop.patching.ownership import OperatorRule
+from nano_loop.patching.user_code import warn
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.autocast.default_ops import in_force
@@ -152,7 +153,7 @@ class Precision(Step):
             lack = (
                 "this CPU has no bf16 instructions and no AVX-512, so products take up to 400 times as long as in fp32"
             )
-        warnings.warn(error_message(got, lack, hint), NanoWarning, stacklevel=2)
+        warn(error_message(got, lack, hint))
 
 
 _COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.config.options import Options
@@ -20,6 +19,7 @@ from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import shared_change

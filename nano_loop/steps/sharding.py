@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, PolynomialLR
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.distributed.launch.active_runs import innermost
@@ -17,7 +16,7 @@ from nano_loop.distributed.sharding.sharding import BatchSharding, serving, shar
 from nano_loop.distributed.sharding.splitting import BatchSplitting, splits_indices
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.lifetime import undone_with
+from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
 from nano_loop.patching.objects.loaders import changed, implicit_loaders_changed
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.objects.report import StepResult

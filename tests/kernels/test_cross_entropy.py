@@ -55,6 +55,18 @@ def test_mean_of_nothing_is_nan_as_in_torch():
     assert by_torch(logits, torch.full_like(target, -100)).isnan()
 
 
+@pytest.mark.parametrize("reduction", [1, 2])
+def test_gradient_that_a_program_writes_to_is_not_the_next_one(reduction):
+    """As by a hook that clips it, where the graph is kept."""
+    logits = torch.randn(64, 100, requires_grad=True)
+    loss = cross_entropy(logits, torch.arange(64), None, reduction)
+    first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    expected = second.clone()
+    for gradient in (first, second):
+        gradient.zero_()
+    assert torch.equal(torch.autograd.grad(loss, logits)[0], expected)
+
+
 def test_without_gradients_it_keeps_nothing():
     logits, target = logits_of(5, 1200)
     with torch.no_grad():

@@ -407,3 +407,26 @@ def test_a_replaced_module_called_directly(model, optimizer, loader, by_hand=unt
     optimizer.add_param_group({"params": model.head.parameters()})
     train(entropy(lambda x: by_hand(model.head)(by_hand(model.encoder)(x))), loader, optimizer)
     return model.head.saw
+
+
+class Tabled(nn.Module):
+    """Looks attributes up in a table of its own, whose error is not AttributeError."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.names = {"width": 3}
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        modules = vars(self).get("_modules", {})
+        return modules[name] if name in modules else vars(self)["names"][name]
+
+    def forward(self, x):
+        return self.layer(x)[:, : self.width]
+
+
+@pair(job(model=Tabled))
+def test_models_whose_attributes_raise_errors_of_their_own(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand)

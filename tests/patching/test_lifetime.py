@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 from torch import nn
 
-from nano_loop.patching.lifetime import undone_with, weakly
+from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with, weakly
 
 
 def test_the_undo_comes_when_the_object_is_freed_and_not_again():
@@ -26,6 +26,22 @@ def test_the_undo_comes_with_the_run_while_the_object_lives():
         undoing.callback(undone.append, "later change")
     del owner
     assert undone == ["later change", "run"]
+
+
+def test_a_dictionary_by_identity_calls_no_code_of_its_keys():
+    class Raising:
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+        __eq__ = __hash__ = __bool__ = None
+
+    table, key = WeakIdKeyDictionary(), Raising()
+    table[key] = 1
+    assert key in table
+    assert Raising() not in table
+    assert [kept is key for kept in [*table]] == [True]
+    del key
+    assert len(table) == 0
 
 
 def test_an_undo_that_raises_does_so_in_the_run():

@@ -15,6 +15,22 @@ from nano_loop.patching.walk import find
 Pair = namedtuple("Pair", "left right")
 
 
+class Scored(tuple):
+    """A tuple that is made by two arguments, and has an attribute."""
+
+    def __new__(cls, tensor, score):
+        made = super().__new__(cls, (tensor, score))
+        made.name = "kept"
+        return made
+
+
+class Named(Pair):
+    """A named tuple that is made by one argument."""
+
+    def __new__(cls, left):
+        return super().__new__(cls, left, "right")
+
+
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     tensor: torch.Tensor
@@ -55,6 +71,8 @@ ONE = torch.ones(2)
         (OrderedDict(a=ONE), lambda value: value["a"]),
         (UserDict(a=ONE), lambda value: value["a"]),
         (Pair(ONE, 3), lambda value: value.left),
+        (Named(ONE), lambda value: value.left),
+        (Scored(ONE, 1.0), lambda value: value[value.name != "kept"]),
         (Frozen(ONE), lambda value: value.tensor),
         ({ONE}, lambda value: next(iter(value))),
         (frozenset([ONE]), lambda value: next(iter(value))),
@@ -120,17 +138,17 @@ def test_substitutes_stand_in_the_callers_containers_until_they_are_restored(con
 
 def test_substitutes_stand_in_sets_and_in_what_a_function_has_from_around_it():
     def made(tensor):
-        return lambda: [tensor, inner()]
+        return lambda other=tensor, *, third=tensor: [tensor, inner(), other, third]
 
     inner = (lambda tensor: lambda: tensor)(ONE)
     items, function, substitution = {ONE, "kept"}, made(ONE), Substitution(double)
     substitution([items, function])
     assert torch.equal(next(find(torch.Tensor, [*items])), ONE * 2)
     assert torch.equal(function()[0], ONE * 2)
-    assert function()[0] is function()[1]
+    assert len({*map(id, function())}) == 1
     substitution.restore()
     assert items == {ONE, "kept"}
-    assert function()[0] is function()[1] is ONE
+    assert all(tensor is ONE for tensor in function())
 
 
 @pytest.mark.parametrize("value", [(1, ONE), Pair(ONE, 2), Frozen(ONE)])

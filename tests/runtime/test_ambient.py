@@ -570,13 +570,11 @@ def test_second_install_replaces_the_options(install):
     assert net.seen[-1] is torch.bfloat16
 
 
-def test_option_that_has_applied_to_nothing_is_a_warning_by_the_line_of_the_block():
+@pytest.mark.parametrize("option", ["channels_last", "fast_norm", "fast_rnn"])
+def test_option_that_has_applied_to_nothing_is_a_warning_by_the_line_of_the_block(option):
     net = Net()
     net.embedding = nn.Embedding(2, 2)
-    with (
-        pytest.warns(NanoWarning, match="channels_last=True") as caught,
-        accelerated(channels_last=True, verbose=False),
-    ):
+    with pytest.warns(NanoWarning, match=f"{option}=True") as caught, accelerated(verbose=False, **{option: True}):
         fit(net, adam(net))
     assert [warning.filename for warning in caught] == [__file__]
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 _MAGIC = b"nano_loop image 2"
 _SUM = struct.Struct(f"<{len(_MAGIC)}sI")  # the magic, and the sum of all that follows
-_HEAD = struct.Struct("<40sIIBI")  # the key, height, width and channels, the bytes of the metadata
+_HEAD = struct.Struct("<40siiBI")  # the key, height, width and channels, the bytes of the metadata
 _MODES = {1: "L", 3: "RGB"}
 _LONGEST_INFO = 1 << 16
 _PLAIN = (bool, int, float, str, bytes, type(None))

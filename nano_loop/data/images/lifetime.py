@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.cpu.cgroup import read_memory_limit
 from nano_loop.cpu.tree import Tree
@@ -26,6 +25,7 @@ from nano_loop.distributed.comm.system_limits import SHARED_MEMORY
 from nano_loop.distributed.launch.abandoned import delete_abandoned, held
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.errors import NanoError
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.storage.trusted_files import make_folder, open_folder, resolved
 
 _PREFIX = "nano_loop-images-"

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.config.protocol import AVERAGING_EVENT
 from nano_loop.data.random_states import diverge_rng
@@ -42,6 +41,7 @@ from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTranspor
 from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import (
     called_after_steps,

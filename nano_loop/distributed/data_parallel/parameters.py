@@ -17,9 +17,9 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.distributed.data_parallel.initial_sync import Named, named_buffers, named_parameters
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of
 from nano_loop.patching.torch_private import as_plain_tensors
 from nano_loop.patching.torch_private_autograd import forget_empty_hooks, has_accumulation_hook

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.data.random_states import diverge_rng, generators_of
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.sharding.own_shares import OwnShares, Source
 from nano_loop.distributed.sharding.shared_sampler_rng import AgreedItems, AgreedState
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start
 from nano_loop.patching.thread_depth import ThreadDepth
 

@@ -9,6 +9,7 @@ logits.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from nano_loop.kernels.memory import BF16, FP32, INT64, computes_now, empty, is_
 from nano_loop.kernels.override import COMPILED, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.ownership import Rules, rules_now, rules_of_node
-from nano_loop.patching.torch_private import below_autocast
+from nano_loop.patching.torch_private import below_autocast, shared_until_written
 from nano_loop.patching.torch_private_autograd import node_number
 
 _KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -291,9 +292,10 @@ class _Losses(torch.autograd.Function):
             return None, None, None, None
 
         def compute() -> tuple[Tensor]:
-            if factors.dim() == 0:
-                return (gradient if factors.item() == 1 else gradient * factors,)
-            return (gradient * factors.unsqueeze(1),)
+            if factors.dim() == 0 and factors.item() == 1:
+                with suppress(RuntimeError):  # of memory that a hook of saved tensors has made
+                    return (shared_until_written(gradient),)  # a second backward finds it as it is
+            return (gradient * (factors.unsqueeze(1) if factors.dim() else factors),)
 
         def by_torch(logits: Tensor) -> Tensor:
             losses: Tensor = ctx.function.compute(logits + ctx.function.logarithms(gradient, ctx.factor), slice(None))[

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.patching.attributes import replaced
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.ownership import call_state
 
 #: Makes the context of a backward from the dtype of the forward's autocast.

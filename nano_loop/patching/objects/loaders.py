@@ -17,9 +17,9 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.patching.attributes import replaced
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.patch_table import listening, process_wide, value_in_force
 from nano_loop.patching.torch_private_loaders import kept_iterator, stop_kept_workers, with_iterator
 from nano_loop.patching.walk import walk

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
-from nano_loop.patching.lifetime import undone_with
+from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.torch_private import users_of_storage

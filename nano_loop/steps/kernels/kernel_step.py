@@ -8,11 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.override import Override
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
@@ -119,6 +120,20 @@ def test_entry_whose_metadata_cannot_be_read_is_made_anew(tmp_path, info):
     assert "damaged" in store.notes()[0]
     store.put(KEYS[0], entry(0))
     assert_right(store, 1)
+
+
+@pytest.mark.parametrize("place", [40, 44])
+def test_entry_of_a_size_that_no_image_has_is_made_anew(tmp_path, place):
+    """It has no pixels, and its sum is right."""
+    store = Store(tmp_path, None, sums=True)
+    store.put(KEYS[0], ImageEntry(np.zeros((0, 0, 1), np.uint8), "{}"))
+    path = tmp_path / KEYS[0][:2] / KEYS[0][2:]
+    data = bytearray(path.read_bytes())
+    start = data.index(KEYS[0].encode())
+    data[start + place : start + place + 4] = b"\xff" * 4
+    data[start - 4 : start] = zlib.crc32(data[start:]).to_bytes(4, "little")
+    path.write_bytes(data)
+    assert store.get(KEYS[0]) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"1", b"\xff" * 16, b"\xff" * 17, bytes(15), bytes(1 << 20)])

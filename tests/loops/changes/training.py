@@ -230,10 +230,13 @@ FUNCTIONS = (
 )
 
 
-def noted_functions(noted):
+LISTS = tuple((kind, "_init_group") for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad))
+
+
+def noted_functions(noted, functions=FUNCTIONS):
     """Return a context in which functions of optimizers note their calls."""
     contexts = ExitStack()
-    for owner, name in FUNCTIONS:
+    for owner, name in functions:
         original = getattr(owner, name)
 
         def call(*args, original=original, name=name, **kwargs):
@@ -247,6 +250,22 @@ def noted_functions(noted):
 @row()
 def functions_of_optimizers(program):
     program.within(noted_functions(program.seen))
+
+
+@row()
+def what_makes_the_lists_of_groups(program):
+    program.within(noted_functions(program.seen, LISTS))
+
+
+@row()
+def what_makes_the_lists_of_an_optimizer(program):
+    for optimizer in program.optimizers:
+
+        def noted(*args, original=optimizer._init_group):
+            program.seen.append("lists")
+            return original(*args)
+
+        program.set(optimizer, _init_group=noted)
 
 
 NOTED = []
