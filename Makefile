@@ -61,7 +61,7 @@ ANY_TORCH := $(CLUSTERS) $(LIBRARIES) tests/cli tests/cpu $(wildcard tests/distr
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
-.PHONY: help demo test test-all test-benchmarks test-ray test-ipex test-libraries test-newest lint docs docs-serve docs-faults docs-options docs-results planted-faults bench bench-overhead clean ready ready-ipex ready-jax wheel
+.PHONY: help demo test test-all test-benchmarks test-ray test-ipex test-libraries test-newest lint docs docs-serve docs-faults docs-options docs-results planted-faults bench bench-overhead clean ready ready-ipex ready-jax test-arm wheel
 .PHONY: test-libraries-2.13 test-libraries-2.8
 .NOTPARALLEL:
 
@@ -75,6 +75,7 @@ help:
 	@echo "make test-libraries   run programs of other libraries, in .venv-libraries-2.13 and, with another torch, in"
 	@echo "             .venv-libraries-2.8: a download of several GB, which make test-libraries-2.13 leaves out"
 	@echo "make test-newest   tests of several processes with the wheel and the newest of all it needs but torch, in .venv-newest"
+	@echo "make test-arm  tests of kernels, loops and two processes on an emulated ARM, with the wheel for it: Debian, Linux 6.7"
 	@echo "make lint    ruff, mypy, and that imports run downwards"
 	@echo "make planted-faults   plant the faults of tests/planted_faults.py one by one, and see that tests find them"
 	@echo "make docs    build the site of the documentation, to site; make docs-serve shows it while you write"
@@ -122,20 +123,36 @@ test-libraries-2.13 test-libraries-2.8: test-libraries-%:
 	$(if $(filter 3.10,$(VERSION)),$(error The libraries need Python 3.11 or later. Name one: make PYTHON=python3.12 $@))
 	@+$(MAKE) --no-print-directory VENV=.venv-libraries-$* REQUIREMENTS=requirements/libraries-$*.txt TESTS=$(LIBRARIES) test-all
 
+# Wheels of these sources: older ones in dist are made again.
+WHEELS := dist/.made
+$(WHEELS): $(shell find nano_loop -name "*.py" -o -name "*.[ch]" -o -name "*.json" 2>/dev/null) README.md setup.cfg setup.py
+	@$(MAKE) --no-print-directory wheel
+
 # What pip installs today, but for torch: nothing here pins it, so it is installed anew each time. The tests stand in a
-# folder without the package's sources, which would be imported in the place of the wheel.
+# folder without the package's sources, which would be imported in the place of the wheel. With other versions:
+# make test-newest PYTHON=python3.13 TORCH=2.12.1 TESTS="--one-of 10 tests/loops tests/kernels"
 NEWEST := .venv-newest
+test-newest: TORCH = $(shell sed -n 's/^torch==//p' requirements/default.txt)
+test-newest: TESTS := $(addprefix tests/distributed/,payload launch launch_local)
+test-newest: export CUDA_VISIBLE_DEVICES :=
 test-newest: export OMP_WAIT_POLICY := passive
-test-newest:
+test-newest: $(WHEELS)
 	$(if $(MISSING),$(error $(MISSING)))
-	@ls dist/*.whl >/dev/null 2>&1 || $(MAKE) --no-print-directory wheel
 	@"$(PYTHON)" -m venv --clear $(NEWEST)
-	@$(NEWEST)/bin/python -m pip install -qq --progress-bar off $$(grep '^torch==' requirements/default.txt) \
-	    "$$(ls dist/*manylinux*.whl dist/*-none-any.whl 2>/dev/null | head -1)[cli]" hypothesis pytest pytest-timeout pytest-xdist
+	@$(NEWEST)/bin/python -m pip install -qq --progress-bar off torch==$(TORCH) \
+	    "$$(ls dist/*_$$(uname -m).whl dist/*-none-any.whl 2>/dev/null | head -1)[cli]" hypothesis pytest pytest-timeout pytest-xdist
 	@$(NEWEST)/bin/python -m pip freeze
 	@rm -rf build/newest && mkdir -p build/newest && cp -r tests setup.cfg build/newest
-	@cd build/newest && ../../$(NEWEST)/bin/$(subst -m,python -m,$(PYTEST)) -m "not slow" \
-	    $(addprefix tests/distributed/,payload launch launch_local) $(ARGS)
+	@cd build/newest && ../../$(NEWEST)/bin/$(subst -m,python -m,$(PYTEST)) -m "not slow" $(TESTS) $(ARGS)
+
+# One of ten tests, for a program takes tens of times as long there. How fast it is says nothing.
+ON_ARM = PYTHON=$(WHEEL_VENV)/bin/python scripts/emulated_arm.sh python3 $(PYTEST) -m "not slow" --one-of 10 \
+    --timeout 600 -p no:cacheprovider
+RANKS_ON_ARM := test_ranks.py data_parallel launch_local/test_run.py
+test-arm: $(WHEELS)
+	@$(LOCK) $(MAKE) -s VENV=$(WHEEL_VENV) REQUIREMENTS=requirements/wheel.txt $(WHEEL_VENV)/pins-$(VERSION)
+	@$(ON_ARM) tests/loops tests/kernels/test_exactness.py $(addprefix tests/distributed/,$(RANKS_ON_ARM)) $(ARGS)
+	@NANO_LOOP_KERNELS=neon $(ON_ARM) tests/kernels/test_exactness.py
 
 # The limit of the users' suite, for `make bench ARGS="--suite users"`.
 ready-jax:
@@ -188,14 +205,22 @@ wheel:
 	@$(LOCK) $(MAKE) -s VENV=$(WHEEL_VENV) REQUIREMENTS=requirements/wheel.txt $(WHEEL_VENV)/pins-$(VERSION)
 	@rm -rf build dist
 	@mkdir dist
-	@echo "1 of 3: the sdist"
+	@echo "1 of 4: the sdist"
 	@$(BACKEND) build_sdist dist >/dev/null
-	@echo "2 of 3: the wheel for every system, whose kernels in C are compiled at first use"
+	@echo "2 of 4: the wheel for every system, whose kernels in C are compiled at first use"
 	@NANO_LOOP_KERNELS=off $(BACKEND) build_wheel dist >/dev/null 2>&1
-	@echo "3 of 3: the wheel with kernels in C, which pip prefers on Linux for x86-64: gcc compiles them for one to three minutes"
+	@echo "3 of 4: the wheel with kernels in C, which pip prefers on Linux for x86-64: gcc compiles them for one to three minutes"
 	@$(BACKEND) build_wheel build/dist >/dev/null
 	@PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --exclude libgomp.so.1 -w dist build/dist/*-linux_x86_64.whl
+	@echo "4 of 4: the same for Linux on ARM, by $(CROSS)gcc"
+	@if command -v $(CROSS)gcc >/dev/null; then $(MAKE_ARM_WHEEL); else echo "It is not here: no such wheel"; fi
+	@touch $(WHEELS)
 	@ls -l dist
+
+# The same for another processor, by the compiler for it and the name by which Python knows that.
+CROSS := aarch64-linux-gnu-
+MAKE_ARM_WHEEL = CC=$(CROSS)gcc _PYTHON_HOST_PLATFORM=linux-aarch64 $(BACKEND) build_wheel build/dist >/dev/null && \
+    PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair -w dist build/dist/*-linux_aarch64.whl
 
 # A checkout that was moved or copied, .venv and all, must not import the package from its old place.
 ready:
@@ -217,5 +242,5 @@ $(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py $(wildc
 	@printf '%s' "$(CURDIR)" > $@
 
 clean:
-	@rm -rf $(VENV) .venv-ipex .venv-jax .venv-libraries-* .venv-newest $(DEMO_VENV) $(BENCH_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(KERNELS)/prebuilt build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-ipex .venv-jax .venv-libraries-* .venv-newest .arm $(DEMO_VENV) $(BENCH_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(KERNELS)/prebuilt build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

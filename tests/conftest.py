@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from types import SimpleNamespace
+from zlib import crc32
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ LAUNCH_PREFIXES = ("NANO_LOOP_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELAST
 LAUNCH_NAMES = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 )
+
+
+def pytest_addoption(parser):
+    parser.addoption("--one-of", type=int, default=1, metavar="N", help="run one of N tests, always the same")
 
 
 def pytest_configure(config):
@@ -52,12 +57,14 @@ def pytest_configure(config):
     config.add_cleanup(patch.undo)
 
 
-def pytest_collection_modifyitems(items):
-    """Put tests of teams first and tests that launch processes last, each in the order they had.
+def pytest_collection_modifyitems(config, items):
+    """Keep one of N tests, by a hash of their names, those of teams first and those that launch processes last.
 
-    pytest's workers halve the tests, and one that has finished takes over what another has left. So one of them alone
-    starts the teams, and both launch processes to the end, which is most of the time.
+    Others keep their order. pytest's workers halve the tests, and one that has finished takes over what another has
+    left. So one of them alone starts the teams, and both launch processes to the end, which is most of the time.
     """
+    number = config.getoption("one_of")
+    items[:] = [item for item in items if crc32(item.nodeid.encode()) % number == 0]
     items.sort(key=lambda item: _launches(item) - ("teams" in item.fixturenames))
 
 

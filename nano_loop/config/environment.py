@@ -14,7 +14,7 @@ from nano_loop.errors import NanoConfigError, error_message, quoted
 #: Chooses the kernels in C, and is no option: libraries are loaded once for all runs of a process.
 KERNELS = "NANO_LOOP_KERNELS"
 
-_KERNELS = ("v3", "v4", "bf16", "compile", "off")
+_KERNELS = ("v3", "v4", "bf16", "neon", "sve", "compile", "off")
 _PREFIX = "NANO_LOOP_"
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None}
 

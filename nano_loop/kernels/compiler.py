@@ -14,7 +14,7 @@ import shlex
 import shutil
 import struct
 import subprocess
-import sys
+import sysconfig
 import tempfile
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +43,7 @@ _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcp
 # What is read of a library: kind, machine, places of segments and of sections, number of segments, size and number of
 # sections; and the place of a segment and its size.
 _HEADER, _SEGMENT = struct.Struct("<6s12xH12xQQ8xHHH2x"), struct.Struct("<8xQ16xQ16x")
-_ELF, _X86_64 = b"\x7fELF\2\1", 62
+_ELF, _ELF_MACHINES = b"\x7fELF\2\1", {"x86_64": 62, "aarch64": 183}
 _SECONDS = 60.0  # of the compiler, for one file in a run
 _SECONDS_OF_INSTALLATION = 600.0
 # What a compiler prints because of an error before.
@@ -73,15 +73,18 @@ class Level(NamedTuple):
     flags: tuple[str, ...]
     #: What the CPU needs, by Linux's names. Who has these has the rest of the level.
     instruction_sets: frozenset[str]
+    machine: str = "x86_64"  # by Linux's names
 
 
 _V3 = frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-#: From the best to the least.
+#: From the best to the least, of each machine.
 LEVELS = (
     Level("bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
     Level("v4", ("-march=x86-64-v4",), _V4),
     Level("v3", ("-march=x86-64-v3",), _V3),
+    Level("sve", ("-march=armv8.2-a+sve+bf16",), frozenset(("asimd", "sve", "bf16")), "aarch64"),
+    Level("neon", ("-march=armv8-a",), frozenset(("asimd",)), "aarch64"),
 )
 #: The instructions of this CPU, whichever it has.
 NATIVE = Level(COMPILE, tuple(filter(None, [_NATIVE.get(platform.machine())])), frozenset())
@@ -152,8 +155,8 @@ def damage_of(library: Path) -> str | None:
             size = os.fstat(opened.fileno()).st_size
             header = opened.read(_HEADER.size).ljust(_HEADER.size, b"\0")
             kind, machine, segments, sections, count, of_section, number = _HEADER.unpack(header)
-            if kind != _ELF or machine != _X86_64:
-                return f"{library.name} is not a library for x86-64"
+            if kind != _ELF or machine != _ELF_MACHINES.get(platform.machine()):
+                return f"{library.name} is not a library for {platform.machine()}"
             opened.seek(segments)
             table = opened.read(count * _SEGMENT.size).ljust(count * _SEGMENT.size, b"\xff")
     except OSError as error:
@@ -217,20 +220,22 @@ def share_openmp(library: str) -> None:
 
 
 def compile_levels(folder: Path) -> list[Path]:
-    """Compile each file for each level into a folder, several at a time, and return the libraries.
+    """Compile each file for each level of a machine into a folder, several at a time, and return the libraries.
 
-    What is in the folder, or in `PREBUILT`, is not compiled again. Libraries of other sources are removed.
+    The machine is this one, unless ``_PYTHON_HOST_PLATFORM`` names another, which ``CC`` compiles for. What is
+    in the folder, or in `PREBUILT`, is not compiled again. Libraries of other sources are removed.
 
     Raises
     ------
     UnavailableError
-        If the compiler is not gcc for x86-64 Linux, or does not know all levels.
+        If the compiler is not gcc for Linux on x86-64 or ARM, or does not know all levels.
     """
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise UnavailableError("libraries are built for x86-64 Linux alone")
+    levels = [level for level in LEVELS if sysconfig.get_platform() == f"linux-{level.machine}"]
+    if not levels:
+        raise UnavailableError("libraries are built for Linux on x86-64 and ARM alone")
     files = {
         library_name(source.stem, level): (source.stem, level)
-        for level in LEVELS
+        for level in levels
         for source in sorted(SOURCES.glob("*.c"))
     }
     if not all((folder / file).exists() or packaged(file).exists() for file in files):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 from types import SimpleNamespace
 
@@ -22,7 +23,8 @@ from nano_loop.cpu.glibc import libraries_in
 from nano_loop.kernels import compiler
 from nano_loop.kernels.compiler import LEVELS, NATIVE, library_name
 
-AVX2 = LEVELS[-1].instruction_sets
+V3 = next(level for level in LEVELS if level.name == "v3")
+AVX2 = V3.instruction_sets
 OUTPUT = "some-cc: fatal error: cannot execute 'as'\ncompilation terminated.\n"
 
 
@@ -78,12 +80,14 @@ def failing(monkeypatch, tmp_path):
 def test_libraries_of_the_package_need_no_compiler(failing, monkeypatch, tmp_path):
     package = tmp_path / "package"
     package.mkdir()
-    library = package / library_name("openmp", LEVELS[-1])
-    library.write_bytes(compiler._HEADER.pack(compiler._ELF, compiler._X86_64, 0, 0, 0, 0, 0))
+    library = package / library_name("openmp", V3)
+    library.write_bytes(compiler._HEADER.pack(compiler._ELF, compiler._ELF_MACHINES[platform.machine()], 0, 0, 0, 0, 0))
     assert inspect_kernels({}, AVX2) == Kernels("v3", "in the package")
-    other = package / library_name("norms", LEVELS[-1])
+    other = package / library_name("norms", V3)
     other.touch()
-    assert inspect_kernels({}, AVX2) == Kernels("v3", "in the package", f"{other.name} is not a library for x86-64")
+    assert inspect_kernels({}, AVX2) == Kernels(
+        "v3", "in the package", f"{other.name} is not a library for {platform.machine()}"
+    )
 
 
 def test_what_is_in_the_cache_folder_needs_no_compiler(failing, monkeypatch, tmp_path):

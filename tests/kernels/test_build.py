@@ -186,7 +186,9 @@ def test_level_without_bf16_instructions_has_no_kernels_of_them(compiled_here, m
 def test_choice_that_does_not_exist_is_refused(compiled_here, monkeypatch):
     monkeypatch.setenv("NANO_LOOP_KERNELS", "avx2")
     forget_libraries()
-    with pytest.raises(NanoConfigError, match="NANO_LOOP_KERNELS=avx2: it is one of v3, v4, bf16, compile, off"):
+    with pytest.raises(
+        NanoConfigError, match="NANO_LOOP_KERNELS=avx2: it is one of v3, v4, bf16, neon, sve, compile, off"
+    ):
         build.summary()
 
 

@@ -12,6 +12,7 @@ from nano_loop.config.environment import kernels_choice
 from nano_loop.kernels import compiler
 from nano_loop.kernels.compiler import LEVELS, NATIVE, UnavailableError, chosen_level, compile_levels, library_name
 
+X86_64, ARM = ([level for level in LEVELS if level.machine == machine] for machine in ("x86_64", "aarch64"))
 SOURCES = sorted(compiler.SOURCES.glob("*.c"))
 HASWELL = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm", "avx"}
 SKYLAKE = HASWELL | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -102,7 +103,8 @@ def test_levels_are_the_choices_of_the_variable():
         (SKYLAKE, "v4"),
         (HASWELL, "v3"),
         ({"sse4_2"}, "compile"),
-        ({"asimd", "bf16"}, "compile"),
+        ({"asimd", "sve", "bf16"}, "sve"),
+        ({"asimd", "bf16"}, "neon"),
         ((), "compile"),
     ],
 )
@@ -142,16 +144,16 @@ def test_library_is_named_by_sources_and_flags_and_not_by_the_compiler(short_sou
 
 # --- installation ---
 
-FOR_WHEELS = pytest.mark.skipif(platform.machine() != "x86_64", reason="libraries are built for x86-64 Linux alone")
+FOR_WHEELS = pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels here are those of x86-64")
 
 
 @FOR_WHEELS
 def test_levels_are_compiled_once_and_others_are_removed(short_sources, made, monkeypatch, tmp_path):
     folder = tmp_path / "prebuilt"
     libraries = compile_levels(folder)
-    assert {library.name for library in libraries} == {library_name("short", level) for level in LEVELS}
+    assert {library.name for library in libraries} == {library_name("short", level) for level in X86_64}
     assert {*folder.iterdir()} == {*libraries}
-    assert ctypes.CDLL(str(folder / library_name("short", LEVELS[-1]))).one() == 1
+    assert ctypes.CDLL(str(folder / library_name("short", X86_64[-1]))).one() == 1
     made(f'echo "$@" >> {tmp_path}/calls; exec {shutil.which("gcc")} "$@"')
     assert compile_levels(folder) == libraries
     monkeypatch.setattr(compiler, "PREBUILT", folder)
@@ -160,6 +162,17 @@ def test_levels_are_compiled_once_and_others_are_removed(short_sources, made, mo
     (short_sources / "one.h").write_text("#define ONE 2\n")
     assert not {*compile_levels(folder)} & {*libraries}
     assert not any(library.exists() for library in libraries)
+
+
+def test_levels_are_those_of_the_machine_that_is_built_for(short_sources, made, monkeypatch, tmp_path):
+    made('while [ "$1" != -o ]; do shift; done; echo "$@" > "$2"')
+    for platform_, levels in (("linux-aarch64", ARM), ("linux-x86_64", X86_64)):
+        monkeypatch.setenv("_PYTHON_HOST_PLATFORM", platform_)  # as where wheels are built for another machine
+        found = compile_levels(tmp_path / platform_)
+        assert {library.name for library in found} == {library_name("short", level) for level in levels}
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "macosx-14.0-arm64")
+    with pytest.raises(UnavailableError, match="built for Linux on x86-64 and ARM alone"):
+        compile_levels(tmp_path / "none")
 
 
 @FOR_WHEELS

@@ -348,6 +348,12 @@ def assert_equal(make_model, make_optimizer, loop):
         one, other = (torch.as_tensor(0 if value is None else value).to_dense() for value in (one, other))
         assert one.allclose(other, rtol=0, atol=0, equal_nan=True)
     assert none == 0
+    return counted_where_torch_computes_alike(taken)
+
+
+def counted_where_torch_computes_alike(taken):
+    if not all(map(row_steps._computes_as_torch, (row_steps.ADAM, row_steps.SGD, row_steps.ADAGRAD))):
+        pytest.skip("the CPU has kernels of torch that compute steps otherwise, as ARM: torch takes them")
     return taken
 
 
@@ -497,7 +503,7 @@ def test_versions_rise_as_in_torchs_loop_and_states_are_looked_through_once(kind
         for _ in range(2):
             called.clear()
             plainly(model, optimizer, torch.randint(ROWS, (12, 3)), STEPS)
-    assert len(taken) > STEPS
+    assert counted_where_torch_computes_alike(len(taken)) > STEPS
     assert "mark_states" not in called
 
 

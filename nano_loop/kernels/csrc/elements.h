@@ -2,6 +2,10 @@
 #pragma once
 #include "lanes.h"
 
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
+#endif
+
 typedef uint16_t halves __attribute__((vector_size(2 * WIDTH)));
 
 INLINE Vector load(const void *base, int64_t at, int bf16) {
@@ -25,6 +29,8 @@ INLINE void store(void *base, int64_t at, int bf16, Vector value) {
     if (bf16) {
 #if defined(__AVX512BF16__)
         __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+        bfloat16x4_t half = vcvt_bf16_f32((float32x4_t)value);
 #elif WIDTH == 8 /* the same as below, in fewer instructions */
         const __m256 none = (__m256)_mm256_set1_epi32(0x7fc00000);
         Words raw = (Words)value, nan = (Words)(value != value);

@@ -36,18 +36,22 @@ class Target(NamedTuple):
         return all(map(shutil.which, programs)) and self.instructions <= read_machine().instruction_sets
 
 
-OF_LEVELS = {level.name: Target(level.flags, instructions=level.instruction_sets) for level in compiler.LEVELS}
+OF_LEVELS = {
+    level.name: Target(level.flags, instructions=level.instruction_sets)
+    if level.machine == "x86_64"
+    else Target(("-static", *level.flags), "aarch64-linux-gnu-gcc", ("qemu-aarch64",))
+    for level in compiler.LEVELS
+}
 SANITIZERS = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 #: A program that is linked without libraries needs no files of the emulated system.
 ON_X86 = {
     "x86-64": Target(("-march=x86-64",)),
-    **OF_LEVELS,
     "v3 on a Haswell": Target((*OF_LEVELS["v3"].flags, "-static"), emulator=("qemu-x86_64", "-cpu", "Haswell")),
 }
 TARGETS = {
     "this processor": Target(NATIVE),
     **(ON_X86 if platform.machine() == "x86_64" else {}),
-    "aarch64": Target(("-static",), "aarch64-linux-gnu-gcc", ("qemu-aarch64",)),
+    **OF_LEVELS,
 }
 #: `.ci/run` installs what the others need.
 HERE = [name for name, target in TARGETS.items() if target.is_here]
