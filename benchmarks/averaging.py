@@ -226,7 +226,7 @@ def show_cpu(size: int, found: list[dict[str, list[dict[str, float]]]]) -> None:
 def counts(text: str) -> list[int]:
     """Be an argument's type: numbers of ranks."""
     found = [at_least_one(each) for each in text.split(",")]
-    if min(found) < 2:  # noqa: PLR2004
+    if min(found) < 2:
         raise argparse.ArgumentTypeError(f"{text!r}: two ranks or more average")
     return found
 

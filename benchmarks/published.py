@@ -317,8 +317,12 @@ def tables(results: Results) -> list[str]:
 
 #: The parts of docs/results.md. docs/layers.md has the layers.
 PARTS = {
-    **{"workloads": "Workloads", "levers": "Levers", "scaling": "Scaling", "between": "Between"},
-    **{"split": "Processes that share each batch", "computed": "Computed from one core"},
+    "workloads": "Workloads",
+    "levers": "Levers",
+    "scaling": "Scaling",
+    "between": "Between",
+    "split": "Processes that share each batch",
+    "computed": "Computed from one core",
 }
 _INTRODUCTION = """\
 # Results

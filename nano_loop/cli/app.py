@@ -27,7 +27,10 @@ class _Commands(click.Group):
 _IN_FILES = ("env", "profile", "run", "tune")
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog="Example: nano-loop doctor")
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group(cls=_Commands, context_settings=_HELP, epilog="Example: nano-loop doctor")
 @click.version_option(__version__, prog_name="nano-loop", message="%(prog)s %(version)s")
 def app() -> None:
     """See what a machine offers to PyTorch, and run training scripts on it."""
