@@ -61,7 +61,10 @@ def _commands() -> str:
     from nano_loop.cli.app import app
 
     parts = ["# Commands", "What `--help` prints. [The command line](cli.md) explains the commands."]
-    for name, command in app.commands.items():
+    group = click.Context(app)
+    for name in app.list_commands(group):
+        command = app.get_command(group, name)
+        assert command is not None
         with click.Context(command, info_name=f"nano-loop {name}", terminal_width=76) as context:
             parts += [f"## {name}", f"```text\n{command.get_help(context)}\n```"]
     return "\n\n".join(parts) + "\n"
