@@ -20,11 +20,13 @@ import torch
 from benchmarks import systems
 from benchmarks.fresh import keep_output
 from benchmarks.learning import curve
-from benchmarks.limits import matmul_gflops, step_flops
+from benchmarks.limits import copied_in_a_second, matmul_gflops, step_flops
 from benchmarks.names import find
 from benchmarks.traffic import traffic
 from benchmarks.workloads import ALL, Workload
 from nano_loop.cpu import peak_memory
+
+SHARE_WARMUP, SHARE_STEPS = 4, 3  # `tune_operators` measures in the first ones
 
 Train = Callable[[Workload, int], list[float]]
 
@@ -48,6 +50,21 @@ def levers(workload: str, lever: str, small: bool) -> dict[str, Any]:
 def ranks(workload: str, cpus: Sequence[int], small: bool) -> dict[str, float]:
     """Measure training steps of nano_loop in one process for each of these CPUs."""
     return _measured(workload, lambda work, count: systems.nano_ranks(work, count, cpus), small)
+
+
+def split(workload: str, processes: int, samples: int, small: bool) -> dict[str, float]:
+    """Measure training steps of nano_loop in so many processes that share each batch."""
+    return _measured(workload, lambda work, count: systems.nano_split(work, count, processes, samples), small)
+
+
+def share(workload: str, samples: int, small: bool) -> dict[str, float]:
+    """Measure the parts of a step of so many samples on one core, the gradients, and the memory's rate."""
+    work = build(workload, small)
+    found = systems.nano_on_one_core(work, SHARE_WARMUP + SHARE_STEPS, samples)[SHARE_WARMUP:]
+    compute, update = (statistics.median(seconds) * 1e3 for seconds in zip(*found, strict=True))
+    nbytes = sum(weight.nbytes for weight in work.model.parameters() if weight.requires_grad)
+    rate = copied_in_a_second() / 1e9
+    return {"compute_ms": compute, "update_ms": update, "gradients_mb": nbytes / 1e6, "rate_gb": rate}
 
 
 def losses(workload: str, system: str, small: bool, count: int, noise: float = 0.0) -> dict[str, list[float]]:
@@ -118,6 +135,8 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "steps": steps,
     "losses": losses,
     "ranks": ranks,
+    "split": split,
+    "share": share,
     "levers": levers,
     "between": between,
     "flops": flops,

@@ -14,6 +14,7 @@ from benchmarks.workloads import Workload
 SIZES = (256, 1024, 2048, 4096)
 DTYPES = (torch.float32, torch.bfloat16)
 REPEATS, ENOUGH_SECONDS = 5, 1.0
+COPIED = 512 << 20  # bytes
 TOO_MANY_SECONDS = 5.0  # for one product: without bf16 instructions, one of 4096 takes a quarter of an hour
 
 
@@ -60,3 +61,15 @@ def _seconds(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> float:
     start = time.perf_counter()
     torch.mm(a, b, out=out)
     return time.perf_counter() - start
+
+
+def copied_in_a_second() -> float:
+    """Return how many bytes one thread reads and writes in a second of its CPU time, of more than a cache has."""
+    source, target = (torch.ones(COPIED, dtype=torch.uint8) for _ in range(2))
+    torch.set_num_threads(1)
+    seconds = []
+    for _ in range(REPEATS):
+        began = time.process_time()
+        target.copy_(source)
+        seconds.append(time.process_time() - began)
+    return 2 * COPIED / min(seconds)

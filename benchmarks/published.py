@@ -209,6 +209,29 @@ def scaling(results: Results) -> str:
     return table(["", "", "ms a step", "batches a second over one core's (rounds)", "efficiency"], rows)
 
 
+def split(results: Results) -> str:
+    """Return how fast processes that share each batch are."""
+    rows = [
+        [workload, count, _ms(row), row["reason"] or _ratio(row["speed_up"], row["speed_up_range"])]
+        for workload, found in results["split"].items()
+        for count, row in found.items()
+    ]
+    return table(["", "processes", "ms a step", "over one process (rounds)"], rows)
+
+
+def computed(results: Results) -> str:
+    """Return the parts of a step of ranks that share each batch, computed from what one core takes."""
+    parts = ("compute_ms", "update_ms", "averaging_ms", "step_ms")
+    rows = [
+        [workload, count, *(f"{row[part]:.0f}" for part in parts)]
+        + [f"{row[ratio]:.2f}" for ratio in ("speed_up", "sharded_update_speed_up")]
+        for workload, found in results["computed"].items()
+        for count, row in found.items()
+    ]
+    head = ["", "ranks", "compute, ms", "update, ms", "averaging, ms", "step, ms", "over one rank", "update by shards"]
+    return table(head, rows)
+
+
 def _ms(row: Results) -> str:
     if row["reason"]:
         return "–"
@@ -277,6 +300,8 @@ TABLES = {
     "workloads": (times, ratios, memory),
     "levers": (levers,),
     "scaling": (scaling,),
+    "split": (split,),
+    "computed": (computed,),
     "between": (savings_of_models, largest_savings),
     "layers": (layers,),
 }
@@ -291,7 +316,10 @@ def tables(results: Results) -> list[str]:
 
 
 #: The parts of docs/results.md. docs/layers.md has the layers.
-PARTS = {"workloads": "Workloads", "levers": "Levers", "scaling": "Scaling", "between": "Between"}
+PARTS = {
+    **{"workloads": "Workloads", "levers": "Levers", "scaling": "Scaling", "between": "Between"},
+    **{"split": "Processes that share each batch", "computed": "Computed from one core"},
+}
 _INTRODUCTION = """\
 # Results
 

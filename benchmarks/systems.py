@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import trainers
 from benchmarks.experts import (
@@ -31,8 +31,9 @@ from benchmarks.experts import (
     why_not_jemalloc,
 )
 from benchmarks.jitted import jax
-from benchmarks.loop import steps
+from benchmarks.loop import parts_of_steps, steps
 from benchmarks.workloads import Workload
+from benchmarks.workloads.workload import grown
 
 
 def plain(work: Workload, count: int) -> list[float]:
@@ -138,6 +139,25 @@ def nano_ranks(work: Workload, count: int, cpus: Sequence[int]) -> list[float]:
     """nano_loop as in `nano`, in one process for each of these CPUs; each trains on whole batches."""
     options: dict[str, Any] = {"num_processes": len(cpus), "cpu_for_each_process": [[cpu] for cpu in cpus]}
     return nano_with(work, count, **_reduced(), channels_last=work.images, **options)
+
+
+def nano_split(work: Workload, count: int, processes: int, samples: int) -> list[float]:
+    """nano_loop as in `nano`, in so many processes that share each batch of so many samples, and all cores."""
+    (batch,) = work.batches
+    rows = grown(batch, samples)
+    work.batches = DataLoader(rows if isinstance(rows, torch.Tensor) else TensorDataset(*rows), samples)
+    options: dict[str, Any] = {"num_processes": processes, "split_batches": True} if processes > 1 else {}
+    return nano_with(work, count, **_reduced(), channels_last=work.images, **options)
+
+
+def nano_on_one_core(work: Workload, count: int, samples: int) -> list[tuple[float, float]]:
+    """nano_loop as in `nano`, on one core and batches of so many samples; returns `parts_of_steps`."""
+    import nano_loop
+
+    (batch,) = work.batches
+    options = {**_reduced(), "channels_last": work.images, "num_threads": 1, "verbose": False}
+    train = nano_loop.nano(**options)(parts_of_steps)
+    return train(work.model, work.optimizer, grown(batch, samples), work.loss, count)
 
 
 def _reduced() -> dict[str, Any]:

@@ -69,7 +69,7 @@ SPELLINGS = {
 REFUSED = {
     checks.boolean: [0, 1, "yes", "auto", 0.1, None, np.True_, torch.channels_last],
     checks.auto_or_boolean: [0, 0.5, 2, "AUTO", "jemalloc", None],
-    checks.num_processes: [0, -1, True, 2.0, "2", [2], float("nan"), "auto", np.int64(0)],
+    checks.num_processes: [0, -1, True, 2.0, "2", [2], float("nan"), np.int64(0)],
     checks.num_threads: [0, -1, True, 2.0, "2", [2], "AUTO"],
     checks.distributed_backend: ["horovod", "Ray", None, 1],
     checks.process_group_backend: [

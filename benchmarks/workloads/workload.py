@@ -45,3 +45,10 @@ class Workload:
     steps: int = 6
     uncounted_flops: float = 0.0
     jax: str = ""
+
+
+def grown(batch: Any, samples: int) -> Any:
+    """Return a batch of so many samples, those of another again and again."""
+    if isinstance(batch, Tensor):
+        return batch[torch.arange(samples) % len(batch)]
+    return type(batch)(grown(each, samples) for each in batch)

@@ -224,7 +224,7 @@ def report() -> SetupReport | None:
 def _settings_of_one_process(options: Mapping[str, Any], name: str) -> Settings:
     """Return the settings of a function that has nothing which other processes could call."""
     settings = Settings.read(options)
-    if (settings.options.num_processes or 1) > 1:
+    if settings.options.num_processes not in (None, 1):
         got, expected = settings.options.as_written["num_processes"], f"{name} runs in one process"
         advice = "Move the loop into a function and decorate it: @nano_loop.nano(num_processes=...)"
         raise NanoConfigError(error_message(got, expected, advice))

@@ -188,7 +188,7 @@ def _parts_and_names(
 
 
 def _starts_workers(options: Options) -> bool:
-    return (options.num_processes or 1) > 1 and found_launch(os.environ) is None
+    return options.processes > 1 and found_launch(os.environ) is None
 
 
 def _without_model(got: str, function: Callable[..., Any]) -> str:

@@ -131,7 +131,7 @@ class TorchNano(OptionAttributes, RanksFabric):
     @property
     def num_processes(self) -> int:
         """The number of processes."""
-        return self._nano_settings.options.num_processes or self.world_size
+        return self.world_size
 
     @property
     def device(self) -> torch.device:

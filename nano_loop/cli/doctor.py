@@ -15,7 +15,7 @@ from nano_loop.cli.checks import Finding, counted, in_words
 from nano_loop.cli.inspected import Inspected, inspect_system, inspect_torch
 from nano_loop.cli.libraries import openmp_of
 from nano_loop.cli.output import as_text
-from nano_loop.cpu import format_cpu_list
+from nano_loop.cpu import format_cpu_list, partition, process_counts
 from nano_loop.cpu.glibc import allocators_of
 from nano_loop.errors import quoted
 from nano_loop.kernels.compiler import COMPILE
@@ -85,6 +85,7 @@ def facts_of(inspected: Inspected) -> dict[str, Any]:
             "cpuset": list(inspected.cpuset) or None,
             "quota": machine.quota,
             "num_threads": machine.num_threads,
+            "shares": [[count, len(partition(machine, count)[0].cpus)] for count in process_counts(machine)],
         },
         "memory": {**asdict(memory), "huge_pages": memory.huge_pages or None},
         "kernels": None if inspected.kernels is None else inspected.kernels._asdict(),
@@ -126,6 +127,8 @@ def _table(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     quota = "no quota" if usable["quota"] is None else f"quota {usable['quota']:g} CPUs"
     cpus = f"CPUs {format_cpu_list(usable['logical_cpus'])} of {cpu['logical_cpus']}"
     yield "usable", f"{cpus}, {counted(usable['cores'], 'core')}, {quota}: {counted(usable['num_threads'], 'thread')}"
+    shares = ", ".join(f"{count} × {cores}" for count, cores in usable["shares"])
+    yield "processes", f"{shares} cores: nano-loop tune --num-processes auto --split-batches finds the fastest"
     if memory["total"] is None:
         yield "memory", "unknown"
     else:

@@ -155,9 +155,9 @@ def _variables_of(options: Mapping[str, str | None]) -> dict[str, str]:
 def _refuse_too_many_processes(options: Options) -> None:
     """Raise the error of a run that starts more processes than there are cores, unless Ray starts them elsewhere."""
     shares = options.cpu_for_each_process
-    if options.num_processes and options.distributed_backend != "ray" and found_launch(os.environ) is None:
+    if options.num_processes is not None and options.distributed_backend != "ray" and found_launch(os.environ) is None:
         try:
-            partition(read_machine(), options.num_processes, shares if isinstance(shares, int) else None)
+            partition(read_machine(), options.processes, shares if isinstance(shares, int) else None)
         except NanoConfigError as error:
             raise NanoConfigError(f"{error} Other hosts take --distributed-backend ray.") from None
 

@@ -23,7 +23,7 @@ class Need(NamedTuple):
     of : str
         The option that decides.
     is_met : callable
-        Takes the values of all options, with the true number of processes, and "cpus", how many the host has.
+        Takes the values of all options, and "cpus", how many the host has.
     expected, hint : str
         The last two parts of the message.
     """
@@ -36,7 +36,7 @@ class Need(NamedTuple):
 
 _SEVERAL = Need(
     "num_processes",
-    lambda values: values["num_processes"] > 1 or values["distributed_backend"] == "k8s",
+    lambda values: values["num_processes"] not in (None, 1) or values["distributed_backend"] == "k8s",
     "it is for several processes",
     "Pass num_processes=2 or more, or leave it out",
 )
@@ -111,10 +111,11 @@ class Declarations:
     """
 
     # BigDL-Nano's eight, in its order and with its defaults. Its `nano` had no process_group_backend.
-    num_processes: int | None = option(
+    num_processes: int | Literal["auto"] | None = option(
         None,
         checks.num_processes,
-        "Runs this many data-parallel processes. `None`: one, or as many as `torchrun`, `srun` or `mpirun` starts.",
+        "Runs this many data-parallel processes. `None`: one, or as many as `torchrun`, `srun` or `mpirun` starts. "
+        '`"auto"`, with `split_batches=True`: as many as `nano-loop tune` has found to be the fastest, else as `None`.',
     )
     use_ipex: bool = switch(
         False,

@@ -56,7 +56,7 @@ def _count(least: int, hint: str, *words: str) -> Check:
 boolean = _one_of(True, False, hint="Pass one of the two")
 auto_or_boolean = _one_of("auto", True, False, hint="Pass one of the three")
 verbosity = _one_of(True, False, "all", hint="Pass False to silence the report")
-num_processes = _count(1, "Pass the number of processes, or leave it out for one")
+num_processes = _count(1, "Pass the number of processes, or leave it out for one", "auto")
 num_threads = _count(1, "Leave it out for one thread a physical core", "auto")
 
 
@@ -291,6 +291,11 @@ def contradictions(values: Mapping[str, Any], names: Mapping[str, str]) -> list[
     """
     problems = []
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
+    if count == "auto" and values.get("split_batches") is False:
+        # Whole batches on each rank are another training, which no measurement can choose.
+        expected = "a number that is measured needs processes that compute what one computes, which share each batch"
+        got = shown(names["num_processes"], "auto")
+        problems.append(error_message(got, expected, "Pass split_batches=True too, or a number"))
     if isinstance(shares, tuple) and "num_processes" in values and len(shares) != count:
         got = f"{names['cpu_for_each_process']} has {len(shares)} lists"
         expected = f"it needs one for each process, and {shown(names['num_processes'], values['num_processes'])}"

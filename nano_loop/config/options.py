@@ -125,7 +125,7 @@ class Options(Declarations):
         is_launched : bool
             Whether the processes were started from outside.
         """
-        values = self.as_dict() | {"num_processes": self.num_processes or 1, "cpus": cpus}
+        values = self.as_dict() | {"cpus": cpus}
         of_others = self.set_by_environment | ({"num_processes"} if is_launched else set())
         problems = []
         for name, need in NEEDS.items():
@@ -144,6 +144,11 @@ class Options(Declarations):
     def without_cpus(self) -> Options:
         """Return the options without ``cpu_for_each_process``."""
         return self._with(cpu_for_each_process=None)
+
+    @property
+    def processes(self) -> int:
+        """How many processes a run starts, itself included. An ``"auto"`` that was not measured is one."""
+        return self.num_processes if isinstance(self.num_processes, int) else 1
 
     @property
     def reduced_precision(self) -> bool:

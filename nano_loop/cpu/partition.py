@@ -10,6 +10,7 @@ from each of these nodes and caches, to use their full memory bandwidth.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import warnings
 from collections import Counter, defaultdict
@@ -66,6 +67,29 @@ def partition(machine: Machine, num_processes: int, cores_each: int | None = Non
     cores = _cores_to_use(machine, num_cores)
     size = cores_each or min(len(cores), machine.num_threads) // num_processes
     return tuple(_share(piece) for piece in _pieces(machine, cores, size, num_processes))
+
+
+def process_counts(machine: Machine) -> tuple[int, ...]:
+    """Return the numbers of processes that are worth a trial, from one on.
+
+    Equal shares of the others fill the cores of each NUMA node, so that none crosses a boundary or leaves a core idle.
+    Each number is at least twice the one before: what lies between differs by little.
+
+    Parameters
+    ----------
+    machine : Machine
+        The host, limited to the CPUs of the process that starts the others.
+    """
+    cores = _cores_to_use(machine, 1)
+    node_of = {cpu.id: cpu.numa_node for cpu in machine.logical_cpus}
+    nodes = [len(node) for node in _grouped(cores, lambda core: node_of[core[0]])]
+    if machine.num_threads < len(cores):  # by a quota, which no node has a part of
+        nodes = [machine.num_threads]
+    counts, total, most = [1], sum(nodes), math.gcd(*nodes)
+    for size in range(most, 0, -1):
+        if most % size == 0 and total // size >= 2 * counts[-1]:
+            counts.append(total // size)
+    return tuple(counts)
 
 
 def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]) -> tuple[Share, ...]:

@@ -47,15 +47,15 @@ def learn(machine: Machine, script: str, options: Options, changes: Mapping[str,
         The other values of some of them.
     """
     choices = choices_for(machine, threads=0)
-    choices.put(_key(script, options), Choice(json.dumps(changes), "{}", {}))
+    choices.put(_key(script, options, machine), Choice(json.dumps(changes), "{}", {}))
     choices.save()
 
 
 def with_learnt(options: Options, machine: Machine, written: Collection[str]) -> Options:
     """Return the options of a call, faster if `nano-loop tune` has found how.
 
-    Each option that the program or the environment has set stays, and so does the precision: `learn` knows what is
-    fastest in that one.
+    Each option that the program or the environment has set stays, unless to ``num_processes="auto"``, and so does the
+    precision: `learn` knows what is fastest in that one.
 
     Parameters
     ----------
@@ -67,24 +67,26 @@ def with_learnt(options: Options, machine: Machine, written: Collection[str]) ->
         The options that the call names.
     """
     place, command = cache_path(), take_command()
+    asked_for = {"num_processes"} if options.num_processes == "auto" else set()
     # A script that is being tuned, and processes that may read other files, take what is written.
     is_as_written = (command is not None and command.name == "tune") or without_launch(os.environ) != os.environ
     if place is None or not place.is_dir() or is_as_written:
         return options
     choices = choices_for(machine, threads=0)
     script = script_of_process() if len(choices) else None
-    choice = None if script is None else choices.get(_key(script, options))
+    choice = None if script is None else choices.get(_key(script, options, machine))
     if choice is None:
         return options
     try:
         changes = json.loads(choice.algorithm)
-        if {*written, *options.set_by_environment} & changes.keys():
+        if ({*written, *options.set_by_environment} - asked_for) & changes.keys():
             return options
         return options.learnt_to(changes)
     except (ValueError, AttributeError, TypeError, NanoError):  # somebody has edited the file
         return options
 
 
-def _key(script: str, options: Options) -> str:
+def _key(script: str, options: Options, machine: Machine) -> str:
     values = {name: value for name, value in options.as_dict().items() if name not in _IDLE}
+    values["cores"] = machine.num_threads  # with fewer, as in a container, something else is the fastest
     return f"tune {script} {hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:16]}"

@@ -14,6 +14,8 @@ from nano_loop.kernels.build import summary
 from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult
 from nano_loop.version import __version__
 
+#: The command whose result ``num_processes="auto"`` takes.
+_MEASURE = "nano-loop tune --num-processes auto --split-batches SCRIPT"
 _MUCH = 100 << 20  # bytes that a copy of the arguments takes, from which on the report says so
 
 
@@ -61,13 +63,19 @@ class RunReport:
 
 def _empty_report(slot: RankSlot, options: Options) -> SetupReport:
     """Return a report of the run in which this process has `slot`, with what was known before it."""
-    learnt = StepResult("tune", "applied", f"{', '.join(options.learnt.values())}, which nano-loop tune has found")
+    learnt = []
+    if options.learnt:
+        detail = f"{', '.join(options.learnt.values())}, which nano-loop tune has found"
+        learnt = [StepResult("tune", "applied", detail)]
+    elif options.num_processes == "auto" and slot.ranks.size == 1:
+        detail = f"one process; this finds the fastest number: {_MEASURE}"
+        learnt = [StepResult("tune", "skipped", detail, code="not_measured")]
     return SetupReport(
         title=_title(slot),
         machine=slot.machine.as_dict(),
         options=_plain(options.as_dict()),
         from_environment=options.from_environment,
-        results=[learnt] if options.learnt else [],
+        results=learnt,
     )
 
 

@@ -69,7 +69,7 @@ class Settings:
 
 def _refuse_missing_launch(options: Options) -> None:
     """Raise a `NanoError` if the processes of ``"k8s"`` were not started."""
-    if options.distributed_backend == "k8s" and (options.num_processes or 1) > 1 and found_launch(os.environ) is None:
+    if options.distributed_backend == "k8s" and options.processes > 1 and found_launch(os.environ) is None:
         got = f"{options.as_written['distributed_backend']}, {options.as_written['num_processes']}"
         expected = "the processes must have been started from outside, with RANK and WORLD_SIZE in their environments"
         raise NanoError(error_message(got, expected, 'Start them with a PyTorchJob or torchrun, or pass "subprocess"'))

@@ -39,6 +39,17 @@ PROGRAMS = {
         0,
         {rf"^  .*{way}.* \d+\.\d\d": 2 for way in ("shared memory", "process group", "gloo all_reduce")},
     ),
+    "averaging --ranks 2,3 --rounds 1 --megabytes 8": (
+        0,
+        {rf"^\| {ranks} \| {name} \| .* \d+\.\d\d \(": 1 for ranks in (2, 3) for name in ("one tensor", "BERT-base")},
+    ),
+    "averaging --ranks 1": (2, {"'1': two ranks or more average": ...}),
+    "scaling --computed OWNconvolution --quick --samples 4": (0, {r"^ +[124]( +\d+\.\d){4}( +\d+\.\d\d){2}$": 3}),
+    "scaling --split OWNconvolution --quick --samples 4 --processes 1,2": (
+        0,
+        {r"^  [12] +[\d.]+ +\d+\.\d\d \(": 2, "best number of processes over one process, geometric mean: ": 1},
+    ),
+    "scaling": (2, {"give --split or --computed": ...}),
     "lockstep --only OWNlinear --systems plain,OWNsleeping --small --seconds 1 --restarts 1 --busy 1": (
         0,
         {r"^\| OWNlinear \| [\d.]+ \| [5-9]\d\.\d+ \| 0\.": 1},  # 50 ms slower
@@ -61,7 +72,11 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize(
-    "line", [pytest.param(each, marks=[pytest.mark.slow] * (each == "averaging --rounds 1")) for each in PROGRAMS]
+    "line",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * each.startswith(("averaging --r", "scaling --")))
+        for each in PROGRAMS
+    ],
 )
 def test_program_measures_or_says_why_not(line):
     code, patterns = PROGRAMS[line]

@@ -32,6 +32,8 @@ def test_clean_machine_is_described(on, capsys):
         "instructions avx2, avx512f, avx512_bf16",
         "cores 1 socket, 1 NUMA node, 16 cores, 32 logical CPUs (SMT)",
         "usable CPUs 0-31 of 32, 16 cores, no quota: 16 threads",
+        "processes 1 × 16, 2 × 8, 4 × 4, 8 × 2, 16 × 1 cores: "
+        "nano-loop tune --num-processes auto --split-batches finds the fastest",
         "memory 62.8 GiB, 60.1 GiB available, no limit",
         "a process 60.1 GiB more by memory and swap",
         "shared memory 32.0 GiB",
@@ -76,7 +78,7 @@ def test_json_has_the_shape_that_the_documentation_shows(on, capsys):
             *("name", "architecture", "instruction_sets", "fast_bf16", "sockets", "numa_nodes", "cores"),
             "logical_cpus",
         ],
-        "usable": ["logical_cpus", "cores", "affinity", "cpuset", "quota", "num_threads"],
+        "usable": ["logical_cpus", "cores", "affinity", "cpuset", "quota", "num_threads", "shares"],
         "memory": ["total", "available", "limit", "left", "shared", "huge_pages"],
         "libraries": ["allocators", "openmp"],
         "packages": ["nano-loop", "torch", "lightning-fabric"],

@@ -23,6 +23,7 @@ from nano_loop.errors import shown
 HUGE = 10**5000  # Python refuses to print it
 BAD = [(name, value) for name, check in CHECKS.items() for value in REFUSED[check]]
 OTHERS_NAMES = {"use_amp": "precision", "num_workers": "num_workers in each DataLoader", "nprocs": "num_processes"}
+AUTO = {"num_processes": "auto", "split_batches": True}
 TYPOS = "precison=precision num_process=num_processes channel_last=channels_last fused_optimiser=fused_optimizer"
 TYPOS += " use_ipx=use_ipex Verbose=verbose fast_fetching=fast_fetch"
 LISTED = "help(nano_loop.nano) lists the options"
@@ -142,6 +143,9 @@ REFUSALS = [
     ({"bf16_ops": ["mul"]}, {"FP32_OPS": "exp,mul"}, ["mul in both bf16_ops and NANO_LOOP_FP32_OPS"]),
     ({"num_processes": 3}, {"CPU_FOR_EACH_PROCESS": "[[0], [1]]"}, ["NANO_LOOP_CPU_FOR_EACH_PROCESS has 2 lists"]),
     ({"cpu_for_each_process": [[0]]}, {"NUM_PROCESSES": "3"}, ["and NANO_LOOP_NUM_PROCESSES=3. Make the two agree"]),
+    ({"num_processes": "auto"}, {}, ["^num_processes='auto': a number that is measured", "$=True too, or a number."]),
+    ({}, {"NUM_PROCESSES": "auto"}, ["^NANO_LOOP_NUM_PROCESSES='auto': a number that is measured"]),
+    ({**AUTO, "cpu_for_each_process": [[0]]}, {}, ["cpu_for_each_process has 1 lists", "and num_processes='auto'"]),
     ({"compile": True}, {"BF16_OPS": "exp"}, ["NANO_LOOP_BF16_OPS with compile"]),
     ({"bf16_ops": ["exp"]}, {"COMPILE": "on"}, ["bf16_ops with NANO_LOOP_COMPILE"]),
     ({"fast_norm": True}, {"EXACT": "1"}, ["fast_norm=True with NANO_LOOP_EXACT=1: it changes bits"]),
@@ -159,6 +163,7 @@ REFUSALS = [
         ({}, {"NUM_THREADS": "9999"}),
         ({"num_processes": 2, "process_group_backend": "gloo"}, {"NUM_PROCESSES": "1"}),
         ({"num_threads": 9999, "num_processes": 2, "distributed_backend": "ray"}, {}),
+        ({**AUTO, "distributed_backend": "spawn", "process_group_backend": "gloo"}, {}),
         ({"num_processes": 1, "auto_lr": False, "timeout": 5, "compare_parameters": False, "worker_init": print}, {}),
     ],
     ids=str,
@@ -457,8 +462,8 @@ def test_what_is_remembered_is_no_option(name):
 def test_launch_from_outside_is_recognised_and_has_to_agree(monkeypatch):
     for name, value in {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}.items():
         monkeypatch.setenv(name, value)
-    for fabric in (TorchNano(), TorchNano(num_processes=2)):
-        assert (fabric.world_size, fabric.global_rank) == (2, 1)
+    for fabric in (TorchNano(), TorchNano(num_processes=2), TorchNano(**AUTO)):
+        assert (fabric.world_size, fabric.num_processes, fabric.global_rank) == (2, 2, 1)
     for wrong in (1, 3):
         with pytest.raises(NanoConfigError, match=rf"num_processes={wrong}: .* has started 2 processes\. Leave it out"):
             TorchNano(num_processes=wrong)

@@ -1,12 +1,12 @@
 """Dividing cores among processes: even shares that straddle nothing they need not, the user's own, and refusals."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_loop.cpu import LogicalCpu, Share, given_shares, partition, read_machine, restricted
+from nano_loop.cpu import LogicalCpu, Share, given_shares, partition, process_counts, read_machine, restricted
 from nano_loop.errors import NanoConfigError, NanoWarning
 
 from .recording import built, machine_of
@@ -47,6 +47,31 @@ def test_siblings_are_no_cores_of_their_own(recorded):
     assert len(partition(machine, 16)) == 16
     with pytest.raises(NanoConfigError, match="may use 16 "):
         partition(machine, 17)
+
+
+# --- how many processes are worth a trial ---
+
+
+@pytest.mark.parametrize(
+    ("machine", "counts"),
+    [
+        (built([[2]]), (1, 2)),
+        (built([[32]]), (1, 2, 4, 8, 16, 32)),
+        (built([[8] * 4, [8] * 4]), (1, 2, 4, 8, 16, 32, 64)),
+        (built([[7]]), (1, 7)),
+        (built([[12]]), (1, 2, 4, 12)),
+        (built([[8], [4]]), (1, 3, 6, 12)),  # four cores a process, two, one
+        (built([[16]], quota=6.5), (1, 2, 6)),
+        (built([[1]]), (1,)),
+        ("epyc_9v74_azure", (1, 2, 4, 8, 16)),
+        ("xeon_4309y_two_sockets", (1, 2, 4, 8, 16)),
+        ("core_i7_1260p", (1, 2, 4)),  # of its performance cores
+        ("graviton3", (1, 2, 4, 8, 16)),
+    ],
+    ids=str,
+)
+def test_counts_are_those_that_fill_each_node(recorded, machine, counts):
+    assert process_counts(read_machine(recorded(machine)) if isinstance(machine, str) else machine) == counts
 
 
 # --- any machine ---
@@ -195,3 +220,17 @@ def test_given_cpus_beyond_the_quota_get_no_more_threads_than_it_pays_for():
     machine = built([[8]], quota=4.0)
     shares = given_shares(machine, (range(4), range(4, 8)))
     assert [restricted(machine, share, 2).num_threads for share in shares] == [2, 2]
+
+
+@given(machines(most_cores=24))
+def test_shares_of_a_count_that_is_tried_leave_no_core_idle_and_cross_no_node(machine):
+    counts = process_counts(machine)
+    assert counts[0] == 1
+    assert all(2 * fewer <= more for fewer, more in pairwise(counts))
+    usable = usable_cores(machine, 1)
+    node = {cpu.id: cpu.numa_node for cpu in usable}
+    for count in counts[1:]:
+        shares = partition(machine, count)
+        assert sum(len(share.cpus) for share in shares) == min(len(usable), machine.num_threads)
+        if machine.num_threads >= len(usable):  # a quota is of no node
+            assert all(len({node[cpu] for cpu in share.cpus}) == 1 for share in shares)

@@ -548,7 +548,11 @@ def test_under_torchrun_nothing_is_installed(install, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"num_processes": 2}, "install runs in one process"), ({"precision": "bf16-true"}, "keep their parameters")],
+    [
+        ({"num_processes": 2}, "install runs in one process"),
+        ({"num_processes": "auto", "split_batches": True}, "install runs in one process"),
+        ({"precision": "bf16-true"}, "keep their parameters"),
+    ],
 )
 def test_options_that_need_more_than_a_process_or_a_block_are_errors(options, words):
     with pytest.raises(NanoConfigError, match=words):

@@ -1,5 +1,6 @@
 """What `nano-loop tune` has found is taken by later runs of that script, unless it says otherwise."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -100,3 +101,51 @@ def test_option_that_applies_to_nothing_is_no_error_as_if_it_were_written():
     assert run.report["channels_last"].code == "no_images"
     with pytest.raises(nano_loop.NanoConfigError), nano_loop.accelerated(model, channels_last=True, verbose=False):
         optimizer.step()
+
+
+# --- num_processes="auto" ---
+
+AUTO = {"num_processes": "auto", "split_batches": True}
+
+
+def learnt_number(count, **options):
+    learn(read_machine(), script_of_process(), Options(**AUTO, **options), {"num_processes": count})
+
+
+def test_number_of_processes_is_what_was_found_and_else_one():
+    assert Settings.read(AUTO).options.processes == 1
+    learnt_number(2)
+    options = Settings.read(AUTO).options
+    assert (options.processes, options.learnt) == (2, {"num_processes": "num_processes=2"})
+    for others in ({"num_processes": None}, {**AUTO, "num_processes": 1}, {**AUTO, "precision": "bf16"}):
+        assert Settings.read(others).options.processes == 1
+
+
+def test_number_of_processes_is_taken_where_the_environment_asks_for_it(monkeypatch):
+    learnt_number(2)
+    for name, value in AUTO.items():
+        monkeypatch.setenv(f"NANO_LOOP_{name.upper()}", str(value))
+    assert Settings.read({}).options.processes == 2
+
+
+def test_number_of_processes_is_that_of_these_cores():
+    """A container may have fewer than the host on which they were measured."""
+    machine = read_machine()
+    more = dataclasses.replace(machine, logical_cpus=(), allowed=())
+    learn(more, script_of_process(), Options(**AUTO), {"num_processes": 64})
+    assert more.num_threads == machine.num_threads or Settings.read(AUTO).options.processes == 1
+
+
+def test_report_says_how_to_measure_the_number_of_processes():
+    @nano_loop.nano(**AUTO, verbose=False)
+    def train(model, optimizer):
+        pass
+
+    for count, status in ((None, "skipped"), (1, "applied")):
+        if count is not None:
+            learnt_number(count, verbose=False)
+        model = nn.Linear(2, 1)
+        train(model, torch.optim.SGD(model.parameters(), 0.1))
+        assert train.report["tune"].status == status
+        assert (train.report["tune"].code == "not_measured") == (count is None)
+    assert train.report.options["num_processes"] == 1

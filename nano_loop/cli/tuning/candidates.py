@@ -8,7 +8,7 @@ from typing import Any
 
 from nano_loop.config.declarations import DEFAULTS, EXACT
 from nano_loop.config.options import Options
-from nano_loop.cpu import Machine
+from nano_loop.cpu import Machine, process_counts
 
 Changes = dict[str, Any]
 
@@ -34,6 +34,10 @@ def candidates(options: Options, machine: Machine, fixed: Collection[str], answe
         What the script has answered under the user's options; see `cli.tuning.in_script`.
     """
     fixed = {*fixed, *EXACT, *_OF_ORDER} if options.exact else fixed
+    if options.num_processes == "auto" and not options.exact:  # one question; another run answers what else is fastest
+        cores = options.cpu_for_each_process if isinstance(options.cpu_for_each_process, int) else 1
+        counts = [count for count in process_counts(machine)[1:] if count * cores <= machine.num_threads]
+        return [{"num_processes": count} for count in counts]
     layouts = [False, True] if answer["has_convolutions"] else [options.channels_last]
     precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16]
     combined = [{"precision": precision, "channels_last": layout} for precision in precisions for layout in layouts]

@@ -154,8 +154,10 @@ class Search:
             if row is not self._own:
                 raise TrialFailedError(f"it took {steps}, and {expected}")
             raise NanoConfigError(error_message(f"{self._script.name} takes {steps}", expected, "Let it train longer"))
+        # Processes that do not share each batch take one each in a step.
         processes = row.options.get("num_processes") or answer["options"].get("num_processes") or 1
-        row.seconds.append(answer["seconds"] / (1 if row.plain else processes))
+        is_whole = row.plain or answer["options"].get("split_batches", False)
+        row.seconds.append(answer["seconds"] / (1 if is_whole else processes))
         row.memory = max(row.memory or 0, answer["peak"])
         self._waits += [answer["waits"] or 0.0]
         return answer
@@ -214,7 +216,8 @@ class Search:
         """
         for row in self._rows:
             row.measure(self._own, self._plain)
-        rows = [row for row in self._rows[2:] if row.seconds and not row.note and "num_processes" not in row.options]
+        others = self._with_other_batches()
+        rows = [row for row in self._rows[2:] if row.seconds and not row.note and row not in others]
         if not self.is_interrupted:
             rows = [row for row in rows if row.pays(self._own, PAYS)]
         for row in sorted([self._own, *rows], key=lambda row: row.milliseconds or 0.0):
@@ -223,6 +226,11 @@ class Search:
             if not row.note:
                 return row
         return self._own
+
+    def _with_other_batches(self) -> list[Row]:
+        """Return the rows that train on other batches than the script as it is."""
+        is_split = self._options.split_batches
+        return [] if is_split else [row for row in self._rows[2:] if "num_processes" in row.options]
 
     def _compare(self, row: Row) -> None:
         """Compare the numbers of a candidate, and of those with the same ones, with fp32, once."""
@@ -247,19 +255,22 @@ class Search:
     def _learn(self) -> Iterator[str]:
         """Keep the fastest options in each precision, for later runs of the script, and say which."""
         own, rows = self._options.precision, [row for row in self._rows if row.seconds and not (row.note or row.plain)]
-        rows = [row for row in rows if _NOT_LEARNT.isdisjoint(row.options)]
+        asked_for = {"num_processes": "auto", "split_batches": True} if self._options.num_processes == "auto" else {}
+        rows = [row for row in rows if (_NOT_LEARNT - {*asked_for}).isdisjoint(row.options)]
         for precision in dict.fromkeys(row.options.get("precision", own) for row in rows):
             base = {} if precision == own else {"precision": precision}
             before = next((row for row in rows if row.options == base), None)
             faster = [row for row in rows if row.options.get("precision", own) == precision]
             faster = [row for row in faster if before is None or row.pays(before, PAYS)]
             best = min(faster, key=lambda row: row.milliseconds or 0.0, default=before or self._own)
-            changes = {name: value for name, value in best.options.items() if name != "precision"}
+            changes = {"num_processes": 1} if asked_for else {}  # one is an answer, too
+            changes |= {name: value for name, value in best.options.items() if name != "precision"}
             from nano_loop.runtime.learnt_options import learn  # here, since it imports torch, which takes a second
 
             learn(read_machine(), self._identity, self._options.changed(base), changes)
             if changes:
-                yield f"Later runs of this script with {as_text({'precision': precision})} take {as_text(changes)}."
+                written = as_text({"precision": precision, **asked_for})
+                yield f"Later runs of this script with {written} take {as_text(changes)}."
 
     def _result(self, chosen: Row) -> Tuning:
         options = self._options.changed(chosen.options)
@@ -275,7 +286,7 @@ class Search:
             chosen=self._rows.index(chosen),
             seconds=time.monotonic() - self._began,
             changes=chosen.options,
-            remarks=[*self._remarks, *self._more_remarks(options.num_processes or 1, chosen, waits), *learnt],
+            remarks=[*self._remarks, *self._more_remarks(options.processes, chosen, waits), *learnt],
             waits=waits,
             date=time.strftime("%Y-%m-%d %H:%M"),
         )
@@ -284,10 +295,9 @@ class Search:
         if chosen.speed_up is not None and chosen.speed_up < 1 / PAYS:
             times = f"{1 / chosen.speed_up:.2f} times as fast"
             yield f"The loop without nano_loop is {times}: its steps are too short for any option to pay."
-        if count > 1:
+        if count > 1 and not self._options.split_batches:
             yield f"With {count} processes a step takes {count} batches of the loader. Times are of one batch."
-        others = [row for row in self._rows[2:] if "num_processes" in row.options and row.milliseconds]
-        for row in others:
+        for row in filter(lambda row: row.milliseconds, self._with_other_batches()):
             row.note = row.note or "other batches"
             gain = (chosen.milliseconds or 0.0) / (row.milliseconds or 1.0)
             if gain >= PAYS:

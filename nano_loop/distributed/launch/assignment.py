@@ -87,7 +87,7 @@ class Assignment:
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        return self.options.num_processes or 1
+        return self.options.processes
 
 
 def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worker_init: object = None) -> int:

@@ -33,7 +33,7 @@ def choose(options: Options, *, inside_run: bool) -> Launcher:
         from nano_loop.distributed.launch_external.launcher import External
 
         return External(options, launch)
-    if (options.num_processes or 1) == 1:
+    if options.processes == 1:
         return Alone(options)
     if options.distributed_backend == "ray":
         from nano_loop.distributed.launch_ray.launcher import RayLauncher
@@ -113,7 +113,7 @@ def joined(
 
 
 def _refuse_ranks_inside(options: Options, outer: int) -> None:
-    if (options.num_processes or 1) == 1 and (outer == 1 or options.num_processes == 1):
+    if options.processes == 1 and (outer == 1 or options.num_processes == 1):
         return
     got = f"a run inside a run of {outer} process{'es' * (outer > 1)}"
     expected = "only the outer run may start processes"

@@ -85,7 +85,7 @@ class Launcher(ABC):
         NanoConfigError
             If the options ask for what this launcher cannot give.
         """
-        count = self.options.num_processes or 1
+        count = self.options.processes
         return Ranks(size=count, local_size=count)
 
     @abstractmethod

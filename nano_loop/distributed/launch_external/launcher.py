@@ -83,7 +83,7 @@ class External(Launcher):
     def expected_ranks(self) -> Ranks:
         """See `Launcher.expected_ranks`."""
         options, launch = self.options, self.launch
-        if options.num_processes not in (None, launch.size):
+        if options.num_processes not in (None, "auto", launch.size):
             expected = f"{launch.launcher} has started {launch.size} processes"
             raise NanoConfigError(error_message(options.as_written["num_processes"], expected, "Leave it out"))
         size = local_size(launch, os.environ)

@@ -31,7 +31,7 @@ class Local(Launcher):
 
     def prepare(self, machine: Machine) -> None:
         """See `Launcher.prepare`: the process that workers are forked from imports torch while the caller goes on."""
-        shares = shares_of(self.options, machine, range(self.options.num_processes or 1))
+        shares = shares_of(self.options, machine, range(self.options.processes))
         start_early(slots_of(machine, shares, Path(), self.options.timeout)[1])
 
     @contextmanager
@@ -39,7 +39,7 @@ class Local(Launcher):
         """See `Launcher.joined`."""
         options = self.options
         assert task is not None  # what has none is a run of one process
-        shares = shares_of(options, machine, range(options.num_processes or 1))
+        shares = shares_of(options, machine, range(options.processes))
         refuse_existing_group()
         with Interrupts() as interrupts, ExitStack() as stack:
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):

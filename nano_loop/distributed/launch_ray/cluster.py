@@ -194,7 +194,7 @@ def reserved(options: Options, check: Callable[[], None]) -> Iterator[Placement]
     NanoError
         If they are in use for longer than the timeout.
     """
-    count, on_cluster = options.num_processes or 1, nodes()
+    count, on_cluster = options.processes, nodes()
     chosen = options.cpu_for_each_process
     cpus = chosen if isinstance(chosen, int) else largest(on_cluster, count)
     if cpus < 1 or not _fits([node.cpus for node in on_cluster], count, cpus):

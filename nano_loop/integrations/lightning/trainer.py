@@ -194,5 +194,8 @@ def _devices(accelerator: Any, num_processes: Any, devices: Any) -> Any:
     here = 1 if launch is None else local_size(launch, os.environ)
     if num_processes is None:
         return here if devices in (None, "auto") else devices
+    if num_processes == "auto":
+        expected = "the number is part of what a Trainer is built with, which nano-loop tune does not vary"
+        raise NanoConfigError(error_message('Trainer(num_processes="auto")', expected, "Pass a number"))
     Settings.read({"num_processes": num_processes})  # raises for what is no number of processes
     return num_processes

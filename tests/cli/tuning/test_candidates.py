@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from cpu.recording import built, unpack
 
 from nano_loop.cli.tuning.candidates import STEPS_BY_DEFAULT, candidates
 from nano_loop.config.declarations import DEFAULTS, EXACT, OPTIONS
@@ -18,9 +19,9 @@ def proposed(monkeypatch):
     """Give a function that returns the candidates on a machine with some instructions."""
     monkeypatch.setattr("nano_loop.cli.tuning.candidates.find_spec", lambda name: None)
 
-    def proposed(sets=("avx512_bf16",), fixed=(), answer=ANSWER, **options):
+    def proposed(sets=("avx512_bf16",), fixed=(), answer=ANSWER, machine=None, **options):
         settings = Settings.read(options)
-        machine = replace(settings.machine, instruction_sets=frozenset(sets))
+        machine = replace(machine or settings.machine, instruction_sets=frozenset(sets))
         return candidates(settings.options, machine, fixed, answer)
 
     return proposed
@@ -71,3 +72,24 @@ def test_steps_are_those_that_the_options_declare(proposed):
 def test_share_of_cpus_that_is_written_stays(proposed):
     share = [[min(read_machine().allowed)]]
     assert not any(changes.get("num_processes") for changes in proposed(cpu_for_each_process=share))
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "counts"),
+    [
+        (built([[16], [16]]), {}, [2, 4, 8, 16, 32]),
+        (built([[16], [16]]), {"cpu_for_each_process": 4}, [2, 4, 8]),
+        (built([[1]]), {}, []),
+        ("epyc_9v74_azure.txt", {}, [2, 4, 8, 16]),
+    ],
+    ids=str,
+)
+def test_number_that_is_asked_for_is_the_only_question(proposed, tmp_path, machine, options, counts):
+    machine = read_machine(unpack(machine, tmp_path)) if isinstance(machine, str) else machine
+    found = proposed(machine=machine, num_processes="auto", split_batches=True, **options)
+    assert found == [{"num_processes": count} for count in counts]
+
+
+def test_exact_results_are_those_of_one_process(proposed):
+    found = proposed(num_processes="auto", split_batches=True, exact=True)
+    assert not any("num_processes" in changes for changes in found)

@@ -25,7 +25,7 @@ def answer(seconds, **others):
 def searched(monkeypatch):
     """Give a function that searches among candidates, of which a table has answers or errors, a list by rounds."""
 
-    def searched(times, wrong="", candidates=({"num_threads": 1}, {"compile": True})):
+    def searched(times, wrong="", candidates=({"num_threads": 1}, {"compile": True}), options=()):
         monkeypatch.setattr(search, "candidates", lambda *_: [dict(changes) for changes in candidates])
         counts = {}
 
@@ -38,7 +38,10 @@ def searched(monkeypatch):
             found = rounds[min(counts[name], len(rounds) - 1)]
             if isinstance(found, BaseException):
                 raise found
-            return found if isinstance(found, dict) else answer(found)
+            if isinstance(found, dict):
+                return found
+            given = answer(found)
+            return {**given, "options": {**given["options"], **dict(options)}}
 
         monkeypatch.setattr(Search, "answer", trial)
         monkeypatch.setattr(learnt_options, "learn", lambda *found: searched.learnt.append(found))
@@ -73,6 +76,29 @@ def test_other_batches_are_told_and_not_chosen(searched):
     tuning = searched({"num_processes": [0.8]}, candidates=[{"num_processes": 2}])  # for one batch: 0.4
     assert tuning.chosen == 0
     assert any("2.50 times as fast as the choice, with other batches" in remark for remark in tuning.remarks)
+
+
+AUTO = {"num_processes": "auto", "split_batches": True}
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.5, 2), (0.99, 1)])
+def test_number_of_processes_that_share_batches_is_chosen_and_learnt(searched, seconds, count):
+    """Their steps are of one batch, however many they are. That one is the fastest is an answer, too."""
+    tuning = searched({"num_processes": [seconds]}, candidates=[{"num_processes": 2}], options=AUTO)
+    assert tuning.rows[2].milliseconds == pytest.approx(1e3 * seconds)
+    assert tuning.chosen == (2 if count == 2 else 0)
+    (((_, _, options, changes)),) = searched.learnt
+    assert (options.num_processes, changes) == ("auto", {"num_processes": count})
+    assert f"take num_processes={count}." in tuning.remarks[-1]
+    assert 'num_processes="auto", split_batches=True' in tuning.remarks[-1]
+    assert not any("batches of the loader" in remark for remark in tuning.remarks)
+
+
+def test_number_of_processes_is_not_learnt_where_it_was_not_asked_for(searched):
+    given = {"num_processes": [0.5]}
+    tuning = searched(given, candidates=[{"num_processes": 2}], options={"split_batches": True})
+    assert tuning.rows[tuning.chosen].options == {"num_processes": 2}
+    assert [changes for *_, changes in searched.learnt] == [{}]
 
 
 def test_fastest_in_each_precision_is_learnt_without_its_precision(searched):

@@ -38,6 +38,7 @@ Regression = module_class(pl)
         ({"num_processes": 3, "cpu_for_each_process": [[0], [1]]}, "has 2 lists"),
         ({"accelerator": "gpu"}, "trains on CPUs"),
         ({"num_processes": 2, "devices": 3}, "both are the number of processes"),
+        ({"num_processes": "auto", "split_batches": True}, "nano-loop tune does not vary"),
         ({"channels_last": 3}, "channels_last=3"),
         *(({name: True}, f"{name}=True: it was removed.*Leave it out") for name in REMOVED),
         ({"num_processes": 0}, "num_processes=0"),

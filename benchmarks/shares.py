@@ -1,0 +1,74 @@
+"""Computes what ranks of one core each take for a step whose batch they split, from what one core takes for a share.
+
+Of a batch of B samples and N ranks, each rank computes B / N, updates all weights and averages S bytes of gradients:
+
+    step(N) = compute(B / N) + max(1, N · rate / memory) · (update + ring · S (5 N - 2) / N / rate)
+
+- compute and update are CPU times of one core here, and rate is what it reads and writes in a second by a copy.
+- S (5 N - 2) / N is what a rank reads and writes to average, and ring how much longer than that the averaging takes, as
+  measured (`benchmarks.averaging`).
+- memory is what the memory of the machine with N cores reads and writes in a second, which is assumed.
+
+Where each rank updates one Nth of the weights, and hands them on in place of gradients, update is update / N. Not in it
+are waits for the slowest rank, the exchanges of batch norm, and a clock that falls where all cores compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.fresh import Result
+from benchmarks.rounds import take_turns
+
+COUNTS = (1, 2, 4, 8, 16)
+
+
+def computed(
+    workload: str, small: bool, limit: float, samples: int, ring: float, memory: float
+) -> dict[str, dict[str, Any]]:
+    """Return by the number of ranks the parts of a step, in milliseconds, and how many times as fast as one it is."""
+    counts = [count for count in COUNTS if samples % count == 0]
+    work = {"task": "share", "workload": workload, "small": small}
+    jobs = {
+        str(count): {"job": {**work, "samples": samples // count}, "settings": {"OMP_NUM_THREADS": "1"}}
+        for count in counts
+    }
+    (found,) = take_turns(jobs, 1, limit, workload)
+    return {name: _step(int(name), result, found["1"], ring, memory) for name, result in found.items()}
+
+
+def _step(count: int, share: Result, one: Result, ring: float, memory: float) -> dict[str, Any]:
+    reason = share.get("reason") or one.get("reason")
+    if reason:
+        return {"reason": reason}
+    crowded = max(1.0, count * one["rate_gb"] / memory)
+    update = crowded * one["update_ms"]  # it does not depend on the samples
+    moved = 0.0 if count == 1 else share["gradients_mb"] * (5 * count - 2) / count
+    averaging = crowded * ring * moved / one["rate_gb"]
+    alone = one["compute_ms"] + one["update_ms"]
+    step, sharded = (share["compute_ms"] + averaging + each for each in (update, update / count))
+    return {
+        "reason": None,
+        "compute_ms": share["compute_ms"],
+        "update_ms": update,
+        "averaging_ms": averaging,
+        "step_ms": step,
+        "speed_up": alone / step,
+        "sharded_update_speed_up": alone / sharded,
+        "measured": dict(share),
+    }
+
+
+def computed_table(workload: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return it as a table for the terminal."""
+    head = ("ranks", "compute", "update", "averaging", "step, ms", "speed-up", "update by shards")
+    lines = [f"\n{workload}", "".join(f"{each:>18}" for each in head)]
+    for count, row in rows.items():
+        if row["reason"]:
+            lines.append(f"{count:>18}  {row['reason']}")
+            continue
+        parts = (row[f"{part}_ms"] for part in ("compute", "update", "averaging", "step"))
+        ratios = (row["speed_up"], row["sharded_update_speed_up"])
+        lines.append("".join([f"{count:>18}", *(f"{part:>18.1f}" for part in parts), *(f"{r:>18.2f}" for r in ratios)]))
+    return "\n".join(lines)
