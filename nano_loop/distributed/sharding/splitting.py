@@ -108,7 +108,9 @@ class _Split(Served):
         if isinstance(batch, _Counted):
             total, batch = batch
         if self._whole:
-            if self._splitting.shard is False and torch.is_grad_enabled():  # in an evaluation the share stays that of the batch before
+            if (
+                self._splitting.shard is False and torch.is_grad_enabled()
+            ):  # in an evaluation the share stays that of the batch before
                 split.deliver(self, None)
             return batch
         if not split.is_here:

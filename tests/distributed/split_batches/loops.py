@@ -193,7 +193,8 @@ class Transformer(nn.Module):
 
 def transformer(run):
     loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=padded)
-    return fit(run, Transformer(), loader, of_sentences)
+    model = Transformer()
+    return fit(run, model, loader, of_sentences, by_sgd(model, 0.01))
 
 
 def accumulation(run, paused=False):

@@ -69,7 +69,10 @@ BATCHES = {
     "columns in columns": ([[X, X], NAMES], lambda batch: [*zip(batch[0][1].tolist(), batch[1], strict=True)]),
     "samples": ([(row, 1) for row in X], lambda batch: [row.tolist() for row, _ in batch]),
     "images and boxes": (
-        (tuple(torch.full((3, n + 1, 4), n) for n in range(COUNT)), tuple({"box": torch.ones(n, 4)} for n in range(COUNT))),
+        (
+            tuple(torch.full((3, n + 1, 4), n) for n in range(COUNT)),
+            tuple({"box": torch.ones(n, 4)} for n in range(COUNT)),
+        ),
         lambda batch: [(image.shape, box["box"].shape) for image, box in zip(*batch, strict=True)],
     ),
     "sorted sequences": (
