@@ -27,7 +27,7 @@ AUTO = {"num_processes": "auto", "split_batches": True}
 TYPOS = "precison=precision num_process=num_processes channel_last=channels_last fused_optimiser=fused_optimizer"
 TYPOS += " use_ipx=use_ipex Verbose=verbose fast_fetching=fast_fetch"
 LISTED = "help(nano_loop.nano) lists the options"
-KERNELS = "v3, v4, bf16, compile, off"
+KERNELS = "v3, v4, bf16, neon, sve, compile, off"
 ADVICE = ("Omit it", "Pass ", "Write ", "Make ", "Take ")
 
 

@@ -101,7 +101,7 @@ def test_docstring_has_an_entry_for_each_option(call):
     entries = [line.split(" : ") for line in lines[start + 2 : end] if not line.startswith(" ")]
     assert [name for name, _ in entries] == [*OPTIONS]
     kinds = dict(entries)
-    assert kinds["num_processes"] == "int or None"
+    assert kinds["num_processes"] == 'int or "auto" or None'
     assert kinds["fast_fetch"] == 'bool or "auto"'
     assert all(line.startswith("    ") for line in lines[start + 2 : end] if " : " not in line)
     assert max(map(len, lines)) <= 120
