@@ -71,7 +71,8 @@ def _over_split_batches(ranks: Ranks, original: Callable[..., Tensor]) -> Callab
         is_local = share is None or share.is_whole or not is_loops or input.device.type != "cpu"
         if is_local or has_torch_function((input, *parameters)):
             return original(input, *parameters, training=True, momentum=momentum, eps=eps)
-        return _normalized(_Batch(ranks), input, parameters[:2], *parameters[2:], momentum, eps)
+        *running, weight, bias = parameters
+        return _normalized(_Batch(ranks), input, running, weight, bias, momentum, eps)
 
     @functools.wraps(original)
     def patched(
@@ -86,7 +87,8 @@ def _over_split_batches(ranks: Ranks, original: Callable[..., Tensor]) -> Callab
     ) -> Tensor:
         if not training:
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        return over_batch(input, running_mean, running_var, weight, bias, momentum=momentum, eps=eps)
+        output: Tensor = over_batch(input, running_mean, running_var, weight, bias, momentum=momentum, eps=eps)
+        return output
 
     return patched
 

@@ -260,7 +260,7 @@ def test_what_is_whole_and_what_another_thread_computes_is_not_exchanged(team):
     for found in team(2)(on_rank):
         assert len(found) == 3
         for each in found:
-            assert_close(each, statistics_after(nn.BatchNorm1d(3), x), 0)
+            assert_close(each, statistics_after(nn.BatchNorm1d(3), x), 1e-6)  # ranks have fewer threads
 
 
 def test_one_row_on_each_rank_is_enough(team):
