@@ -62,7 +62,7 @@ ANY_TORCH := $(CLUSTERS) $(LIBRARIES) tests/cli tests/cpu $(wildcard tests/distr
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
 .PHONY: help demo test test-all test-benchmarks test-ray test-ipex test-libraries test-newest lint docs docs-serve docs-faults docs-options docs-results planted-faults bench bench-overhead clean ready ready-ipex ready-jax test-arm wheel
-.PHONY: test-libraries-2.13 test-libraries-2.8
+.PHONY: test-libraries-2.13 test-libraries-2.8 proof proof-all samples
 .NOTPARALLEL:
 
 help:
@@ -74,6 +74,8 @@ help:
 	@echo "make test-ipex   the tests that depend on torch, with IPEX and its torch, in .venv-ipex: a download of several GB"
 	@echo "make test-libraries   run programs of other libraries, in .venv-libraries-2.13 and, with another torch, in"
 	@echo "             .venv-libraries-2.8: a download of several GB, which make test-libraries-2.13 leaves out"
+	@echo "make proof   train samples of torch's databases and of transformers' architectures plain and accelerated, and compare"
+	@echo "make proof-all   train all of them in every way, for days, and write docs/exceptions.md"
 	@echo "make test-newest   tests of several processes with the wheel and the newest of all it needs but torch, in .venv-newest"
 	@echo "make test-arm  tests of kernels, loops and two processes on an emulated ARM, with the wheel for it: Debian, Linux 6.7"
 	@echo "make lint    ruff, mypy, and that imports run downwards"
@@ -122,6 +124,19 @@ test-libraries-2.13 test-libraries-2.8: test-libraries-%:
 	$(if $(MISSING),$(error $(MISSING)))
 	$(if $(filter 3.10,$(VERSION)),$(error The libraries need Python 3.11 or later. Name one: make PYTHON=python3.12 $@))
 	@+$(MAKE) --no-print-directory VENV=.venv-libraries-$* REQUIREMENTS=requirements/libraries-$*.txt TESTS=$(LIBRARIES) test-all
+
+# Samples of other libraries as tests: a fixed share of them, or all of them, with both versions of torch.
+SAMPLES = $(MAKE) --no-print-directory VENV=.venv-libraries-$(1) REQUIREMENTS=requirements/libraries-$(1).txt samples
+proof proof-all: export CUDA_VISIBLE_DEVICES :=
+proof proof-all: export OMP_WAIT_POLICY := passive
+proof:
+	@+$(call SAMPLES,2.13)
+proof-all:
+	@+$(call SAMPLES,2.8) ARGS="--all"
+	@+$(call SAMPLES,2.13) ARGS="--all"
+samples: ready
+	@$(RUN) $(PYTEST) -q tests/proof
+	@PYTHONPATH=tests $(RUN) -m proof $(ARGS)
 
 # Wheels of these sources: older ones in dist are made again.
 WHEELS := dist/.made

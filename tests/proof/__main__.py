@@ -1,0 +1,144 @@
+"""Trains every sample of the sources plainly and accelerated, and fails if a result differs: ``make proof``.
+
+python -m proof [--all] [--only 'modules/nn.GRU/*'] [--ways fp32,exact]
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from proof import exceptions
+
+WORKER = (sys.executable, "-m", "proof.worker")
+#: Seconds without a word after which a process has hung.
+_PATIENCE = 180
+#: The parts in which a source is handed out, and which one of how many cases `make proof` trains, in which ways.
+SHARES = {
+    "architectures": (16, 1, "one"),
+    "operators": (8, 6, ("fp32", "exact")),
+    "modules": (4, 6, ("fp32", "exact")),
+    "optimizers": (4, 6, ("fp32", "exact")),
+}
+
+
+class Tally:
+    """What has become of the cases."""
+
+    def __init__(self, known=exceptions.KNOWN):
+        self.known, self.needed, self.tried, self._lock = known, set(), set(), threading.Lock()
+        self.passed = self.failed = self.excepted = self.raised = 0
+
+    def add(self, case, way, found, raises=None):
+        """Count a way to train a case, and print what is off."""
+        kinds = {kind for kind, _ in found}
+        with self._lock:
+            matching = [each for each in self.known if kinds and each.covers(case, way, kinds)]
+            self.tried.add((case, way))
+            self.needed.update((each.case, way) for each in matching if each.case == case)
+            self.raised += bool(raises)
+            self.excepted += bool(matching)
+            self.passed += not found
+            self.failed += bool(found) and not matching
+            if found and not matching:
+                print(*(f"{case} {way}: {kind} {text}" for kind, text in found[:4]), sep="\n", flush=True)
+
+    def unneeded(self):
+        """Return the exceptions whose case was trained, and did not differ: each is an error."""
+        pairs = {(each.case, way) for each in self.known for way in each.ways}
+        return sorted(pairs & self.tried - self.needed)
+
+
+def take(waiting, tally, threads):
+    """Have a process answer requests until none waits; one that dies or hangs has failed, and another goes on."""
+    request = None
+    while request is not None or not waiting.empty():
+        with contextlib.ExitStack() as stack:
+            cache = stack.enter_context(tempfile.TemporaryDirectory())
+            process = subprocess.Popen(
+                [*WORKER, str(threads)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "XDG_CACHE_HOME": cache},
+            )
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            with contextlib.suppress(queue.Empty):
+                while process.poll() is None:
+                    request = _left_of(request or waiting.get_nowait(), process, tally)
+
+
+def _left_of(request, process, tally):
+    """Have a request answered; return what is left of it behind the case in which the process has ended."""
+    process.stdin.write(json.dumps(request) + "\n")
+    process.stdin.flush()
+    case = None
+    while True:
+        watch = threading.Timer(_PATIENCE, process.kill)
+        watch.start()
+        line = process.stdout.readline()
+        watch.cancel()
+        answer = json.loads(line) if line else {"died": process.wait()}
+        if "died" in answer:
+            tally.add(case, "", [("died", f"its process has ended with exit code {answer['died']}")])
+            return {**request, "after": case} if case else None
+        case = answer.get("begins", case)
+        if "way" in answer:
+            tally.add(case, answer["way"], [*map(tuple, answer["found"])], answer["raises"])
+        if "ends" in answer:
+            return None
+
+
+def requests(everything, only, ways, sources):
+    """Return what processes are asked for: parts of sources."""
+    found = []
+    for source in sources:
+        parts, share, of_source = SHARES[source]
+        known = {each.case: each.ways for each in exceptions.KNOWN if each.case.startswith(source) and only == "*"}
+        chosen = ways or ("all" if everything else of_source)
+        common = {"source": source, "only": only, "parts": parts, "after": None, "known": known, "ways": chosen}
+        found += [{**common, "part": part, "share": 1 if everything or only != "*" else share} for part in range(parts)]
+    return found
+
+
+def main(arguments=None):
+    """Train what is asked for, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__.partition("\n")[0])
+    parser.add_argument("--all", action="store_true", help="every case in every way, and docs/exceptions.md is written")
+    parser.add_argument("--only", default="*", help="the cases whose names match, with * for anything")
+    parser.add_argument("--ways", type=lambda text: text.split(","), help="such as fp32,exact")
+    parser.add_argument("--sources", type=lambda text: text.split(","), default=[*SHARES], help="such as modules")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    options = parser.parse_args(arguments)
+    started, tally, waiting = time.perf_counter(), Tally(), queue.SimpleQueue()
+    sources = [each for each in options.sources if options.only == "*" or options.only.startswith(each)]
+    for request in requests(options.all, options.only, options.ways, sources):
+        waiting.put(request)
+    with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
+        for done in [pool.submit(take, waiting, tally, options.threads) for _ in range(options.processes)]:
+            done.result()
+    for case, way in tally.unneeded():
+        print(f"{case} {way} does not differ: take the exception out of tests/proof/exceptions.py")
+    if options.all:
+        exceptions.write()
+    print("samples:", dict(collections.Counter(case.partition("/")[0] for case in {case for case, _ in tally.tried})))
+    print(f"{tally.excepted} differ as docs/exceptions.md says, {tally.raised} raise in plain torch")
+    print(f"{(time.perf_counter() - started) / 60:.1f} minutes")
+    failed = tally.failed + len(tally.unneeded())
+    print(f"{tally.passed} passed, {failed} failed")
+    return int(bool(failed or not tally.passed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Each source finds faults that are planted in the accelerated paths which it is for."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels.override import Override
+from nano_loop.optimizers import direct_steps, torch_fused_steps
+from nano_loop.runtime.run import Run
+from proof.own_kernels import take_own_kernels
+from proof.worker import cases, compared
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def planted(owner, name, fault, put):
+    """Put a fault, which gets the original and its arguments, in the place of a function or method."""
+    original = getattr(owner, name)
+    put(owner, name, lambda *args: fault(original, *args))
+
+
+def scaled(operator, factor):
+    """Let the kernels that replace an operator be off by a factor."""
+
+    def fault(original, self, call):
+        result = original(self, call)
+        if result is not None and self.operator.startswith(operator):
+            tree_leaves(result)[0].data.mul_(factor)
+        return result
+
+    return partial(planted, Override, "computed", fault)
+
+
+def raising(operator):
+    """Let the kernels that replace an operator raise."""
+
+    def fault(original, self, call):
+        if self.operator.startswith(operator):
+            raise RuntimeError("planted")
+        return original(self, call)
+
+    return partial(planted, Override, "computed", fault)
+
+
+def at_setup(act):
+    """Let a set-up do something else, too."""
+
+    def fault(original, self, model, *others):
+        act(model, *others)
+        return original(self, model, *others)
+
+    return partial(planted, Run, "setup", fault)
+
+
+def layouts_not_asked(put):
+    for module in (direct_steps, torch_fused_steps):
+        put(module, "lie_alike", lambda lists: True)
+
+
+def wrapped(change):
+    """Let a set-up put a function around the model's outputs."""
+    return at_setup(lambda model, *others: model.register_forward_hook(lambda module, given, out: change(out)))
+
+
+DRAWS = at_setup(lambda *parts: torch.rand(1))
+MASKS = partial(planted, bernoulli, "fill", lambda original, tensor, p, source: original(tensor, 0.9 * p, source))
+NO_COUNTERS = partial(planted, direct_steps, "foreach_increment", lambda original, counters: None)
+PLANTED = [
+    ("modules/nn.LayerNorm/3", "fp32", scaled("native_layer_norm", 1 + 1e-5), "outputs"),
+    ("modules/nn.Linear/0", "exact", DRAWS, "random"),
+    ("modules/nn.Linear/0", "fp32", at_setup(lambda model, *others: setattr(model, "kept", 1)), "left"),
+    ("optimizers/AdamW.loaded/0", "fp32", layouts_not_asked, "parameters"),
+    (
+        "optimizers/AdamW.groups/0",
+        "exact",
+        at_setup(lambda _, made: made[0].param_groups[0].update(fused=True)),
+        "left",
+    ),
+    ("optimizers/Adam.plain/0", "fp32", NO_COUNTERS, "states"),
+    ("operators/mul/0", "fp32", wrapped(lambda out: out * (1 + 1e-5)), "outputs"),
+    ("operators/add/0", "bf16", wrapped(lambda out: out.missing), "raises"),
+    ("operators/nn.functional.relu/0", "exact", DRAWS, "random"),
+    ("architectures/bert/0", "fp32", scaled("native_layer_norm", 1 + 1e-3), "outputs"),
+    ("architectures/bert/0", "exact", MASKS, "outputs"),
+    ("architectures/gpt2/0", "fp32", raising("native_layer_norm"), "raises"),
+]
+
+
+@pytest.mark.parametrize(("name", "way", "plant", "kind"), PLANTED)
+def test_planted_fault_is_found(name, way, plant, kind, monkeypatch):
+    take_own_kernels(monkeypatch.setattr)
+    [case] = cases(name.partition("/")[0], name)
+    [(_, raises, found)] = compared(case, [way])
+    assert (raises, found) == (None, [])
+    plant(monkeypatch.setattr)
+    [(_, _, found)] = compared(case, [way])
+    assert kind in {each for each, _ in found}

@@ -1,0 +1,187 @@
+"""The ways in which a case is trained, and what each has to keep."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from nano_loop import accelerated
+from proof.program import train
+
+#: Where plain torch is off from fp64 by more than this share, fp64 computes something else: it draws other random
+#: numbers, or has no kernel. Then half of the digits of plain torch's own results are compared.
+_ELSE, _HALF = 0.01, 2.0**-12
+#: How often a program is trained, each time with other numbers, where a result falls short.
+_DRAWS = 8
+
+
+class Way(NamedTuple):
+    """Options of a run, what compares its results, and to which programs it applies."""
+
+    options: dict
+    differences: Callable
+    applies: Callable = lambda program: True
+
+
+def _has_images(program):
+    return any(torch.is_tensor(each) and each.dim() in (4, 5) for each in tree_leaves(program.inputs))
+
+
+def by_hand():
+    """Return what a program without nano_loop puts around its calls."""
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+class Compared:
+    """A program, and what plain torch makes of it, in each way once."""
+
+    def __init__(self, program):
+        self.program, self._known = program, {}
+
+    def plain(self, in_fp64=False, around=contextlib.nullcontext, again=False):
+        """Return what plain torch computes."""
+        key = in_fp64, around, again
+        if key not in self._known:
+            self._known[key] = train(self.program.copy(in_fp64), around=around)
+        return self._known[key]
+
+    def accelerated(self, way):
+        """Return what is computed in a way."""
+        options = {"verbose": False, "num_threads": torch.get_num_threads(), **WAYS[way].options}
+        return train(self.program.copy(), lambda *parts: accelerated(*parts, **options))
+
+    def differences(self, way):
+        """Return what a way does otherwise than it may, as kinds and sentences."""
+        by_rounding = WAYS[way].differences is rounded
+        plain, got = self.plain(around=by_hand if by_rounding else contextlib.nullcontext), self.accelerated(way)
+        if plain.error or got.error:
+            same = got.error == plain.error or (by_rounding and plain.error)
+            return [] if same else [("raises", f"{plain.found.get('error')} became {got.found.get('error')}")]
+        lines = itertools.zip_longest(plain.left, got.left)
+        left = [("left", f"{old} became {line}"[:400]) for old, line in lines if line != old]
+        return [*WAYS[way].differences(self, got, way), *left[:1]]
+
+
+def _pairs(got, plain):
+    """Yield kind and place, and both values, wherever they differ in a bit."""
+    for kind, theirs in plain.found.items():
+        for place, (one, other) in enumerate(itertools.zip_longest(got.found[kind], theirs, fillvalue="missing")):
+            if not _is_same(one, other):
+                yield (kind, place), one, other
+
+
+def _is_same(one, other):
+    if not torch.is_tensor(one) or not torch.is_tensor(other):
+        return not torch.is_tensor(one) and not torch.is_tensor(other) and (one == other or one != one)
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    if not alike or torch.equal(one, other):
+        return alike
+    numbers = (each.masked_fill(each != each, 1) for each in (one, other))
+    return torch.equal(one != one, other != other) and torch.equal(*numbers)
+
+
+def equal(compared, got, way):
+    """Return what is not equal to the bit, but for what differs between two runs of plain torch."""
+    found = [*_pairs(got, compared.plain())]
+    shaky = _shaky(compared) if found else ()
+    return [(key[0], _told(key, one, other)) for key, one, other in found if key not in shaky]
+
+
+def _shaky(compared):
+    """Return what differs between two runs of plain torch, such as memory that nobody has written."""
+    return {key for key, *_ in _pairs(compared.plain(again=True), compared.plain())}
+
+
+def near(compared, got, way):
+    """Return what is off from fp64 by more than four times as much as plain torch, and two units in the last place."""
+    return _judged(compared, got, way, _largest_error, 4)
+
+
+def rounded(compared, got, way):
+    """Return what is off by more than one and a half times as much as under autocast by hand, and two units of bf16."""
+    return _judged(compared, got, way, _mean_error, 1.5)
+
+
+def _judged(compared, got, way, error, times):
+    """Judge by one draw, and where a few numbers fall short by eight together: plain torch may be lucky in one."""
+    others, errors = _errors(compared, got, error)
+    limits = {key: times * own + 2 * unit for key, (_, own, unit) in errors.items()}
+    short = {key: errors[key] for key, limit in limits.items() if not errors[key][0] <= limit}
+    if short:
+        short = {key: each for key, each in short.items() if key not in _shaky(compared)}
+    if short and not others and all(errors[key][0] <= 8 * limits[key] for key in short):
+        draws = [errors]
+        for again in (Compared(compared.program.redrawn(number)) for number in range(1, _DRAWS)):
+            trained = again.accelerated(way)
+            if not (trained.error or again.plain().error):  # a matrix may have become singular
+                draws.append(_errors(again, trained, error)[1])
+        for key in [*short]:  # which is not in a draw where it is equal to the bit
+            short[key] = [math.hypot(*each) for each in zip(*(draw[key] for draw in draws if key in draw), strict=True)]
+            if short[key][0] <= times * short[key][1] + 2 * short[key][2]:
+                del short[key]
+    told = "{}: off by {:.3g}, plain torch by {:.3g}, unit {:.3g}".format
+    return others + [(kind, told(place, *each)) for (kind, place), each in short.items()]
+
+
+def _errors(compared, got, error):
+    """Return what cannot be measured; and by kind and place the errors of ours and of plain torch, and a unit."""
+    by_rounding = error is _mean_error
+    plain = compared.plain(around=by_hand if by_rounding else contextlib.nullcontext)
+    exact, eps = compared.plain(in_fp64=True), torch.finfo(torch.bfloat16 if by_rounding else torch.float32).eps
+    others, errors = [], {}
+    for key, one, other in _pairs(got, plain):
+        kind, place = key
+        measured = torch.is_tensor(one) and torch.is_tensor(other) and one.shape == other.shape
+        if not (measured and (one.dtype == other.dtype or by_rounding)):
+            others.append((kind, _told(key, one, other)))
+        elif kind != "random" or not by_rounding:
+            values = exact.found.get(kind, [])
+            reference = values[place] if len(values) == len(plain.found[kind]) and not exact.error else None
+            usable = torch.is_tensor(reference) and reference.shape == one.shape
+            largest = _largest(values if usable else plain.found[kind])
+            own = error(other, reference) if usable else math.inf
+            unit = eps * 2.0 ** math.floor(math.log2(largest or 1))
+            if math.isinf(own) or (own > _ELSE * largest and not by_rounding):
+                reference, own, unit = other, 0.0, max(unit, _HALF * largest)
+            errors[key] = error(one, reference), own, unit
+    return others, errors
+
+
+def _difference(one, other):
+    one, other = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, other))
+    off = (one - other).abs()
+    return off.masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0).nan_to_num(math.inf)
+
+
+def _largest_error(one, other):
+    return _difference(one, other).max().item() if one.numel() else 0.0
+
+
+def _mean_error(one, other):
+    return _difference(one, other).square().mean().sqrt().item() if one.numel() else 0.0
+
+
+def _largest(values):
+    numbers = [each.abs().double() for each in values if torch.is_tensor(each)]
+    return max((each[each.isfinite()].max().item() for each in numbers if each.isfinite().any()), default=0.0)
+
+
+def _told(key, one, other):
+    if not torch.is_tensor(one) or not torch.is_tensor(other):
+        return f"{key[1]}: {str(other)[:80]} became {str(one)[:80]}"
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return f"{key[1]}: {other.dtype} {tuple(other.shape)} became {one.dtype} {tuple(one.shape)}"
+    return f"{key[1]}: off by {_largest_error(one, other):.3g} of {_largest([other]):.3g}"
+
+
+WAYS = {
+    "fp32": Way({"precision": 32}, near),
+    "exact": Way({"exact": True}, equal),
+    "auto": Way({"precision": "auto"}, rounded),
+    "bf16": Way({"precision": "bf16"}, rounded),
+    "channels_last": Way({"precision": 32, "channels_last": True}, near, _has_images),
+}

@@ -1,0 +1,70 @@
+"""A process that trains cases, and tells of each how it went: ``python -m proof.worker``.
+
+It reads requests from standard input, a line of JSON each, and writes a line for each case that begins, for each way
+that has ended, and for the end of the request.
+"""
+
+import fnmatch
+import json
+import logging
+import os
+import sys
+import warnings
+
+import torch
+
+from nano_loop.runtime.mkl_functions import resolve_mkl_functions
+from proof.own_kernels import take_own_kernels
+from proof.sources import families, hash_of
+from proof.ways import WAYS, Compared
+
+
+def cases(source, only="*", part=0, parts=1, share=1, always=()):
+    """Yield cases of a source whose names match: of a part's families, one of ``share``, and those in ``always``."""
+    for family, samples in families(source):
+        in_family = fnmatch.fnmatch(f"{family}/0", only) or fnmatch.fnmatch(family, only.rpartition("/")[0])
+        if hash_of(family) % parts == part and in_family:
+            for case in samples():
+                if (hash_of(case.name) % share == 0 or case.name in always) and fnmatch.fnmatch(case.name, only):
+                    yield case
+
+
+def compared(case, ways):
+    """Yield way, what plain torch raises, and differences of a case. One that is not built has none."""
+    program = case.build()
+    together = program and Compared(program)
+    for way in ways if program else ():
+        if WAYS[way].applies(program):
+            found = together.differences(way)
+            yield way, together.plain().error, found
+
+
+def serve(lines, write):
+    """Do what each of the lines asks for."""
+    for request in map(json.loads, lines):
+        known, after, ways = request.pop("known"), request.pop("after"), request.pop("ways")
+        for case in cases(**request, always=known):
+            if after is not None:
+                after = None if case.name == after else after
+                continue
+            write({"begins": case.name})
+            one = ("fp32", "exact")[hash_of(case.name) // 7 % 2 :][:1]
+            chosen = {*{"all": WAYS, "one": one}.get(str(ways), ways), *known.get(case.name, ())}
+            try:
+                for way, error, found in compared(case, [each for each in WAYS if each in chosen]):
+                    write({"way": way, "raises": error, "found": found})
+            except Exception as error:
+                write({"way": "", "raises": None, "found": [("harness", repr(error)[:300])]})
+        write({"ends": True})
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(int(sys.argv[1]))
+    for dtype in (torch.float32, torch.float64):
+        resolve_mkl_functions(dtype)  # so that plain torch computes the same each time
+    take_own_kernels()
+    serve(sys.stdin, lambda answer: answers.write(json.dumps(answer) + "\n"))
