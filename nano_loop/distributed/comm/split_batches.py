@@ -43,14 +43,14 @@ class Share(NamedTuple):
         return cls(start, start + least + (rank < more), total, size)
 
     @property
-    def count(self) -> int:
+    def samples(self) -> int:
         """How many samples are this rank's."""
         return self.stop - self.start
 
     @property
     def is_whole(self) -> bool:
         """Whether every rank computes the whole batch."""
-        return self.count == self.total
+        return self.samples == self.total
 
     @property
     def is_even(self) -> bool:
@@ -60,7 +60,7 @@ class Share(NamedTuple):
     @property
     def weight(self) -> float:
         """What multiplies a mean over this rank's samples, so that the mean over ranks is that over the batch."""
-        return 1.0 if self.is_whole else self.size * self.count / self.total
+        return 1.0 if self.is_whole else self.size * self.samples / self.total
 
 
 @dataclass
@@ -106,7 +106,7 @@ class SplitBatches:
         shares = [*self.since_backward.values()]
         self.since_backward.clear()
         if len({None if share.is_even else share.total for share in shares}) > 1:
-            counts = ", ".join(f"{share.count} of {share.total}" for share in shares)
+            counts = ", ".join(f"{share.samples} of {share.total}" for share in shares)
             got = f"a backward after batches of which this rank has {counts} samples"
             expected = "loaders that are iterated together must be split in the same ratio"
             size = shares[0].size

@@ -1,7 +1,7 @@
 """Gradients and values at the roots of a backward, where ranks share a batch (``split_batches=True``).
 
 A rank's loss is a mean over its share. So the gradient at the root is multiplied by the share's weight, and the mean of
-all ranks' gradients is that of the loss of the whole batch, whatever arrives in several backwards before it is averaged.
+all ranks' gradients is that of the loss of the whole batch, whatever several backwards add up before it is averaged.
 Afterwards the root's value is the loss of the whole batch, too, on every rank.
 
 What `torch.autograd.grad` returns has no weight: it may be the gradient of an input, as for a gradient penalty. Where
@@ -73,12 +73,12 @@ class WeightedRoots:
         self._roots = [weakref.ref(root) for root in roots if isinstance(root, torch.Tensor) and _is_loss(root)]
         if weight == 1:
             return grad_tensors
-        given = [*grad_tensors] if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
+        gradients = [*grad_tensors] if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
         if grad_tensors is None:
-            given *= len(roots)
-        if len(given) != len(roots):
+            gradients *= len(roots)
+        if len(gradients) != len(roots):
             return grad_tensors  # torch says so
-        return [_weighted(root, gradient, weight) for root, gradient in zip(roots, given, strict=True)]
+        return [_weighted(root, gradient, weight) for root, gradient in zip(roots, gradients, strict=True)]
 
 
 def _is_edge(root: Any) -> bool:

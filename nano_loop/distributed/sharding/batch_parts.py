@@ -134,7 +134,7 @@ def _fields(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, Mapping):
         return value
     if isinstance(value, (list, tuple)):
-        return value._asdict() if hasattr(value, "_asdict") else dict(enumerate(value))  # type: ignore[no-any-return]
+        return value._asdict() if hasattr(value, "_asdict") else dict(enumerate(value))
     return vars(value) if dataclasses.is_dataclass(value) or hasattr(value, "pin_memory") else None
 
 

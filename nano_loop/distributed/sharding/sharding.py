@@ -185,7 +185,7 @@ class BatchSharding(LoaderChange):
         state = self._agreed_state(loader)
         batches = iteration.whole()
         first: list[Any] = state.call(list, itertools.islice(batches, 1))
-        rest = itertools.chain(first, batches)
+        rest: Iterator[Any] = itertools.chain(first, batches)
         if not iteration.is_changed:
             whole = rest
             rest = self.divide(lambda n: [*itertools.islice(whole, n)], Source.of(loader))

@@ -1,9 +1,8 @@
-"""A batch that was loaded whole is split along its first dimension, whatever it consists of, or an error says why not."""
+"""A batch that was loaded whole is split along its first dimension, whatever it consists of, or an error says why."""
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
@@ -99,7 +98,7 @@ def test_parts_of_all_ranks_are_the_batch_in_its_order(name, size):
     parts = [BatchParts(rank, size).part(batch, COUNT) for rank in range(size)]
     assert all(type(part) is type(batch) for _, part in parts)
     assert [sample for _, part in parts for sample in samples(part)] == [*samples(batch)]
-    assert [share.count for share, _ in parts] == [len(samples(part)) for _, part in parts]
+    assert [share.samples for share, _ in parts] == [len(samples(part)) for _, part in parts]
 
 
 @pytest.mark.parametrize("name", sorted({*BATCHES} - {"samples", "images and boxes"}))

@@ -9,12 +9,12 @@ from nano_loop.errors import NanoError
 def test_weighted_means_of_shares_are_the_mean_of_the_batch(total, size):
     shares = [Share.of(total, rank, size) for rank in range(size)]
     samples = [float(number**2) for number in range(total)]
-    means = [sum(samples[one.start : one.stop]) / one.count for one in shares]
+    means = [sum(samples[one.start : one.stop]) / one.samples for one in shares]
     weighted = sum(one.weight * mean for one, mean in zip(shares, means, strict=True)) / size
     assert weighted == pytest.approx(sum(samples) / total, rel=1e-12)
     if total >= size:
         assert [number for one in shares for number in range(one.start, one.stop)] == [*range(total)]
-        assert max(one.count for one in shares) - min(one.count for one in shares) <= 1
+        assert max(one.samples for one in shares) - min(one.samples for one in shares) <= 1
     assert all(one.is_whole for one in shares) == (total < size or size == 1)
 
 
@@ -35,7 +35,7 @@ def test_batches_of_different_shares_for_one_backward_are_an_error(other, differ
     split.deliver(first, Share.of(5, 0, 2))
     split.deliver(second, Share.of(other, 0, 2))
     if differs:
-        with pytest.raises(NanoError, match="3 of 5, .* samples.*in the same ratio.*multiples of 2"):
+        with pytest.raises(NanoError, match=r"3 of 5, .* samples.*in the same ratio.*multiples of 2"):
             split.begin_backward()
     else:
         assert split.begin_backward() == 1.2

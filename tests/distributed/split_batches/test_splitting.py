@@ -83,7 +83,7 @@ def divided_by_subset(rank):
 @pytest.mark.parametrize("make", [divided_by_sampler, divided_by_subset])
 def test_data_that_the_program_divides_are_an_error(team, make):
     def loop(ranks):
-        with pytest.raises(NanoError, match="split_batches divides each batch.*Give every rank all data"):
+        with pytest.raises(NanoError, match=r"split_batches divides each batch.*Give every rank all data"):
             served(ranks, make(ranks.rank), rows)
         with torch.no_grad():
             return sum(map(len, served(ranks, make(ranks.rank), rows)[0]))
@@ -97,7 +97,7 @@ def test_iteration_by_another_thread_is_an_error(team):
 
         def iterate(loader):
             def read():
-                with pytest.raises(NanoError, match="another thread.*the loop's thread.*num_workers"):
+                with pytest.raises(NanoError, match=r"another thread.*the loop's thread.*num_workers"):
                     rows(loader)
                 refused.append(True)
 

@@ -94,6 +94,19 @@ def test_stream_is_divided_in_training_and_whole_in_validation(sanity_steps, bef
     assert (module.trained, module.validated) == (2 * 32 // 2, before + 2 * 32)
 
 
+@pytest.mark.slow
+def test_ranks_that_share_each_batch_train_as_one_process():
+    def trained(kind, more):
+        module, trainer = fitted(kind, Regression(), loader(7, shuffle=True), accumulate_grad_batches=2, **more)
+        return weights(module), trainer
+
+    (expected, plain), (found, nano) = trained(pl.Trainer, PLAIN), trained(Trainer, {**TWO, "split_batches": True})
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert nano.global_step == plain.global_step
+    assert nano.callback_metrics["val"].item() == pytest.approx(plain.callback_metrics["val"].item(), abs=1e-5)
+    assert nano.report["loaders"].status == "applied"
+
+
 class Failing(Regression):
     def __init__(self, rank, what):
         super().__init__()
