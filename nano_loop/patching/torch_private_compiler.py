@@ -55,10 +55,7 @@ def never_compiled(function: Callable[..., Any]) -> None:
 
 @contextmanager
 def outside_graphs(function: Callable[..., Any]) -> Iterator[None]:
-    """Have calls of a function break graphs of `torch.compile` in the body.
-
-    It is for one in the place of a function of torch's, which Dynamo knows by name and takes into a graph unread.
-    """
+    """Let a function that stands in for one of torch's, which Dynamo would take for it, break graphs in the body."""
     from torch._dynamo import trace_rules
 
     trace_rules._disallowed_callable_ids.add(id(function))
