@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -50,6 +51,18 @@ def never_compiled(function: Callable[..., Any]) -> None:
         dynamo = torch._C._dynamo.eval_frame
         skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
         dynamo.set_code_exec_strategy(code, skip)
+
+
+@contextmanager
+def outside_graphs(function: Callable[..., Any]) -> Iterator[None]:
+    """Let a function that stands in for one of torch's, which Dynamo would take for it, break graphs in the body."""
+    from torch._dynamo import trace_rules
+
+    trace_rules._disallowed_callable_ids.add(id(function))
+    try:
+        yield
+    finally:
+        trace_rules._disallowed_callable_ids.remove(id(function))
 
 
 def forget_compiled(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ from nano_loop.distributed.comm.tensor_collectives import gathered
 from nano_loop.kernels.norm.norms import batch_norm, batch_norm_backward, of_part
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.torch_private_autograd import in_backward
+from nano_loop.patching.torch_private_compiler import outside_graphs
 
 
 @contextmanager
@@ -38,7 +39,8 @@ def norms_over_all_ranks(ranks: Ranks) -> Iterator[None]:
         if ranks.context.split is None:
             yield
             return
-        with replaced(functional, "batch_norm", functools.partial(_over_split_batches, ranks)):
+        make = functools.partial(_over_split_batches, ranks)
+        with replaced(functional, "batch_norm", make), outside_graphs(functional.batch_norm):
             yield
 
 

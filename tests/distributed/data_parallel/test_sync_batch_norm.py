@@ -274,6 +274,26 @@ def test_one_row_on_each_rank_is_enough(team):
         assert_close(found, statistics_after(nn.BatchNorm1d(2), x), 1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_model_computes_over_the_rows_of_all_ranks(team, backend):
+    x = torch.randn(5, 3, dtype=torch.float64)
+
+    def after(norm, x):
+        torch.compile(norm, backend=backend)(x).square().sum().backward()
+        return plain(norm)
+
+    def on_rank(ranks):
+        norm = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(3), nn.Tanh()).double()
+        with sharing(ranks, "split", (3, 2)):
+            return after(norm, *parts(ranks, [x], (3, 2)))
+
+    norm = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(3), nn.Tanh()).double()
+    expected = after(norm, x)
+    for found in team(2)(on_rank):
+        assert_close(found, expected, 1e-12)
+
+
 def sampling_alone(ranks, model, x):
     if ranks.rank == 0:
         with torch.no_grad():
