@@ -6,6 +6,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ class Precision(Step):
             has_copies = self._frozen(model).have_copies
             once = self.undoing.enter_context(rounded_once(dtype)) if has_copies else None
             interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model, once))
-            interceptor.leaves = _merges
+            to_outward = _outward(model)(to_fp32)
+            interceptor.leaves, interceptor.outward = _merges, partial(_substituted, to_outward)
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
             if once is not None:
@@ -211,14 +213,25 @@ def _low_state(model: nn.Module) -> list[Tensor]:
     return [tensor for tensor in state if tensor.dtype in LOW_DTYPES]
 
 
-def _under_autocast(dtype: torch.dtype, model: nn.Module, once: RoundedOnce | None) -> CallWrapper:
-    state, known = _low_state(model), weakref.ref(model)
+def _outward(model: nn.Module) -> Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]:
+    """Return what makes of a cast one that leaves the low state of a model alone."""
+    state = _low_state(model)
 
     def outward(cast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def of_others(tensor: Tensor) -> Tensor:
             return tensor if any(shares_memory(tensor, kept) for kept in state) else cast(tensor)
 
         return of_others if state else cast
+
+    return outward
+
+
+def _substituted(convert: Callable[[Tensor], Tensor], outputs: Any) -> Any:
+    return convert(outputs) if type(outputs) is Tensor else Substitution(convert)(outputs)  # most are a tensor
+
+
+def _under_autocast(dtype: torch.dtype, model: nn.Module, once: RoundedOnce | None) -> CallWrapper:
+    outward, known = _outward(model), weakref.ref(model)
 
     def layer(call: Call) -> Call:
         def with_autocast(function: Call, /, *args: Any, **kwargs: Any) -> Any:
@@ -233,9 +246,7 @@ def _under_autocast(dtype: torch.dtype, model: nn.Module, once: RoundedOnce | No
                 once.prepare(called)
             with CallUnderAutocast(dtype) as context:
                 outputs = call(function, *args, **kwargs)
-            convert = outward(context.activations.in_fp32)
-            # Most models return a tensor.
-            return convert(outputs) if type(outputs) is Tensor else Substitution(convert)(outputs)
+            return _substituted(outward(context.activations.in_fp32), outputs)
 
         return with_autocast
 

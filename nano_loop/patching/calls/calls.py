@@ -77,8 +77,10 @@ class CallInterceptor:
         self.inner: dict[int, Call] = {}
         #: What holds in these calls. It is replaced, and not changed: a backward has the rules of its forward.
         self.rules = NO_RULES._replace(owner=id(self))
-        #: Takes a method and its arguments. Whether the call is left alone, while those that it makes are not.
+        #: Takes a method and its arguments. Whether the call is left alone, while those that it makes are not; what it
+        #: returns is given to `outward`.
         self.leaves: Callable[..., bool] | None = None
+        self.outward: Callable[[Any], Any] = lambda value: value
         #: Whether the calls compute by torch's own kernels, as the plain loop does, whatever other runs replace.
         self.is_plain = False
 
@@ -183,7 +185,7 @@ class CallInterceptor:
             return interceptor.traced(original, module, *args, **kwargs)
         if interceptor.leaves is not None and interceptor.leaves(original, args, kwargs):
             interceptor._had_other_calls = True
-            return original(module, *args, **kwargs)
+            return interceptor.outward(original(module, *args, **kwargs))
         if interceptor._is_left_plain(module):
             interceptor._had_other_calls = True
             return _inside(_PLAIN, _innermost, NO_RULES, original, module, *args, **kwargs)
