@@ -24,7 +24,7 @@ from nano_loop.patching.objects.loaders import ClassIteration, Start
 from nano_loop.patching.torch_private_loaders import collates_as_torch, is_default_collate
 
 _ALL = "split_batches divides each batch of all data among the ranks"
-_UNDIVIDED = "Give every rank all data: leave the sampler or the subset by rank out. Or leave split_batches out"
+_UNDIVIDED = "Give every rank all data: leave out a sampler or subset by rank, or split_batches"
 
 
 class BatchSplitting(BatchSharding):

@@ -108,11 +108,8 @@ class NanoStrategyMixin(RanksCollectives):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks, for which Lightning divides the batches of map-style datasets.
-
-        A run that splits each batch divides them itself.
-        """
-        return self.ranks.size > 1 and not self.settings().options.split_batches
+        """Whether there are several ranks, for which Lightning divides the batches of map-style datasets."""
+        return self.ranks.size > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -197,7 +194,7 @@ class NanoStrategyMixin(RanksCollectives):
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """See Lightning: gradients are averaged by the first backward after the body."""
-        return self._run.without_averaging(self.lightning_module) if self.ranks.size > 1 else nullcontext()
+        return self._run.without_averaging(self.lightning_module) if self.is_distributed else nullcontext()
 
     @property
     def _run(self) -> Run:

@@ -83,6 +83,8 @@ class NanoTrainerMixin(OptionAttributes):
         options["auto_lr"] = _auto_lr(options.get("auto_lr", True))
         accelerator, devices = others.pop("accelerator", "cpu"), others.pop("devices", None)
         overriding = _of_environment()
+        if overriding.get("split_batches", options.get("split_batches")):
+            others.setdefault("use_distributed_sampler", False)  # the run divides each batch
         precision = overriding.get("precision", precision)
         if "num_processes" in overriding:
             num_processes, devices = overriding["num_processes"], None
