@@ -43,7 +43,7 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run_report import RunReport
 from nano_loop.runtime.settings import Settings
 from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
-from nano_loop.steps import STEPS, Step, StepContext
+from nano_loop.steps import STEPS, WITNESS_STEPS, Step, StepContext
 
 #: The runs that are under way, the innermost last.
 _active: dict[Run, None] = process_wide("runs", {})
@@ -82,7 +82,9 @@ class RunTask(Task):
 
     @override
     def run_in(self, slot: RankSlot) -> Any:
-        return Run(self.settings, self, slot=slot).complete()
+        # A witness computes as the plain loop does, in the precision that was asked for.
+        kinds = None if slot.ranks.context.witness is None else WITNESS_STEPS
+        return Run(self.settings, self, slot=slot, kinds=kinds).complete()
 
 
 class Run:
@@ -177,7 +179,8 @@ class Run:
         ending.push(self._memory.explain)
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated, self._clock)
         if self.options.split_batches and slot.ranks.size > 1 and not self._is_inner:
-            slot.ranks.context.split = SplitBatches()
+            slot.ranks.context.split = split = SplitBatches()
+            ending.push(split.explain)
             ending.callback(setattr, slot.ranks.context, "split", None)
         self._steps = [step(context) for step in self._kinds]
         ending.callback(self._interceptors.close)

@@ -59,9 +59,13 @@ STEPS: tuple[type[Step], ...] = (
 #: Those that only affect loaders.
 LOADER_STEPS = tuple(step for step in STEPS if step.needs == "loaders")
 
+#: Those of the process that computes whole batches beside ranks that share them.
+WITNESS_STEPS: tuple[type[Step], ...] = (ParameterDtype, FrozenDtype, Precision, OperatorLists, GradientAveraging)
+
 __all__ = [
     "LOADER_STEPS",
     "STEPS",
+    "WITNESS_STEPS",
     "GradientAveraging",
     "OptimizerState",
     "ParameterDtype",

@@ -18,8 +18,10 @@ from nano_loop.steps.step import RanksStep
 
 if TYPE_CHECKING:
     from nano_loop.distributed.data_parallel.averaging import Averaging, Transport
+    from nano_loop.distributed.data_parallel.witness import Comparison, Witness
 
 _FILE = "averaging-gradients"
+_OF_SUM = ", of a loss that is a sum over samples"
 _AT_END, _DURING = "at the end of each backward", "during each backward"
 
 
@@ -32,12 +34,22 @@ class GradientAveraging(RanksStep):
     @override
     def begin(self) -> None:
         self._averaging: Averaging | None = None
+        self._comparison: Comparison | None = None
+        self._witness: Witness | None = None
         self._chunk = 0  # of the transport through shared memory
         self._nbytes = 0  # of all parameters that were set up
         self._route = ""
 
+    @property
+    @override
+    def enabled(self) -> bool:
+        return super().enabled or self.ranks.context.witness is not None
+
     @override
     def apply(self, parts: TrainingObjects) -> str:
+        if self.ranks.size == 1:
+            self._send(parts)
+            return "sent to rank 0"
         # Here, since a run of one process needs none of it.
         from nano_loop.distributed.shared_memory.shared_ring import chunk_for
 
@@ -61,19 +73,41 @@ class GradientAveraging(RanksStep):
     def final_result(self) -> StepResult | None:
         if self._averaging is not None:
             self._averaging.compare_rest()
-        return None
+        if self._comparison is None:
+            return None
+        result = partial(StepResult, "split_batches")
+        if not self._comparison.compared:
+            detail = f"not compared with whole batches: {self._comparison.why_not}"
+            return result("skipped", detail, code="not_compared")
+        is_sum = self._comparison.split.reduction == "sum"
+        return result("applied", f"gradients are those of whole batches{_OF_SUM * is_sum}")
+
+    def _send(self, parts: TrainingObjects) -> None:
+        """Let rank 0 compare the gradients of these, in the process that is its witness."""
+        from nano_loop.distributed.data_parallel.witness import Witness
+
+        if self._witness is None:
+            self._witness = Witness(self.ranks.context.witness)
+            self.undoing.callback(self._witness.close)
+        self._witness.add(parts.models, parts.optimizers)
 
     def _open(self) -> Averaging:
         from nano_loop.distributed.data_parallel.averaging import Averaging
         from nano_loop.distributed.data_parallel.sync_batch_norm import norms_over_all_ranks
 
         self.undoing.enter_context(norms_over_all_ranks(self.ranks))
+        if self.ranks.context.split is not None:
+            from nano_loop.distributed.data_parallel.witness import Comparison
+
+            is_rounded = self.options.reduced_precision or self.options.kind.products_name is not None
+            self._comparison = Comparison(self.ranks, self.ranks.context.split, is_rounded=is_rounded)
         transport = self._opened(self._make_transport())
         averaging = Averaging(
             self.ranks,
             transport,
             compare=self.options.compare_parameters,
             overlapped=not self.ranks.on_one_host,
+            comparison=self._comparison,
         )
         self.undoing.callback(averaging.close)
         return averaging

@@ -127,6 +127,8 @@ class RunContext:
         Whether the ranks divide the work.
     split : SplitBatches or None
         How they share each batch; None where each takes batches of its own.
+    witness : object or None
+        On rank 0, the process that computes whole batches, if there is one; in that process, what sends its reports.
     """
 
     loop: Loop = field(default_factory=Loop)
@@ -136,6 +138,7 @@ class RunContext:
     common_seed: int | None = None
     sharding: ShardingState = field(default_factory=ShardingState)
     split: SplitBatches | None = None
+    witness: Any = None
 
 
 def _check_nothing() -> None:

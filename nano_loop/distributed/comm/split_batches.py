@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
+
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.walk import find
+
+#: What the exchange is for in which ranks choose the weight of their losses.
+REDUCTION = "the first backward of a split batch"
 
 
 class Share(NamedTuple):
@@ -71,8 +77,11 @@ class SplitBatches:
     ----------
     share : Share or None
         Of the batch that a split loader has delivered last to the loop's thread; None before the first.
-    reduction : {"mean", "sum"}
-        What the loss is over samples, as the witness has found; a sum's shares have weight N.
+    reduction : {"mean", "sum"} or None
+        What the loss is over samples, as the witness has found; a sum's shares have weight N. None, as for a mean,
+        before the first backward.
+    sums : tuple of float
+        Those of the samples that were delivered last, before the first backward; see `batch_sums`.
     thread : int
         The loop's.
     since_backward : mapping
@@ -80,7 +89,8 @@ class SplitBatches:
     """
 
     share: Share | None = None
-    reduction: Literal["mean", "sum"] = "mean"
+    reduction: Literal["mean", "sum"] | None = None
+    sums: tuple[float, ...] = ()
     thread: int = field(default_factory=threading.get_ident)
     since_backward: MutableMapping[Any, Share] = field(default_factory=WeakKeyDictionary)
 
@@ -89,9 +99,11 @@ class SplitBatches:
         """Whether this is the loop's thread."""
         return threading.get_ident() == self.thread
 
-    def deliver(self, iteration: Any, share: Share | None) -> None:
+    def deliver(self, iteration: Any, share: Share | None, batch: Any = None) -> None:
         """Note the share of the batch that an iteration delivers now; None of one that every rank computes whole."""
         self.share = share
+        if self.reduction is None:
+            self.sums = batch_sums(batch)
         if share is not None:
             self.since_backward[iteration] = share
 
@@ -114,9 +126,41 @@ class SplitBatches:
             raise NanoError(error_message(got, expected, hint))
         return self.weight
 
+    def explain(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Let an error of the loop before its first backward say that the rank has had a part of the batch."""
+        share = self.share
+        if not isinstance(error, (RuntimeError, ValueError)) or isinstance(error, NanoError):
+            return
+        if self.reduction is None and share is not None and not share.is_whole:
+            got = f"{type(error).__name__} with {share.count} of {share.total} samples ({error})"
+            expected = "with split_batches each rank computes its part of a batch"
+            hint = "Take the number of samples from the batch, such as len(x), and not a constant"
+            raise NanoError(error_message(got, expected, hint)) from error
+
     @property
     def weight(self) -> float:
         """What multiplies the gradient at the root of a backward on this rank."""
         if self.share is None or self.share.is_whole:
             return 1.0
         return float(self.share.size) if self.reduction == "sum" else self.share.weight
+
+
+def batch_sums(batch: Any) -> tuple[float, ...]:
+    """Return a sum of each tensor of a batch, by which it is known again: of floats, where it has any.
+
+    The elements of a sample have weights, so that an image that is flipped has another sum.
+    """
+    tensors = [tensor for tensor in find(torch.Tensor, batch) if _can_be_added(tensor)]
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return tuple(map(_weighted_sum, floats or tensors))
+
+
+def _can_be_added(tensor: torch.Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return is_dense and tensor.numel() > 0 and not tensor.is_complex()
+
+
+def _weighted_sum(tensor: torch.Tensor) -> float:
+    samples = tensor.detach() if tensor.ndim else tensor.detach().reshape(1)
+    total = samples.sum(0, dtype=torch.float64).flatten()
+    return float(total @ torch.linspace(1, 2, len(total), dtype=torch.float64))

@@ -37,6 +37,7 @@ from nano_loop.distributed.data_parallel.gradients import (
 )
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.distributed.data_parallel.roots import WeightedRoots
+from nano_loop.distributed.data_parallel.witness import Comparison
 from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
 from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
@@ -73,6 +74,8 @@ class Averaging:
         See `Agreement`.
     overlapped : bool
         Whether averaging by a `GroupTransport` begins while the backward still computes; see `Overlap`.
+    comparison : Comparison or None
+        Of gradients with those of whole batches, where ranks share these.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Averaging:
         *,
         compare: bool = True,
         overlapped: bool = False,
+        comparison: Comparison | None = None,
     ) -> None:
         self._ranks = ranks
         self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
@@ -104,7 +108,7 @@ class Averaging:
         self._undoing.enter_context(called_after_steps(self._after_step))
         self._undoing.enter_context(nested_backwards_noticed())
         split = ranks.context.split
-        self._roots = None if split is None else WeightedRoots(split)
+        self._roots = None if split is None else WeightedRoots(split, comparison or Comparison(ranks, split))
         if self._roots is not None:
             self._undoing.enter_context(self._roots.weighted())
 
@@ -145,6 +149,8 @@ class Averaging:
                 self._has_trained = True
                 diverge_rng(self._ranks)
                 self._agreement.sync_added_parameters()
+                if self._roots is not None:
+                    self._roots.comparison.note_call()
             result = call(*args, **kwargs)
             self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
             return result
@@ -168,6 +174,8 @@ class Averaging:
             fingerprints = self._agreement.exchange("average", self._waiting - held, self._overlap.state, losses)
             self._set_losses(fingerprints)
             self._average(fingerprints)
+            if self._roots is not None and not held:
+                self._roots.comparison.end_backward(self._parameters.named)
             self._waiting &= held
             self._agreement.sync_added_parameters()  # too late for a backward that was the first to know of them
             self._agreement.end_averaging()
@@ -298,6 +306,8 @@ class Averaging:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in self._at_step and not self._forked:
             self._agreement.steps += 1
+            if self._roots is not None:
+                self._roots.comparison.after_step(optimizer, self._parameters.optimizers)
             self._at_step[optimizer] = self._agreement.averagings
 
 

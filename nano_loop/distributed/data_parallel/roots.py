@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nano_loop.distributed.comm.split_batches import SplitBatches
+from nano_loop.distributed.data_parallel.witness import Comparison, losses_among
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.calls.backward import roots_weighted
 
@@ -29,10 +30,13 @@ class WeightedRoots:
     ----------
     split : SplitBatches
         What the rank knows of its share.
+    comparison : Comparison
+        Of its gradients with those of whole batches.
     """
 
-    def __init__(self, split: SplitBatches) -> None:
+    def __init__(self, split: SplitBatches, comparison: Comparison) -> None:
         self._split = split
+        self.comparison = comparison
         self._roots: list[weakref.ref[torch.Tensor]] = []  # of the backward that runs, whose values are losses
         self._weight = 1.0
 
@@ -68,9 +72,11 @@ class WeightedRoots:
     def _weigh(self, tensors: Any, grad_tensors: Any) -> Any:
         if not self._split.is_here:
             return grad_tensors
+        losses = losses_among(tensors)
+        self.comparison.begin_backward(losses)
         self._weight = weight = self._split.begin_backward()
         roots = [*tensors] if isinstance(tensors, (list, tuple)) and not _is_edge(tensors) else [tensors]
-        self._roots = [weakref.ref(root) for root in roots if isinstance(root, torch.Tensor) and _is_loss(root)]
+        self._roots = [weakref.ref(loss) for loss in losses]
         if weight == 1:
             return grad_tensors
         gradients = [*grad_tensors] if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
@@ -83,10 +89,6 @@ class WeightedRoots:
 
 def _is_edge(root: Any) -> bool:
     return isinstance(root, torch.autograd.graph.GradientEdge)
-
-
-def _is_loss(root: torch.Tensor) -> bool:
-    return root.numel() == 1 and root.is_floating_point() and not root.is_leaf
 
 
 def _weighted(root: Any, gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 
 from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.comm.ranks import Ranks, RunContext
 from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.stream import Reporter, Stream
 from nano_loop.distributed.launch.worker import work
 from nano_loop.distributed.launch_local import stack_dump
+from nano_loop.integrations.fabric.rank_zero import note_rank
 
 #: The exit code of a worker that has returned from the loop, and cannot say so.
 CUT_OFF = 113
@@ -40,7 +43,7 @@ def work_for(start: dict[str, Any], stream: Stream, output: int, errors: int) ->
     stack_dump.dump_on_signal(start["folder"], start["rank"])
     reporter = Reporter(start["rank"], stream.send)
     folder = Path(start["folder"])
-    work(reporter, folder, _joined, payload=folder)
+    work(reporter, folder, functools.partial(_joined, reporter), payload=folder)
     # Threads of the user's may be running; there is nothing to clean up that rank 0 does not.
     os._exit(CUT_OFF if reporter.is_cut_off else 0)
 
@@ -63,11 +66,30 @@ def _take_over(start: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _joined(assignment: Assignment, rank: int) -> Iterator[RankSlot]:
-    """Connect a worker with the other ranks."""
+def _joined(reporter: Reporter, assignment: Assignment, rank: int) -> Iterator[RankSlot]:
+    """Connect a worker with the other ranks; the one after the last is the witness, and is alone."""
+    if rank == assignment.size:
+        note_rank(None)
+        _end_at_sockets(reporter)
+        first = assignment.slots[0]
+        yield RankSlot(Ranks(context=RunContext(witness=reporter.report)), first.machine, first.host)
+        return
     slot = assignment.slots[rank]
     with local_group(slot.ranks, assignment.options.process_group_backend):
         yield slot
+
+
+def _end_at_sockets(reporter: Reporter) -> None:
+    """End this process, whose other effects are dropped, before it talks to another host."""
+    process = os.getpid()
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("socket.connect", "socket.bind", "socket.sendto") and isinstance(arguments[1], tuple):
+            if os.getpid() == process:
+                reporter.report("ends", why=f"it opens a socket ({event})")
+            os._exit(0)
+
+    sys.addaudithook(audit)
 
 
 def _take_streams(output: int, errors: int) -> None:

@@ -24,6 +24,7 @@ from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_local.kept_server import keep, server_for, start_early
 from nano_loop.distributed.launch_local.process import forked
 from nano_loop.distributed.launch_local.server import Server
+from nano_loop.distributed.launch_local.witness_process import WitnessProcess
 
 
 class Local(Launcher):
@@ -55,12 +56,18 @@ class Local(Launcher):
                     slots[0].copied = write_payload(assignment, folder, task.names, options.worker_init)
                 stack.enter_context(bound(shares[0].cpus))
                 workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"), interrupts)
+                witness = WitnessProcess(server, slots[0]) if options.split_batches else None
+                if witness is not None:
+                    stack.callback(witness.close)
+                    slots[0].ranks.context.witness = witness
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[None]:
                 slots[0].ranks.check = check
                 return local_group(slots[0].ranks, options.process_group_backend)
 
             def forget() -> None:
+                if witness is not None:
+                    witness.wait_until_ready()
                 for name in (PAYLOAD, WORKER_INIT):
                     shutil.rmtree(folder / name, ignore_errors=name != PAYLOAD)
 

@@ -35,11 +35,11 @@ class WorkerProcess(Worker):
         Forks it.
     slot : RankSlot
         Its place.
-    verbose : bool
-        Whether what it prints is shown.
+    verbose : bool or None
+        Whether what it prints is shown; None: nor is its standard error.
     """
 
-    def __init__(self, server: Server, slot: RankSlot, verbose: bool = False) -> None:
+    def __init__(self, server: Server, slot: RankSlot, verbose: bool | None = False) -> None:
         super().__init__(slot.ranks.rank)
         self._folder = str(slot.ranks.folder)
         self._server = server
@@ -55,7 +55,7 @@ class WorkerProcess(Worker):
             others.callback(other.close)
             self._stream = Stream(ours)
             descriptors = [other.fileno()]
-            for shown in (sys.stdout if verbose else None, sys.stderr):
+            for shown in (sys.stdout if verbose else None, None if verbose is None else sys.stderr):
                 reading, writing = pipe()
                 own.callback(os.close, reading)
                 others.callback(os.close, writing)
@@ -125,17 +125,21 @@ class WorkerProcess(Worker):
         for output in self._outputs:
             output.relay()
         for header, content in self._stream.receive():
-            kind = header["kind"]
-            self.ready = self.ready or kind == "ready"
-            self.finished = self.finished or kind == "finished"
-            if kind == "failed":
-                self._failure = pickle.loads(content)
-                self._failed_at = time.monotonic()
-            elif kind == "exception" and self._failure is not None:
-                self._failure.pickled = content
-                self._failed_at = 0.0  # complete
-            elif kind in ("exited", "refused"):
-                self._end = header
+            self._take(header, content)
+
+    def _take(self, header: dict[str, Any], content: bytes) -> None:
+        """Take in one report."""
+        kind = header["kind"]
+        self.ready = self.ready or kind == "ready"
+        self.finished = self.finished or kind == "finished"
+        if kind == "failed":
+            self._failure = pickle.loads(content)
+            self._failed_at = time.monotonic()
+        elif kind == "exception" and self._failure is not None:
+            self._failure.pickled = content
+            self._failed_at = 0.0  # complete
+        elif kind in ("exited", "refused"):
+            self._end = header
 
     def _unsaid(self) -> Failure | None:
         """Return the failure of a process whose output has ended, where who has forked it does not say more."""

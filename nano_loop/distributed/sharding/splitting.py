@@ -121,7 +121,7 @@ class _Split(Served):
             share, batch = self._splitting.parts.part(batch, total)
         else:
             share = self._shares.popleft()
-        split.deliver(self, share)
+        split.deliver(self, share, batch)
         return batch
 
 

@@ -1,0 +1,269 @@
+"""Whether shares of batches give the gradients of whole batches: the witness computes these, and rank 0 compares.
+
+The witness is one more process, alone in its run, which begins in the same state. It runs the same function until each
+optimizer has stepped. After each backward it sends the losses, and its gradients in a file that rank 0 deletes before
+there is another.
+
+At the first backward of a split batch the ranks learn by the losses whether these are means or sums over samples, and
+so what their shares weigh. The gradients then show whether that is all there is to it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from nano_loop.data.random_states import differing, process_states
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, batch_sums
+from nano_loop.distributed.data_parallel.checksums import are_equal, checksums
+from nano_loop.distributed.data_parallel.initial_sync import Named
+from nano_loop.distributed.data_parallel.parameters import Parameters
+from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.calls.backward import backwards_watched, roots_weighted
+from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start, implicit_loaders_changed
+from nano_loop.patching.objects.optimizers import called_after_steps
+
+_TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients; in bf16
+_SAME_LOSS, _SAME_SUM = 1e-3, 1e-7
+_UNDIVIDED = "random numbers that are not divided, such as dropout's"
+_RULE = "with split_batches a loss has to be a mean, or a sum, over samples that do not depend on each other"
+_WAYS = (
+    "Weigh a loss that has a count of its own by nano_loop.share(), exchange statistics of a batch as nn.SyncBatchNorm "
+    "does, or pass split_batches=False: each rank then takes whole batches"
+)
+
+
+class Witness(LoaderChange):
+    """What the witness notes and sends.
+
+    Parameters
+    ----------
+    report : callable
+        Sends to rank 0; see `nano_loop.distributed.launch.stream.Reporter.report`.
+    """
+
+    def __init__(self, report: Callable[..., object]) -> None:
+        self._report = report
+        self._place = os.getpid(), threading.get_ident()
+        self._file = Path(tempfile.mkdtemp()) / "gradients"
+        self._parameters = Parameters(lambda parameter: None)
+        self._stepped: dict[int, Optimizer] = {}  # by their ids
+        self._losses: list[float] = []
+        self._sums: tuple[float, ...] = ()
+        self._states: list[Any] | None = None  # of random numbers, when the last batch came
+        self._undoing = ExitStack()
+        self._undoing.callback(self._parameters.close)
+        self._undoing.enter_context(roots_weighted(self._begin))
+        self._undoing.enter_context(backwards_watched(self._end))
+        self._undoing.enter_context(called_after_steps(self._after_step))
+        self._undoing.enter_context(implicit_loaders_changed(lambda loader: self))
+
+    def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        """Send the gradients of these too, from now on."""
+        self._parameters.add(models, optimizers)
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        self._undoing.close()
+
+    @override
+    def iterate(self, loader: DataLoader[Any], start: Start) -> Iterator[Any]:
+        return self._noting(start())
+
+    @override
+    def iterate_class(self, loader: DataLoader[Any], iteration: ClassIteration) -> Iterator[Any]:
+        return self._noting(iteration.start())
+
+    def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if torch.is_grad_enabled():  # else it is an evaluation's
+                self._sums, self._states = batch_sums(batch), process_states()
+            yield batch
+
+    @property
+    def _is_here(self) -> bool:
+        return self._place == (os.getpid(), threading.get_ident())
+
+    def _begin(self, tensors: Any, grad_tensors: Any) -> Any:
+        if self._is_here:
+            self._losses = [float(loss.detach()) for loss in losses_among(tensors)]
+        return grad_tensors
+
+    def _end(self) -> None:
+        if not self._is_here:
+            return
+        while self._file.exists():
+            time.sleep(0.005)
+        self._parameters.refresh()
+        drawn = self._states is not None and any(differing(self._states, process_states()))
+        parameters = self._parameters.in_order
+        if not drawn:
+            torch.save([parameter.grad for parameter in parameters], self._file)
+        self._report(
+            "backward",
+            losses=self._losses,
+            sums=self._sums,
+            drawn=drawn,
+            file=str(self._file),
+            parameters=checksums(parameters),
+        )
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_here:
+            self._stepped[id(optimizer)] = optimizer
+            if all(id(one) in self._stepped for one in self._parameters.optimizers):
+                self._report("finished")
+                os._exit(0)  # what it has started ends with it
+
+
+class Comparison:
+    """Compares the gradients of this run's ranks with the witness's, until each optimizer has stepped.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The processes. The first has the witness, if there is one.
+    split : SplitBatches
+        What this rank knows of its share.
+    is_rounded : bool
+        Whether tensors are bf16.
+
+    Attributes
+    ----------
+    why_not : str
+        Why gradients are not compared.
+    compared : int
+        At how many backwards they were.
+    """
+
+    def __init__(self, ranks: Ranks, split: SplitBatches, *, is_rounded: bool = False) -> None:
+        self.split = split
+        self._ranks = ranks
+        self._witness = ranks.context.witness
+        self._told: dict[str, Any] | None = None
+        self._stepped: dict[int, Optimizer] = {}  # by their ids
+        self._tolerance = _ROUNDED if is_rounded else _TOLERANCE
+        self.compared = 0
+        self.why_not = (
+            "no backward came before the first step" if self._witness else "other processes started the ranks"
+        )
+
+    def note_call(self) -> None:
+        """Take note of the precision in which a model is called."""
+        if torch.is_autocast_enabled("cpu"):
+            self._tolerance = _ROUNDED
+
+    def begin_backward(self, losses: Sequence[torch.Tensor]) -> None:
+        """Learn what the witness has computed in this backward; collective at the first one of a split batch."""
+        self._forget()
+        told = None if self._witness is None else self._witness.next(self._ranks.check)
+        if told is None or told["drawn"]:
+            self._stop(_UNDIVIDED if told else getattr(self._witness, "why", ""))
+            told = None
+        share = self.split.share
+        if self.split.reduction is None and share is not None and not share.is_whole:
+            own = [float(loss.detach()) for loss in losses], self.split.sums, share.count
+            by_rank = self._ranks.gather(own, REDUCTION)
+            if told is not None and not _are_parts(told["sums"], [sums for _, sums, _ in by_rank]):
+                self._stop("samples that are drawn at random, or in another order")
+                told = None
+            is_sum = told is not None and _are_sums(told["losses"], [values for values, _, _ in by_rank])
+            self.split.reduction = self._ranks.broadcast("sum" if is_sum else "mean", what=REDUCTION)
+        self._told = told
+
+    def end_backward(self, named: Sequence[Named]) -> None:
+        """Compare the mean gradients of parameters with the witness's.
+
+        Raises
+        ------
+        NanoError
+            If they differ.
+        """
+        told = self._told
+        if told is None:
+            return
+        with torch.no_grad():
+            whole = torch.load(told["file"], mmap=True, weights_only=True)
+            self._forget()
+            pairs = zip(told["parameters"], checksums(parameter for _, parameter in named), strict=False)
+            if len(whole) != len(named) or not all(are_equal(one, other, torch.float32) for one, other in pairs):
+                self._stop("the ranks' parameters begin with other values")
+                return
+            distances = [_distance(parameter.grad, other) for (_, parameter), other in zip(named, whole, strict=True)]
+            size = math.hypot(*(_distance(gradient, None) for gradient in whole))
+        off = math.hypot(*distances)
+        self.compared += 1
+        if off > self._tolerance * size:
+            worst = max(range(len(named)), key=distances.__getitem__)
+            ratio = f"by {off / size:.1g}" if size else "from none"
+            got = f"gradients of shares that differ {ratio} from those of whole batches, most in {named[worst][0]}"
+            raise NanoError(error_message(got, _RULE, _WAYS))
+
+    def after_step(self, optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> None:
+        """End the witness once all optimizers have stepped."""
+        self._stepped[id(optimizer)] = optimizer
+        if self._witness is not None and all(id(one) in self._stepped for one in optimizers):
+            self._stop(self.why_not)
+
+    def _forget(self) -> None:
+        """Let the witness go on."""
+        told, self._told = self._told, None
+        if told is not None:
+            Path(told["file"]).unlink(missing_ok=True)
+
+    def _stop(self, why: str) -> None:
+        if self._witness is not None:
+            self._witness.close()
+            self._witness, self.why_not = None, why
+            self._stepped.clear()
+
+
+def losses_among(tensors: Any) -> list[torch.Tensor]:
+    """Return the roots of a backward that are losses: numbers."""
+    roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return [root for root in roots if isinstance(root, torch.Tensor) and _is_loss(root)]
+
+
+def _is_loss(root: torch.Tensor) -> bool:
+    return root.numel() == 1 and root.is_floating_point() and not root.is_leaf
+
+
+def _are_parts(whole: Sequence[float], by_rank: Sequence[Sequence[float]]) -> bool:
+    """Whether batches with some sums are one batch's parts, of which ranks may have some whole."""
+    return {len(whole)} == {len(sums) for sums in by_rank} and all(
+        any(math.isclose(total, one, rel_tol=_SAME_SUM, abs_tol=_SAME_SUM) for one in (sum(parts), max(parts)))
+        for total, parts in zip(whole, zip(*by_rank, strict=True), strict=True)
+    )
+
+
+def _are_sums(whole: Sequence[float], by_rank: Sequence[Sequence[float]]) -> bool:
+    """Whether losses of a whole batch are the sums of its parts' losses. Those that are zero are a mean."""
+    if not any(whole) or {len(whole)} != {len(losses) for losses in by_rank}:
+        return False
+    totals = map(sum, zip(*by_rank, strict=True))
+    return all(math.isclose(one, total, rel_tol=_SAME_LOSS) for one, total in zip(whole, totals, strict=True))
+
+
+def _distance(gradient: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    """Return the norm of the difference of two gradients; one that is missing is zero."""
+    one, two = (None if part is None else part.to_dense() for part in (gradient, other))
+    rest = one if two is None else (-two if one is None else one - two)
+    return 0.0 if rest is None else float(torch.linalg.vector_norm(rest, dtype=_wide(rest.dtype)))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64

@@ -1,0 +1,270 @@
+"""What a run with split batches learns from the witness, one more process that computes whole batches."""
+
+import os
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from distributed.small import OPTIONS
+from distributed.split_batches.loops import Plain, by_sgd, fit, loader_of, mlp, squares, vectors, weights
+from distributed.split_batches.test_loops import assert_equal
+from nano_loop import NanoError, NanoWorkerError, TorchNano
+from nano_loop.distributed.comm.split_batches import batch_sums
+from nano_loop.distributed.launch_local import witness_process
+from nano_loop.distributed.launch_local.kept_server import kept
+
+
+class Shared(TorchNano):
+    def train(self, loop):
+        torch.manual_seed(0)
+        return loop(self)
+
+
+def run_of(loop):
+    run = Shared(**OPTIONS, split_batches=True)
+    found = run.train(loop)
+    return found, run.report["split_batches"]
+
+
+def plain(loop):
+    torch.manual_seed(0)
+    return loop(Plain())
+
+
+def mean(run):
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), squares)
+
+
+def total(run):
+    """A sum over samples, clipped, of shares that are unequal from the first on."""
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model, lr=0.01)
+    run.setup(model, optimizer)
+    losses = []
+    for _ in range(4):
+        for x, y in loader_of(*vectors()):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y, reduction="sum")
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            optimizer.step()
+            losses.append(loss.item())
+    return weights(model), torch.tensor(losses, dtype=torch.float64)
+
+
+def noisy(run):
+    return fit(run, nn.Sequential(mlp(6, 8), nn.Dropout(), mlp(8, 1)), loader_of(*vectors()), squares)
+
+
+def masked_in_loop(run):
+    def loss_of(model, batch):
+        return squares(model, (batch[0] * torch.empty_like(batch[0]).bernoulli_(0.5), batch[1]))
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+class Flipped(Dataset):
+    """Samples that a dataset turns around at random."""
+
+    def __len__(self):
+        return 36
+
+    def __getitem__(self, index):
+        x = torch.linspace(0, 1, 6, dtype=torch.float64) + index
+        return (x.flip(0) if torch.rand(()) < 0.5 else x), x[:1]
+
+
+def augmented(run):
+    return fit(run, mlp(6, 8, 1), DataLoader(Flipped(), 9, num_workers=1), squares)
+
+
+def unseeded(run):
+    torch.seed()
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(), shuffle=False), squares)
+
+
+def raising(run):
+    if run.world_size == 1:
+        raise ValueError("only here")
+    return mean(run)
+
+
+def connecting(run):
+    if run.is_global_zero:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+    return mean(run)
+
+
+def writing(run):
+    if run.is_global_zero:
+        with open(os.environ["WITNESS_FILE"], "a") as file:
+            print("begins", file=file)
+        print("said")
+    return mean(run)
+
+
+def sleeping(run):
+    if run.world_size == 1:
+        time.sleep(600)
+    return mean(run)
+
+
+def killed(run):
+    if run.world_size == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return mean(run)
+
+
+def alternating(run):
+    """As a GAN's: two models and optimizers, of which each has its own loss."""
+    one, other = mlp(6, 8, 6), mlp(6, 8, 1)
+    first, second = by_sgd(one), by_sgd(other)
+    run.setup([one, other], [first, second])
+    for _ in range(2):
+        for x, y in loader_of(*vectors()):
+            second.zero_grad()
+            F.mse_loss(other(one(x).detach()), y).backward()
+            second.step()
+            first.zero_grad()
+            F.l1_loss(other(one(x)), y).backward()
+            first.step()
+    return weights(one), weights(other)
+
+
+def contrastive(run):
+    def loss_of(model, batch):
+        z = F.normalize(model(batch[0]))
+        return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+    return fit(run, mlp(6, 8, 4), loader_of(*vectors()), loss_of)
+
+
+def mean_over_words(run):
+    def loss_of(model, batch):
+        x, y = batch
+        counted = x[:, 0] > 0
+        return (model(x) - y).square()[counted].sum() / counted.sum()
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+def decayed(run):
+    """A mean over samples, and a penalty."""
+
+    def loss_of(model, batch):
+        return squares(model, batch) + 0.1 * sum(one.square().sum() for one in model.parameters())
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+def decayed_sum(run):
+    """A sum over samples, and a penalty that is none."""
+
+    def loss_of(model, batch):
+        return squares(model, batch) * len(batch[0]) + sum(one.square().sum() for one in model.parameters())
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+def of_constant_size(run):
+    def loss_of(model, batch):
+        return squares(model, [column.view(9, -1) for column in batch])
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(36)), loss_of)
+
+
+def gained(run):
+    """A gain that is learnt by hand: no backward comes before the step."""
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model)
+    run.setup(model, optimizer)
+    for x, y in loader_of(*vectors()):
+        gradients = torch.autograd.grad(F.mse_loss(model(x), y), [*model.parameters()])
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return (weights(model),)
+
+
+def assert_no_process_is_left():
+    assert [psutil.Process(server.pid).children() for server in kept()] == [[]]
+
+
+def test_sum_gets_the_weight_of_a_sum():
+    found, result = run_of(total)
+    assert_equal({"total": found}, {"total": plain(total)})
+    assert result.status == "applied"
+    assert "is a sum" in result.detail
+    assert_no_process_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", [mean, alternating, decayed])
+def test_mean_is_compared(loop):
+    found, result = run_of(loop)
+    assert_equal({"": found}, {"": plain(loop)})
+    assert result.status == "applied"
+    assert "is a sum" not in result.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", [contrastive, mean_over_words, decayed_sum])
+def test_other_losses_are_refused_before_a_second_step(loop):
+    with pytest.raises(NanoError, match="differ by .* from those of whole batches") as raised:
+        run_of(loop)
+    assert "nano_loop.share()" in str(raised.value)
+    assert_no_process_is_left()
+
+
+def test_constant_number_of_samples_is_named():
+    with pytest.raises((NanoError, NanoWorkerError), match="4 of 9 samples|5 of 9 samples"):
+        run_of(of_constant_size)
+    assert_no_process_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loop", "why"),
+    [
+        (noisy, "random numbers"),
+        (masked_in_loop, "random numbers"),
+        (augmented, "samples that are drawn at random"),
+        (unseeded, "parameters begin with other values"),
+        (raising, "raised ValueError: only here"),
+        (connecting, "opens a socket"),
+        (killed, "has ended"),
+        (sleeping, "has taken"),
+        (gained, "no backward"),
+    ],
+)
+def test_run_goes_on_where_nothing_can_be_compared(loop, why, monkeypatch):
+    monkeypatch.setattr(witness_process, "_PATIENCE", 2.0)
+    _, result = run_of(loop)
+    assert result.code == "not_compared"
+    assert why in result.detail
+    assert_no_process_is_left()
+
+
+@pytest.mark.slow
+def test_files_of_the_witness_are_dropped(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WITNESS_FILE", str(tmp_path / "log"))
+    _, result = run_of(writing)
+    assert result.status == "applied"
+    assert (tmp_path / "log").read_text() == "begins\n"
+    assert capfd.readouterr().out == "said\n"
+
+
+def test_sums_know_a_sample_that_is_turned_around():
+    batch = {"x": torch.rand(3, 4, 5), "y": torch.arange(3), "names": ["a", "b"]}
+    whole = batch_sums(batch)
+    assert len(whole) == 1
+    assert batch_sums({"x": batch["x"][:2]})[0] + batch_sums({"x": batch["x"][2:]})[0] == pytest.approx(whole[0])
+    assert abs(batch_sums({"x": batch["x"].flip(2)})[0] - whole[0]) > 1e-3
