@@ -82,7 +82,6 @@ class RunTask(Task):
 
     @override
     def run_in(self, slot: RankSlot) -> Any:
-        # A witness computes as the plain loop does, in the precision that was asked for.
         kinds = None if slot.ranks.context.witness is None else WITNESS_STEPS
         return Run(self.settings, self, slot=slot, kinds=kinds).complete()
 

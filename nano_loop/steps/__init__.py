@@ -59,7 +59,7 @@ STEPS: tuple[type[Step], ...] = (
 #: Those that only affect loaders.
 LOADER_STEPS = tuple(step for step in STEPS if step.needs == "loaders")
 
-#: Those of the process that computes whole batches beside ranks that share them.
+#: Those of the witness of ranks that share batches: it computes as the plain loop does, in the precision asked for.
 WITNESS_STEPS: tuple[type[Step], ...] = (ParameterDtype, FrozenDtype, Precision, OperatorLists, GradientAveraging)
 
 __all__ = [

@@ -132,7 +132,7 @@ class SplitBatches:
         if not isinstance(error, (RuntimeError, ValueError)) or isinstance(error, NanoError):
             return
         if self.reduction is None and share is not None and not share.is_whole:
-            got = f"{type(error).__name__} with {share.count} of {share.total} samples ({error})"
+            got = f"{type(error).__name__} with {share.samples} of {share.total} samples ({error})"
             expected = "with split_batches each rank computes its part of a batch"
             hint = "Take the number of samples from the batch, such as len(x), and not a constant"
             raise NanoError(error_message(got, expected, hint)) from error
@@ -161,6 +161,6 @@ def _can_be_added(tensor: torch.Tensor) -> bool:
 
 
 def _weighted_sum(tensor: torch.Tensor) -> float:
-    samples = tensor.detach() if tensor.ndim else tensor.detach().reshape(1)
-    total = samples.sum(0, dtype=torch.float64).flatten()
+    samples = tensor.detach().double()
+    total = (samples if tensor.ndim else samples.reshape(1)).sum(0).flatten()
     return float(total @ torch.linspace(1, 2, len(total), dtype=torch.float64))

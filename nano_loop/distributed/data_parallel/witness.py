@@ -120,6 +120,7 @@ class Witness(LoaderChange):
             drawn=drawn,
             file=str(self._file),
             parameters=checksums(parameters),
+            shapes=[parameter.shape for parameter in parameters],
         )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -176,12 +177,11 @@ class Comparison:
             told = None
         share = self.split.share
         if self.split.reduction is None and share is not None and not share.is_whole:
-            own = [float(loss.detach()) for loss in losses], self.split.sums, share.count
-            by_rank = self._ranks.gather(own, REDUCTION)
-            if told is not None and not _are_parts(told["sums"], [sums for _, sums, _ in by_rank]):
+            by_rank = self._ranks.gather(([float(loss.detach()) for loss in losses], self.split.sums), REDUCTION)
+            if told is not None and not _are_parts(told["sums"], [sums for _, sums in by_rank]):
                 self._stop("samples that are drawn at random, or in another order")
                 told = None
-            is_sum = told is not None and _are_sums(told["losses"], [values for values, _, _ in by_rank])
+            is_sum = told is not None and _are_sums(told["losses"], [values for values, _ in by_rank])
             self.split.reduction = self._ranks.broadcast("sum" if is_sum else "mean", what=REDUCTION)
         self._told = told
 
@@ -200,7 +200,8 @@ class Comparison:
             whole = torch.load(told["file"], mmap=True, weights_only=True)
             self._forget()
             pairs = zip(told["parameters"], checksums(parameter for _, parameter in named), strict=False)
-            if len(whole) != len(named) or not all(are_equal(one, other, torch.float32) for one, other in pairs):
+            has_same = told["shapes"] == [[*parameter.shape] for _, parameter in named]
+            if not has_same or not all(are_equal(one, other, torch.float32) for one, other in pairs):
                 self._stop("the ranks' parameters begin with other values")
                 return
             distances = [_distance(parameter.grad, other) for (_, parameter), other in zip(named, whole, strict=True)]

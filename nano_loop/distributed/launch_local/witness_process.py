@@ -59,7 +59,7 @@ class WitnessProcess(WorkerProcess):
         came_in = time.monotonic() - self._began
         # The other ranks, which wait meanwhile, do so no longer than the timeout.
         deadline = time.monotonic() + min(_PATIENCE + self._size * came_in, self._timeout / 2)
-        while not self.why:
+        while True:
             self._read()
             if self.why or done():
                 return
