@@ -218,14 +218,14 @@ def test_mean_is_compared(loop):
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [contrastive, mean_over_words, decayed_sum])
 def test_other_losses_are_refused_before_a_second_step(loop):
-    with pytest.raises(NanoError, match="differ by .* from those of whole batches") as raised:
+    with pytest.raises(NanoError, match=r"differ by .* from those of whole batches") as raised:
         run_of(loop)
     assert "nano_loop.share()" in str(raised.value)
     assert_no_process_is_left()
 
 
 def test_constant_number_of_samples_is_named():
-    with pytest.raises((NanoError, NanoWorkerError), match="4 of 9 samples|5 of 9 samples"):
+    with pytest.raises((NanoError, NanoWorkerError), match=r"[45] of 9 samples"):
         run_of(of_constant_size)
     assert_no_process_is_left()
 
