@@ -213,6 +213,12 @@ FAULTS = (
         "tests/distributed/data_parallel/test_sync_batch_norm.py",
     ),
     Fault(
+        "distributed/data_parallel/witness.py",
+        '"sum" if is_sum else "mean"',
+        '"mean"',
+        "tests/distributed/split_batches/test_witness.py",
+    ),
+    Fault(
         "distributed/data_parallel/gradients.py",
         "values = torch.cat([gradient.values() for gradient in parts]) / ranks.size",
         "values = torch.cat([gradient.values() for gradient in parts])",

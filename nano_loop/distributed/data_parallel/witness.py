@@ -159,9 +159,9 @@ class Comparison:
         self._stepped: dict[int, Optimizer] = {}  # by their ids
         self._tolerance = _ROUNDED if is_rounded else _TOLERANCE
         self.compared = 0
-        self.why_not = (
-            "no backward came before the first step" if self._witness else "other processes started the ranks"
-        )
+        self.why_not = "only local workers have a witness"
+        if self._witness is not None:
+            self.why_not = "no backward came before the first step"
 
     def note_call(self) -> None:
         """Take note of the precision in which a model is called."""
