@@ -59,9 +59,14 @@ class GradientAveraging(RanksStep):
 
     @override
     def final_result(self) -> StepResult | None:
-        if self._averaging is not None:
-            self._averaging.compare_rest()
-        return None
+        if self._averaging is None:
+            return None
+        self._averaging.compare_rest()
+        lines = ", ".join(self._averaging.drawn_alike)
+        if not lines:
+            return None
+        detail = f"{self._route}; not known to be by the batch, so drawn alike on all ranks: random numbers of {lines}"
+        return StepResult(self.name, "applied", detail, code="drawn_alike")
 
     def _open(self) -> Averaging:
         from nano_loop.distributed.data_parallel.averaging import Averaging
