@@ -197,7 +197,7 @@ class Agreement:
             gradients=checksums.gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=overlap,
             losses=losses,
-            random_state=0 if self._ranks.context.split is None else zlib.crc32(torch.get_rng_state().numpy()),
+            random_state=0 if self._ranks.context.split is None else zlib.crc32(torch.get_rng_state().numpy().data),
         )
         packed = self._ranks.channel.exchange(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]

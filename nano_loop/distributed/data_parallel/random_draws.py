@@ -7,7 +7,6 @@ same on all of them.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from nano_loop.distributed.comm.split_batches import Share
 from nano_loop.errors import NanoError, error_message
 from nano_loop.kernels.dropout.bernoulli import same_draws
 from nano_loop.kernels.dropout.drawing_order import drawn, in_order, taken_for_masks
-from nano_loop.patching.attributes import replaced
 from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.patch_table import listening
 from nano_loop.patching.torch_private_autograd import in_backward
@@ -41,20 +39,28 @@ _NORMAL = ("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor")
 
 
 class _Part(NamedTuple):
-    """Which part of the tensor that the plain loop draws is this rank's."""
+    """Which part of the tensor that the plain loop draws is this rank's.
+
+    Parameters
+    ----------
+    dimension, start, total : int
+        The dimension of the batch, where the part begins in it, and its size in the plain loop.
+    order : tuple of int
+        The dimensions as they lie in memory in the plain loop, the outermost one first.
+    """
 
     dimension: int
     start: int
     total: int
+    order: tuple[int, ...]
 
     def of(self, whole: Tensor, like: Tensor) -> Tensor:
         return whole.narrow(self.dimension, self.start, like.size(self.dimension))
 
     def whole_like(self, tensor: Tensor) -> Tensor:
-        """Return an uninitialized tensor for the whole batch, whose dimensions lie in memory as those of `tensor`."""
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        sizes = [self.total if dimension == self.dimension else tensor.size(dimension) for dimension in order]
-        return torch.empty(sizes, dtype=tensor.dtype).permute([order.index(place) for place in range(tensor.dim())])
+        """Return an uninitialized tensor for the whole batch."""
+        sizes = [self.total if place == self.dimension else tensor.size(place) for place in self.order]
+        return torch.empty(sizes, dtype=tensor.dtype).permute([self.order.index(i) for i in range(tensor.dim())])
 
 
 class RandomDraws:
@@ -80,6 +86,7 @@ class RandomDraws:
         self._ranks = ranks
         self._process = os.getpid()
         self._sites: dict[tuple[int, ...], int | None] = {}  # the dimension of the batch, by the place
+        self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # see `_Part`, by the place
         self._noted: set[tuple[int, ...]] = set()
         self._draws = False  # whether a tensor is drawn for the whole batch now
 
@@ -87,17 +94,18 @@ class RandomDraws:
     def in_force(self) -> Iterator[None]:
         """Divide what is drawn by the batch in the body. Before torch 2.9 that is the masks of dropouts alone."""
         operators: dict[str, Callable[[Kernel | None], Callable[..., Tensor]]] = {
-            **dict.fromkeys(_FILLING, in_order),
             **dict.fromkeys(_LIKE, _like),
             **dict.fromkeys(_NORMAL, _normal),
             "bernoulli_.Tensor": _by_probabilities,
         }
         with ExitStack() as stack:
             stack.enter_context(listening(drawn, self.draw))
-            stack.enter_context(replaced(functional, "dropout", _dropout))
             stack.enter_context(same_draws())
-            for operator, make in operators.items() if gives_kernels() else ():
-                stack.enter_context(overridden(operator, make, "CPU"))
+            if gives_kernels():
+                for operator in _FILLING:
+                    stack.enter_context(in_order(operator))
+                for operator, make in operators.items():
+                    stack.enter_context(overridden(operator, make, "CPU"))
             yield
 
     def draw(
@@ -127,47 +135,55 @@ class RandomDraws:
             return None
         site = _site(tensor.dim())
         if not share.is_even and site not in self._sites:
-            self._sites[site] = self._compared(tensor, share)
+            self._sites[site], self._orders[site] = self._compared(tensor, share)
         dimension = self._sites[site] if site in self._sites else self._guessed(tensor, share, is_mask, site)
-        if dimension is None or tensor.size(dimension) % share.count:
+        if dimension is None or tensor.size(dimension) % share.samples:
             return None
-        times = tensor.size(dimension) // share.count  # of flattened samples, or of heads of an attention
-        return _Part(dimension, share.start * times, share.total * times)
+        times = tensor.size(dimension) // share.samples  # of flattened samples, or of heads of an attention
+        if share.samples > 1 or site not in self._orders:  # strides say nothing about a dimension of one sample
+            self._orders[site] = _order(tensor)
+        return _Part(dimension, share.start * times, share.total * times, self._orders[site])
 
-    def _compared(self, tensor: Tensor, share: Share) -> int | None:
-        """Return the dimension in which a tensor has the sizes of the ranks' shares. Collective.
+    def _compared(self, tensor: Tensor, share: Share) -> tuple[int | None, tuple[int, ...]]:
+        """Return the dimension in which a tensor has the sizes of the ranks' shares, and its order. Collective.
 
         Raises
         ------
         NanoError
             If the sizes differ otherwise.
         """
-        shapes = self._ranks.gather(tuple(tensor.shape), DRAWING)
-        counts = [Share.of(share.total, rank, share.size).count for rank in range(share.size)]
+        drawn_by = self._ranks.gather((tuple(tensor.shape), _order(tensor)), DRAWING)
+        shapes, order = [shape for shape, _ in drawn_by], drawn_by[0][1]  # no rank has more samples than rank 0
+        counts = [Share.of(share.total, rank, share.size).samples for rank in range(share.size)]
         if len(set(shapes)) == 1:
-            return None
+            return None, order
         for dimension, size in enumerate(shapes[0]):
-            expected = [(*shapes[0][:dimension], size * count / counts[0], *shapes[0][dimension + 1 :]) for count in counts]
-            if shapes == expected:
-                return dimension
+            before, behind = shapes[0][:dimension], shapes[0][dimension + 1 :]
+            if shapes == [(*before, size * count / counts[0], *behind) for count in counts]:
+                return dimension, order
         got = f"ranks with {counts} samples of a batch draw random numbers of the shapes {[*map(list, shapes)]}"
-        expected_ = "with split_batches a draw has one dimension of so many samples, or is the same on all ranks"
+        allowed = "with split_batches a draw has one dimension of so many samples, or is the same on all ranks"
         hint = "Draw one row, or one for each of a fixed number of places, for each sample. Or leave split_batches out"
-        raise NanoError(error_message(got, expected_, hint))
+        raise NanoError(error_message(got, allowed, hint))
 
     def _guessed(self, tensor: Tensor, share: Share, is_mask: bool, site: tuple[int, ...]) -> int | None:
         """Return the dimension of the batch where all ranks have as many samples, so that sizes say nothing."""
-        if is_mask and tensor.size(0) == share.count:
+        is_mask = is_mask and not _drops_parameter()
+        if is_mask and tensor.size(0) == share.samples:
             return 0
-        if is_mask and tensor.dim() > 2 and tensor.size(1) == share.count:  # time comes first, as in an LSTM
+        if is_mask and tensor.dim() > 2 and tensor.size(1) == share.samples:  # time comes first, as in an LSTM
             return 1
-        is_of_batch = tensor.size(0) == share.count or (is_mask and tensor.size(0) % share.count == 0)
+        is_of_batch = tensor.size(0) == share.samples or (is_mask and tensor.size(0) % share.samples == 0)
         if is_of_batch and site not in self._noted:
             self._noted.add(site)
             place = users_place()
             if place is not None:
                 self.drawn_alike[f"{os.path.basename(place.filename)}:{place.number}"] = None
         return None
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def _site(*more: int) -> tuple[int, ...]:
@@ -196,8 +212,8 @@ def _normal(original: Kernel | None) -> Callable[..., Tensor]:
         if isinstance(std, Tensor) and (std < 0).any():
             assert original is not None
             return cast("Tensor", original(keys, mean, std, generator=generator))  # raises torch's error
-        tensors = [one for one in (mean, std) if isinstance(one, Tensor)]
-        made = tensors[0].new_empty(torch.broadcast_shapes(*[one.shape for one in tensors]))
+        dtype = mean.dtype if isinstance(mean, Tensor) else std.dtype
+        made = torch.empty_like(mean + std, dtype=dtype, memory_format=torch.contiguous_format)
         return made.normal_(generator=generator).mul_(std).add_(mean)
 
     return normal
@@ -220,15 +236,12 @@ def _by_probabilities(original: Kernel | None) -> Callable[..., Tensor]:
     return bernoulli_
 
 
-def _dropout(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def dropout(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling() or not _is_of_parameter(input):
-            return original(input, *args, **kwargs)
-        with taken_for_masks(False):
-            return original(input, *args, **kwargs)
-
-    return dropout
+def _drops_parameter() -> bool:
+    """Whether the mask that is drawn is that of a dropout of a parameter; compiled code does not show it."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not functional.dropout.__code__:
+        frame = frame.f_back
+    return frame is not None and _is_of_parameter(frame.f_locals["input"])
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:

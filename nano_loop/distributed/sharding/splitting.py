@@ -48,7 +48,8 @@ class BatchSplitting(BatchSharding):
             return attributes
         attributes["in_order"] = True
         if splits_indices(loader):
-            attributes["batch_sampler"] = _OwnIndices(self, attributes["batch_sampler"], in_process=not loader.num_workers)
+            in_process = not loader.num_workers
+            attributes["batch_sampler"] = _OwnIndices(self, attributes["batch_sampler"], in_process=in_process)
         elif loader.batch_sampler is not None and not self._in_class:
             attributes["collate_fn"] = _Counting(loader.collate_fn)
         return attributes

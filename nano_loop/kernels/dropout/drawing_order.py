@@ -4,15 +4,15 @@ torch fills a tensor in the order of its memory. With `channels_last`, dropout b
 other masks than in the plain loop, and `torch.randn_like` other noise. Here a contiguous tensor is filled and copied.
 Where ranks share each batch, `nano_loop.distributed.data_parallel.random_draws` fills a tensor for all of it.
 
-The order of NCHW is for layouts which `channels_last` has made: a tensor that the model itself permutes is NHWC in the plain loop,
-too. The autograd graph tells: convolutions are marked, and the nearest one or the nearest permutation decides.
+The order of NCHW is for layouts which `channels_last` has made: a tensor that the model itself permutes is NHWC in the
+plain loop, too. The autograd graph tells: convolutions are marked, and the nearest one or permutation decides.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def drawn_as_nchw() -> Iterator[None]:
         if gives_kernels():
             stack.enter_context(overridden("empty_like", _noting, "CPU"))
             for operator in _FILLING:
-                stack.enter_context(overridden(operator, in_order, "CPU"))
+                stack.enter_context(in_order(operator))
         yield
 
 
@@ -190,12 +190,18 @@ def _noting(original: Kernel | None) -> Callable[..., Tensor]:
     return empty_like
 
 
-def in_order(original: Kernel | None) -> Callable[..., Tensor]:
-    """Return the replacement of the CPU kernel of an operator that fills a tensor: it does so by `drawn`."""
-    if original is None:
-        raise TypeError("torch gives no kernel to call")
+def in_order(operator: str) -> AbstractContextManager[None]:
+    """Return a context in which an operator that fills a tensor does so by `drawn`; torch `gives_kernels`."""
+    is_mask = operator == "exponential_"  # as of the Gumbel distribution
 
-    def fill(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return drawn(tensor, kwargs.get("generator"), lambda plain: original(keys, plain, *args, **kwargs))
+    def make(original: Kernel | None) -> Callable[..., Tensor]:
+        if original is None:
+            raise TypeError("torch gives no kernel to call")
 
-    return fill
+        def fill(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            generator = kwargs.get("generator")
+            return drawn(tensor, generator, lambda plain: original(keys, plain, *args, **kwargs), is_mask=is_mask)
+
+        return fill
+
+    return overridden(operator, make, "CPU")

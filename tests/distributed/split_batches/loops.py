@@ -405,7 +405,11 @@ def dropout(run):
         x, y = batch
         drawn = nn.Linear(6, 5, dtype=torch.float64), torch.empty(4, dtype=torch.float64).uniform_(), torch.rand(5)
         probabilities = torch.bernoulli(x.sigmoid()).sum(1, keepdim=True)
-        return F.mse_loss(model(x) + drawn[0](x).mean(1, keepdim=True), y + probabilities) + drawn[1].sum() + drawn[2].mean()
+        return (
+            F.mse_loss(model(x) + drawn[0](x).mean(1, keepdim=True), y + probabilities)
+            + drawn[1].sum()
+            + drawn[2].mean()
+        )
 
     return *fit(run, model, loader_of(*vectors(), batch_size=ODD), loss_of), torch.get_rng_state().double()
 
@@ -494,11 +498,18 @@ def sampling(run):
     def loss_of(model, batch):
         x, y = batch
         by_mean = torch.normal(x, x.abs() + 1) + torch.normal(x, 0.5) + torch.normal(0.25, x.abs())
-        parts = F.gumbel_softmax(x), torch.empty_like(x).log_normal_(), torch.randint_like(x, 4), torch.randint(3, x.shape)
+        parts = (
+            F.gumbel_softmax(x),
+            torch.empty_like(x).log_normal_(),
+            torch.randint_like(x, 4),
+            torch.randint(3, x.shape),
+        )
         wide = torch.randn(4, len(x), 6, dtype=torch.float64)[0].T.unsqueeze(0).expand(1, 6, len(x)).mT[0]
         return F.mse_loss(model(by_mean + sum(parts) + wide), y)
 
-    return *fit(run, model, loader_of(*vectors(), batch_size=ODD), loss_of, by_sgd(model, 0.001)), torch.get_rng_state().double()
+    return *fit(
+        run, model, loader_of(*vectors(), batch_size=ODD), loss_of, by_sgd(model, 0.001)
+    ), torch.get_rng_state().double()
 
 
 def checkpointed_dropout(run, reentrant=False):
