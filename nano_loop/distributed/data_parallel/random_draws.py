@@ -35,6 +35,8 @@ _FILLING = (
     *("random_", "random_.from", "random_.to"),
 )
 _LIKE = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
+#: The code of modules whose dropouts take the steps of time first.
+_RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.RNN, nn.LSTM, nn.GRU))
 _NORMAL = ("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor")
 
 
@@ -168,10 +170,13 @@ class RandomDraws:
 
     def _guessed(self, tensor: Tensor, share: Share, is_mask: bool, site: tuple[int, ...]) -> int | None:
         """Return the dimension of the batch where all ranks have as many samples, so that sizes say nothing."""
-        is_mask = is_mask and not _drops_parameter()
+        caller = _caller() if is_mask else None
+        if caller is not None and caller.f_code in _RECURRENT:  # time comes first, also where the batch does outside
+            return 1 if tensor.dim() == 3 and tensor.size(1) == share.samples else None
+        is_mask = is_mask and (caller is None or not _is_of_parameter(caller.f_locals["input"]))
         if is_mask and tensor.size(0) == share.samples:
             return 0
-        if is_mask and tensor.dim() > 2 and tensor.size(1) == share.samples:  # time comes first, as in an LSTM
+        if is_mask and tensor.dim() > 2 and tensor.size(1) == share.samples:  # time comes first, as in a transformer
             return 1
         is_of_batch = tensor.size(0) == share.samples or (is_mask and tensor.size(0) % share.samples == 0)
         if is_of_batch and site not in self._noted:
@@ -236,12 +241,12 @@ def _by_probabilities(original: Kernel | None) -> Callable[..., Tensor]:
     return bernoulli_
 
 
-def _drops_parameter() -> bool:
-    """Whether the mask that is drawn is that of a dropout of a parameter; compiled code does not show it."""
+def _caller() -> FrameType | None:
+    """Return the call of `functional.dropout`, or of a recurrent module, that draws; compiled code has none."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not functional.dropout.__code__:
+    while frame is not None and frame.f_code is not functional.dropout.__code__ and frame.f_code not in _RECURRENT:
         frame = frame.f_back
-    return frame is not None and _is_of_parameter(frame.f_locals["input"])
+    return frame
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
