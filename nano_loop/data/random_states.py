@@ -59,13 +59,17 @@ def diverge_rng(ranks: Ranks) -> None:
         return
     seeded_by_loop = ranks.context.common_seed != torch.initial_seed()
     ranks.context.common_seed = None
-    if ranks.rank == 0 or seeded_by_loop:
-        return
+    if ranks.rank and not seeded_by_loop:
+        reseed(ranks.rank)
+
+
+def reseed(rank: int) -> None:
+    """Give the process random states that follow from its own, and from the rank."""
     for kind in _KINDS:
         state = kind.get()
         parts = state if isinstance(state, tuple) else [state]
         numbers = [part.tolist() if isinstance(part, (torch.Tensor, np.ndarray)) else part for part in parts]
-        kind.seed(int.from_bytes(sha256(repr([numbers, ranks.rank]).encode()).digest()[:8], "little"))
+        kind.seed(int.from_bytes(sha256(repr([numbers, rank]).encode()).digest()[:8], "little"))
 
 
 def differing(states: list[Any], others: list[Any]) -> list[bool]:

@@ -74,6 +74,8 @@ class Fingerprint(NamedTuple):
         The state of `nano_loop.distributed.data_parallel.buckets.Overlap`.
     losses : tuple of float
         Where ranks share a batch, what `nano_loop.distributed.data_parallel.roots.WeightedRoots.values` returns.
+    random_state : int
+        Where ranks share a batch, a checksum of the state of torch's default generator.
     """
 
     purpose: Purpose
@@ -86,6 +88,7 @@ class Fingerprint(NamedTuple):
     gradients: tuple[float, float] = (0.0, 0.0)
     overlap: int = 0
     losses: tuple[float, ...] = ()
+    random_state: int = 0
 
     def pack(self) -> bytes:
         """Return it as bytes."""
@@ -116,7 +119,7 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
 
 def _compared(one: Fingerprint) -> tuple[object, ...]:
-    counts = one.averagings, one.steps, one.added_parameters, one.shapes, len(one.arrived)
+    counts = one.averagings, one.steps, one.added_parameters, one.shapes, len(one.arrived), one.random_state
     return one.purpose, repr(one.rates), *counts
 
 
@@ -129,6 +132,7 @@ _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
     ("ranks are not at the same place at step {step}", lambda one: _PLACES[one.purpose]),
     ("numbers of backwards differ at step {step}", lambda one: one.averagings),
     ("shapes or dtypes of parameters differ at step {step}", lambda one: f"those with the checksum {one.shapes:08x}"),
+    ("states of torch's generator differ at step {step}", lambda one: f"one with the checksum {one.random_state:08x}"),
 )
 
 
@@ -193,6 +197,7 @@ class Agreement:
             gradients=checksums.gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=overlap,
             losses=losses,
+            random_state=0 if self._ranks.context.split is None else zlib.crc32(torch.get_rng_state().numpy().data),
         )
         packed = self._ranks.channel.exchange(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]

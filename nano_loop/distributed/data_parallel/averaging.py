@@ -36,6 +36,7 @@ from nano_loop.distributed.data_parallel.gradients import (
     by_kind,
 )
 from nano_loop.distributed.data_parallel.parameters import Parameters
+from nano_loop.distributed.data_parallel.random_draws import RandomDraws
 from nano_loop.distributed.data_parallel.roots import WeightedRoots
 from nano_loop.distributed.data_parallel.witness import Comparison
 from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
@@ -109,8 +110,13 @@ class Averaging:
         self._undoing.enter_context(nested_backwards_noticed())
         split = ranks.context.split
         self._roots = None if split is None else WeightedRoots(split, comparison or Comparison(ranks, split))
+        #: The user's lines of random numbers that were taken for none by the batch, where ranks share it.
+        self.drawn_alike: Iterable[str] = ()
         if self._roots is not None:
+            draws = RandomDraws(ranks)
+            self.drawn_alike = draws.drawn_alike
             self._undoing.enter_context(self._roots.weighted())
+            self._undoing.enter_context(draws.in_force())
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Average the gradients of these too, from now on; their tensors are equal on all ranks already. Collective."""

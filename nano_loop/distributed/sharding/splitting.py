@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, Sampler, Subset
 
+from nano_loop.data.random_states import process_states, reseed, set_process_states
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.distributed.sharding.batch_parts import BatchParts
 from nano_loop.distributed.sharding.own_shares import Source
@@ -37,6 +38,7 @@ class BatchSplitting(BatchSharding):
         self.split = split
         self.parts = BatchParts(self.ranks.rank, self.ranks.size)
         self.shares: deque[Share] | None = None  # of batches of indices that are on their way in the latest iteration
+        self.loading = _LoadingStates(self.ranks.rank)
         self._by_class: ClassIteration | None = None
 
     def attributes(self, loader: Loader) -> dict[str, Any]:
@@ -46,7 +48,8 @@ class BatchSplitting(BatchSharding):
             return attributes
         attributes["in_order"] = True
         if splits_indices(loader):
-            attributes["batch_sampler"] = _OwnIndices(self, attributes["batch_sampler"])
+            in_process = not loader.num_workers
+            attributes["batch_sampler"] = _OwnIndices(self, attributes["batch_sampler"], in_process=in_process)
         elif loader.batch_sampler is not None and not self._in_class:
             attributes["collate_fn"] = _Counting(loader.collate_fn)
         return attributes
@@ -104,7 +107,13 @@ class _Split(Served):
         self._splitting, self._shares = splitting, splitting.shares
 
     def __next__(self) -> Any:
-        batch, total, split = super().__next__(), None, self._splitting.split
+        split, total = self._splitting.split, None
+        before, split.share = split.share, None  # what is drawn to load a batch belongs to no batch
+        try:
+            batch = super().__next__()
+        finally:
+            split.share = before
+            self._splitting.loading.end()
         if isinstance(batch, _Counted):
             total, batch = batch
         if self._whole:
@@ -128,8 +137,8 @@ class _Split(Served):
 class _OwnIndices(Sampler[Any]):
     """Yields this rank's indices of each batch, and notes the share."""
 
-    def __init__(self, splitting: BatchSplitting, sampler: Any) -> None:
-        self._splitting, self._sampler = splitting, sampler
+    def __init__(self, splitting: BatchSplitting, sampler: Any, *, in_process: bool) -> None:
+        self._splitting, self._sampler, self._in_process = splitting, sampler, in_process
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._sampler)
@@ -144,7 +153,36 @@ class _OwnIndices(Sampler[Any]):
         for batch in batches:
             indices = [*batch]
             shares.append(share := Share.of(len(indices), ranks.rank, ranks.size))
+            if self._in_process:
+                self._splitting.loading.begin()
             yield indices[share.start : share.stop]
+
+
+class _LoadingStates:
+    """The random states that this rank's samples are loaded with in the loop's process: its own, as a worker's are.
+
+    What samples draw depends on which they are, and the loop's states are to stay the same on all ranks.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._own: list[Any] | None = None
+        self._loops: list[Any] | None = None  # while samples are loaded
+
+    def begin(self) -> None:
+        """Put the loop's states aside."""
+        self._loops = process_states()
+        if self._own is None:
+            reseed(self._rank)
+        else:
+            set_process_states(self._own, [True] * len(self._own))
+
+    def end(self) -> None:
+        """Give the loop its states back, if they were put aside."""
+        if self._loops is not None:
+            self._own = process_states()
+            set_process_states(self._loops, [True] * len(self._loops))
+            self._loops = None
 
 
 class _Counted(NamedTuple):

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.dropout.drawing_order import contiguous_like, is_drawn_as_nchw
+from nano_loop.kernels.dropout.drawing_order import drawn
 from nano_loop.kernels.memory import BYTES, DENSE, Pointer, attempt, empty
 from nano_loop.patching.operators.operators import overridden
 from nano_loop.patching.patch_table import shared_change, users
@@ -65,7 +65,7 @@ def same_draws() -> AbstractContextManager[None]:
 def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:
     """Return the replacement of the CPU kernel of ``aten::bernoulli_.float``, which makes the same draws.
 
-    It makes them fast inside `vectorized_draws`, and for NHWC tensors in NCHW order (see `drawing_order`).
+    It makes them fast inside `vectorized_draws`, and in the order of the plain loop (see `drawing_order`).
 
     Parameters
     ----------
@@ -76,8 +76,11 @@ def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.T
     def bernoulli_(
         keys: torch.DispatchKeySet, tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        if is_drawn_as_nchw(tensor, generator):
-            return tensor.copy_(bernoulli_(keys, contiguous_like(tensor), p, generator=generator))
+        return drawn(tensor, generator, lambda plain: fill_plainly(keys, plain, p, generator), is_mask=True)
+
+    def fill_plainly(
+        keys: torch.DispatchKeySet, tensor: torch.Tensor, p: float, generator: torch.Generator | None
+    ) -> torch.Tensor:
         if users(vectorized_draws) and _supports(tensor, p, generator):
             filled = attempt(fill, tensor, p, generator or torch.default_generator)
             if filled is not None:

@@ -1,17 +1,18 @@
-"""Draws the random numbers of an NHWC tensor in the order of NCHW, so that they are those of the plain loop.
+"""Draws the random numbers of a tensor as the plain loop does: in its order, and whole batches.
 
 torch fills a tensor in the order of its memory. With `channels_last`, dropout behind a convolution would thus have
 other masks than in the plain loop, and `torch.randn_like` other noise. Here a contiguous tensor is filled and copied.
+Where ranks share each batch, `nano_loop.distributed.data_parallel.random_draws` fills a tensor for all of it.
 
-That is for layouts which `channels_last` has made: a tensor that the model itself permutes is NHWC in the plain loop,
-too. The autograd graph tells: convolutions are marked, and the nearest one or the nearest permutation decides.
+The order of NCHW is for layouts which `channels_last` has made: a tensor that the model itself permutes is NHWC in the
+plain loop, too. The autograd graph tells: convolutions are marked, and the nearest one or permutation decides.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,11 +43,14 @@ class _Call(threading.local):
         Whether the latest tensor that was converted has no node to mark. It decides where there is no graph.
     latest : tuple
         The address of the latest empty tensor that was made like one in NHWC, and whether `channels_last` made that so.
+    is_mask : bool or None
+        What `drawn` is to take as `is_mask`; None: as it is passed.
     """
 
     is_converted: bool | None = None
     is_unmarked = False
     latest = (0, False)
+    is_mask: bool | None = None
 
 
 _call = _Call()
@@ -63,7 +67,7 @@ def drawn_as_nchw() -> Iterator[None]:
         if gives_kernels():
             stack.enter_context(overridden("empty_like", _noting, "CPU"))
             for operator in _FILLING:
-                stack.enter_context(overridden(operator, _in_order, "CPU"))
+                stack.enter_context(in_order(operator))
         yield
 
 
@@ -129,6 +133,44 @@ def _is_made_by_us(tensor: Tensor) -> bool:
     return answer if address == tensor.data_ptr() else is_converted(tensor)
 
 
+def drawn(
+    tensor: Tensor, generator: torch.Generator | None, fill: Callable[[Tensor], Tensor], *, is_mask: bool = False
+) -> Tensor:
+    """Fill a tensor as the plain loop does, and return it.
+
+    Whoever is `listening` to this function is asked first, and returns the filled tensor, or None.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        What is filled.
+    generator : torch.Generator or None
+        What it is drawn from; None for torch's default generator.
+    fill : callable
+        Fills a tensor in the order of its memory, and returns it.
+    is_mask : bool
+        Whether the numbers are such as no parameter begins with.
+    """
+    if is_drawn_as_nchw(tensor, generator):
+        return tensor.copy_(drawn(contiguous_like(tensor), generator, fill, is_mask=is_mask))
+    is_mask = is_mask if _call.is_mask is None else _call.is_mask
+    for draw in value_in_force(drawn) or ():
+        filled: Tensor | None = draw(tensor, generator, fill, is_mask)
+        if filled is not None:
+            return filled
+    return fill(tensor)
+
+
+@contextmanager
+def taken_for_masks(are: bool) -> Iterator[None]:
+    """Take what the body draws for masks, or for what is none."""
+    before, _call.is_mask = _call.is_mask, are
+    try:
+        yield
+    finally:
+        _call.is_mask = before
+
+
 def contiguous_like(tensor: Tensor) -> Tensor:
     """Return an uninitialized tensor of the shape and the dtype of another."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -148,14 +190,18 @@ def _noting(original: Kernel | None) -> Callable[..., Tensor]:
     return empty_like
 
 
-def _in_order(original: Kernel | None) -> Callable[..., Tensor]:
-    if original is None:
-        raise TypeError("torch gives no kernel to call")
+def in_order(operator: str) -> AbstractContextManager[None]:
+    """Return a context in which an operator that fills a tensor does so by `drawn`; torch `gives_kernels`."""
+    is_mask = operator == "exponential_"  # as of the Gumbel distribution
 
-    def fill(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if is_drawn_as_nchw(tensor, kwargs.get("generator")):
-            return tensor.copy_(original(keys, contiguous_like(tensor), *args, **kwargs))
-        filled: Tensor = original(keys, tensor, *args, **kwargs)
-        return filled
+    def make(original: Kernel | None) -> Callable[..., Tensor]:
+        if original is None:
+            raise TypeError("torch gives no kernel to call")
 
-    return fill
+        def fill(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            generator = kwargs.get("generator")
+            return drawn(tensor, generator, lambda plain: original(keys, plain, *args, **kwargs), is_mask=is_mask)
+
+        return fill
+
+    return overridden(operator, make, "CPU")

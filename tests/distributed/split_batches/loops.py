@@ -6,6 +6,7 @@ the last of an epoch has one, which all ranks compute.
 
 import contextlib
 import itertools
+import random
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from nano_loop import TorchNano
 
 SAMPLES, BATCH, EPOCHS = 37, 9, 4
+#: Of 11 samples 2, 3 or 4 ranks have different numbers, of 12 as many.
+ODD, EVEN = 11, 12
 
 
 class Plain:
@@ -65,7 +68,7 @@ def vectors(count=SAMPLES):
 
 
 def loader_of(*columns, **settings):
-    return DataLoader(TensorDataset(*columns), BATCH, **{"shuffle": True} | settings)
+    return DataLoader(TensorDataset(*columns), **{"shuffle": True, "batch_size": BATCH} | settings)
 
 
 def mlp(*sizes):
@@ -394,11 +397,153 @@ def read_ahead(run):
     return fit(run, mlp(6, 8, 1), Ahead(TensorDataset(*vectors()), BATCH, shuffle=True), squares)
 
 
+def dropout(run):
+    """Of activations, in a model that is set up and by the loop, and a layer of the share's width."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(), nn.Linear(8, 1)).double()
+
+    def loss_of(model, batch):
+        x, y = batch
+        drawn = nn.Linear(6, 5, dtype=torch.float64), torch.empty(4, dtype=torch.float64).uniform_(), torch.rand(5)
+        probabilities = torch.bernoulli(x.sigmoid()).sum(1, keepdim=True)
+        return (
+            F.mse_loss(model(x) + drawn[0](x).mean(1, keepdim=True), y + probabilities)
+            + drawn[1].sum()
+            + drawn[2].mean()
+        )
+
+    return *fit(run, model, loader_of(*vectors(), batch_size=ODD), loss_of), torch.get_rng_state().double()
+
+
+class Noisy(Transformer):
+    """Of 17 samples with 5 words each, batch first or words first."""
+
+    def __init__(self, batch_first, weights_needed=False):
+        super().__init__()
+        self.batch_first = batch_first
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=batch_first).double()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=batch_first).double()
+        self.weights_needed = weights_needed
+
+    def forward(self, words):
+        states = self.words(words if self.batch_first else words.T)
+        states = self.layer(states)
+        states = states + self.attention(states, states, states, need_weights=self.weights_needed)[0]
+        return self.head(states.mean(1 if self.batch_first else 0)).squeeze(1)
+
+
+def noisy_transformer(run, model=None, size=ODD):
+    words = torch.randint(11, (SAMPLES, 5), generator=torch.Generator().manual_seed(4))
+    model = Noisy(batch_first=True, weights_needed=True) if model is None else model
+    loader = DataLoader(TensorDataset(words, words.double().mean(1)), size, shuffle=True)
+    result = fit(run, model, loader, lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), by_sgd(model, 0.01))
+    return *result, torch.get_rng_state().double()
+
+
+def noisy_transformer_words_first(run):
+    return noisy_transformer(run, Noisy(batch_first=False, weights_needed=True))
+
+
+def noisy_transformer_of_equal_shares(run):
+    return noisy_transformer(run, Noisy(batch_first=True), EVEN)
+
+
+class NoisyReader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(6, 5, 2, batch_first=True, dropout=0.3, dtype=torch.float64)
+        self.head = nn.Linear(5, 1, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.head(self.rnn(x.unsqueeze(1) * torch.arange(1.0, 4.0).double().view(1, 3, 1))[0][:, -1])
+
+
+def noisy_lstm(run, size=ODD):
+    result = fit(run, NoisyReader(), loader_of(*vectors(), batch_size=size), squares)
+    return *result, torch.get_rng_state().double()
+
+
+def noisy_lstm_of_equal_shares(run):
+    return noisy_lstm(run, EVEN)
+
+
+def gan(run, size=ODD, noise_like=None):
+    """Noise of the batch's size, by the number of samples or by a tensor."""
+    generator, critic = mlp(3, 6, 6), mlp(6, 6, 1)
+    optimizers = by_sgd(generator, 0.02), by_sgd(critic, 0.02)
+    for model, optimizer in zip((generator, critic), optimizers, strict=True):
+        run.setup(model, optimizer)
+    losses = []
+    for _ in range(EPOCHS):
+        for x, _ in loader_of(*vectors(), batch_size=size):
+            for optimizer, sign in zip(optimizers, (1, -1), strict=True):
+                z = torch.randn(len(x), 3, dtype=torch.float64) if noise_like is None else noise_like(x[:, :3])
+                optimizer.zero_grad()
+                real = critic(x + 0.1 * torch.rand_like(x))
+                loss = sign * (F.softplus(real).mean() + F.softplus(-critic(generator(z))).mean())
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    found = weights(generator), weights(critic), torch.tensor(losses, dtype=torch.float64)
+    return *found, torch.get_rng_state().double()
+
+
+def gan_of_equal_shares(run):
+    return gan(run, EVEN, torch.randn_like)
+
+
+def sampling(run):
+    """A sample of each distribution that torch draws elementwise."""
+    model = mlp(6, 1)
+
+    def loss_of(model, batch):
+        x, y = batch
+        by_mean = torch.normal(x, x.abs() + 1) + torch.normal(x, 0.5) + torch.normal(0.25, x.abs())
+        parts = (
+            F.gumbel_softmax(x),
+            torch.empty_like(x).log_normal_(),
+            torch.randint_like(x, 4),
+            torch.randint(3, x.shape),
+        )
+        wide = torch.randn(4, len(x), 6, dtype=torch.float64)[0].T.unsqueeze(0).expand(1, 6, len(x)).mT[0]
+        return F.mse_loss(model(by_mean + sum(parts) + wide), y)
+
+    return *fit(
+        run, model, loader_of(*vectors(), batch_size=ODD), loss_of, by_sgd(model, 0.001)
+    ), torch.get_rng_state().double()
+
+
+def checkpointed_dropout(run, reentrant=False):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def loss_of(model, batch):
+        x, y = batch
+        return F.mse_loss(model[3:](checkpoint(model[:3], x.requires_grad_(), use_reentrant=reentrant)), y)
+
+    return *fit(run, model, loader_of(*vectors(), batch_size=ODD), loss_of), torch.get_rng_state().double()
+
+
+class Augmented(TensorDataset):
+    """Draws for each sample, and does not use it, so that the plain loop's samples are the same."""
+
+    def __getitem__(self, index):
+        random.random(), torch.rand(index % 3)
+        return super().__getitem__(index)
+
+
+def augmented(run):
+    """The random numbers of the loop are not those of the data set."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    loader = DataLoader(Augmented(*vectors()), ODD)
+    return fit(run, model, loader, squares)
+
+
 LOOPS = {
     loop.__name__: loop
     for loop in (
         *(sgd, adam, lbfgs, convolutions, lstm, transformer, accumulation, paused_accumulation, clipping, plateau),
         *(one_cycle, moving_average, checkpointed, checkpointed_reentrant, two_losses, gradient_penalty),
-        *(own_gradients, own_count, averages, evaluated_between, streamed, by_workers, read_ahead),
+        *(own_gradients, own_count, averages, evaluated_between, streamed, by_workers, read_ahead, augmented),
+        *(dropout, noisy_transformer, noisy_transformer_words_first, noisy_transformer_of_equal_shares, noisy_lstm),
+        *(noisy_lstm_of_equal_shares, gan, gan_of_equal_shares, sampling, checkpointed_dropout),
     )
 }
