@@ -74,8 +74,8 @@ class GradientAveraging(RanksStep):
         alike = ""
         if self._averaging is not None:
             self._averaging.compare_rest()
-            lines = ", ".join(self._averaging.drawn_alike)
-            alike = f"; not known to be by the batch, so drawn alike on all ranks: random numbers of {lines}" * bool(lines)
+            if lines := ", ".join(self._averaging.drawn_alike):
+                alike = f"; not known to be by the batch, so drawn alike on all ranks: random numbers of {lines}"
         if self._comparison is None:
             return None
         result = partial(StepResult, "split_batches")

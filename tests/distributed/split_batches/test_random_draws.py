@@ -115,4 +115,4 @@ def test_rank_that_draws_alone_is_named_and_lines_drawn_alike_are_reported():
     assert raised.value.rank == 1
     run.train(-1)
     assert run.report["split_batches"].code == "drawn_alike"
-    assert "test_random_draws.py:" in run.report["gradient_averaging"].detail
+    assert "test_random_draws.py:" in run.report["split_batches"].detail
