@@ -128,6 +128,7 @@ test-libraries-2.13 test-libraries-2.8: test-libraries-%:
 # Samples of other libraries as tests: a fixed share of them, or all of them, with both versions of torch.
 SAMPLES = $(MAKE) --no-print-directory VENV=.venv-libraries-$(1) REQUIREMENTS=requirements/libraries-$(1).txt samples
 proof proof-all: export CUDA_VISIBLE_DEVICES :=
+proof proof-all: export HF_HUB_OFFLINE := 1
 proof proof-all: export OMP_WAIT_POLICY := passive
 proof:
 	@+$(call SAMPLES,2.13)

@@ -322,8 +322,8 @@ FAULTS = (
     ),
     Fault(
         "data/random_states.py",
-        "repr([numbers, ranks.rank])",
-        "repr([process_states(), numbers, ranks.rank])",
+        "repr([numbers, rank])",
+        "repr([process_states(), numbers, rank])",
         "tests/data",
     ),
     Fault(

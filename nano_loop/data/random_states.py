@@ -51,9 +51,8 @@ def diverge_rng(ranks: Ranks) -> None:
 
     Ranks begin a run with the states of rank 0, so that a split or a weight that the loop draws is the same on all of
     them, and diverge when the loop takes its first batch: dropout and noise are to differ. Ranks that share each batch
-    draw alike throughout. What a library goes on with
-    follows from its own state alone, so a seed of one makes what it draws repeatable, whatever the others have. A loop
-    that has seeded torch itself keeps what it has chosen.
+    never do. What a library goes on with follows from its own state alone, so a seed of one makes what it draws
+    repeatable, whatever the others have. A loop that has seeded torch itself keeps what it has chosen.
     """
     if ranks.context.common_seed is None or ranks.context.split is not None:
         return

@@ -71,19 +71,19 @@ class GradientAveraging(RanksStep):
 
     @override
     def final_result(self) -> StepResult | None:
-        alike = ""
+        remark = ""
         if self._averaging is not None:
             self._averaging.compare_rest()
             if lines := ", ".join(self._averaging.drawn_alike):
-                alike = f"; not known to be by the batch, so drawn alike on all ranks: random numbers of {lines}"
+                remark = f"; not known to be by the batch, so drawn alike on all ranks: random numbers of {lines}"
         if self._comparison is None:
             return None
         result = partial(StepResult, "split_batches")
         if not self._comparison.compared:
-            detail = f"not compared with whole batches: {self._comparison.why_not}{alike}"
-            return result("skipped", detail, code="drawn_alike" if alike else "not_compared")
+            detail = f"not compared with whole batches: {self._comparison.why_not}{remark}"
+            return result("skipped", detail, code="drawn_alike" if remark else "not_compared")
         is_sum = self._comparison.split.reduction == "sum"
-        return result("applied", f"gradients are those of whole batches{_OF_SUM * is_sum}{alike}")
+        return result("applied", f"gradients are those of whole batches{_OF_SUM * is_sum}{remark}")
 
     def _send(self, parts: TrainingObjects) -> None:
         """Let rank 0 compare the gradients of these, in the process that is its witness."""

@@ -25,6 +25,7 @@ from nano_loop.kernels.dropout.bernoulli import same_draws
 from nano_loop.kernels.dropout.drawing_order import drawn, in_order, taken_for_masks
 from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.patch_table import listening
+from nano_loop.patching.torch_private import base_of
 from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.user_code import users_place
 
@@ -250,4 +251,4 @@ def _caller() -> FrameType | None:
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    return isinstance(base_of(tensor), nn.Parameter)
