@@ -39,7 +39,7 @@ from nano_loop.patching.objects.optimizers import called_after_steps
 
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients; in bf16
 _SAME_LOSS, _SAME_SUM = 1e-3, 1e-7
-_UNDIVIDED = "random numbers that are not divided, such as dropout's"
+_UNDIVIDED = "random numbers that are not divided"
 _RULE = "with split_batches a loss has to be a mean, or a sum, over samples that do not depend on each other"
 _WAYS = (
     "Weigh a loss that has a count of its own by nano_loop.share(), exchange statistics of a batch as nn.SyncBatchNorm "
@@ -111,8 +111,7 @@ class Witness(LoaderChange):
         self._parameters.refresh()
         drawn = self._states is not None and any(differing(self._states, process_states()))
         parameters = self._parameters.in_order
-        if not drawn:
-            torch.save([parameter.grad for parameter in parameters], self._file)
+        torch.save([parameter.grad for parameter in parameters], self._file)
         self._report(
             "backward",
             losses=self._losses,
@@ -172,9 +171,8 @@ class Comparison:
         """Learn what the witness has computed in this backward; collective at the first one of a split batch."""
         self._forget()
         told = None if self._witness is None else self._witness.next(self._ranks.check)
-        if told is None or told["drawn"]:
-            self._stop(_UNDIVIDED if told else getattr(self._witness, "why", ""))
-            told = None
+        if told is None:
+            self._stop(getattr(self._witness, "why", ""))
         share = self.split.share
         if self.split.reduction is None and share is not None and not share.is_whole:
             by_rank = self._ranks.gather(([float(loss.detach()) for loss in losses], self.split.sums), REDUCTION)
@@ -207,6 +205,9 @@ class Comparison:
             distances = [_distance(parameter.grad, other) for (_, parameter), other in zip(named, whole, strict=True)]
             size = math.hypot(*(_distance(gradient, None) for gradient in whole))
         off = math.hypot(*distances)
+        if told["drawn"] and off > self._tolerance * size:
+            self._stop(_UNDIVIDED)
+            return
         self.compared += 1
         if off > self._tolerance * size:
             worst = max(range(len(named)), key=distances.__getitem__)
