@@ -8,6 +8,7 @@ batch sampler, and of a class that iterates by itself.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, Subset
 
 from nano_loop.data.random_states import process_states, reseed, set_process_states
+from nano_loop.distributed.comm.ranks import ITERATION
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.distributed.sharding.batch_parts import BatchParts
 from nano_loop.distributed.sharding.own_shares import Source
@@ -87,6 +89,12 @@ class BatchSplitting(BatchSharding):
             yield items.pop()
             items = take(1)
 
+    def take_over_state(self) -> None:
+        """Take over rank 0's state of torch's generator: one rank alone may have evaluated. Collective."""
+        state = torch.get_rng_state()
+        if len(set(self.ranks.gather(zlib.crc32(state.numpy().data), ITERATION))) > 1:
+            torch.set_rng_state(self.ranks.broadcast(state, what=ITERATION))
+
     @property
     def _in_class(self) -> bool:
         """Whether the code of the loader's class is at work, which gets batches whole."""
@@ -130,6 +138,7 @@ class _Split(Served):
             share, batch = self._splitting.parts.part(batch, total)
         else:
             share = self._shares.popleft()
+        self._splitting.take_over_state()
         split.deliver(self, share, batch)
         return batch
 

@@ -522,6 +522,18 @@ def checkpointed_dropout(run, reentrant=False):
     return *fit(run, model, loader_of(*vectors(), batch_size=ODD), loss_of), torch.get_rng_state().double()
 
 
+def evaluated_alone(run):
+    """An evaluation on rank 0 alone, whose loader draws a seed, before a step with dropout."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+
+    def evaluate(loss):
+        if getattr(run, "global_rank", 0) == 0:
+            with torch.no_grad():
+                sum(len(x) for x, _ in loader_of(*vectors()))
+
+    return fit(run, model, loader_of(*vectors(), batch_size=ODD), squares, after_step=evaluate)
+
+
 class Augmented(TensorDataset):
     """Draws for each sample, and does not use it, so that the plain loop's samples are the same."""
 
@@ -545,5 +557,6 @@ LOOPS = {
         *(own_gradients, own_count, averages, evaluated_between, streamed, by_workers, read_ahead, augmented),
         *(dropout, noisy_transformer, noisy_transformer_words_first, noisy_transformer_of_equal_shares, noisy_lstm),
         *(noisy_lstm_of_equal_shares, gan, gan_of_equal_shares, sampling, checkpointed_dropout),
+        evaluated_alone,
     )
 }

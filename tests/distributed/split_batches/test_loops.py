@@ -41,7 +41,7 @@ class OfTeam:
     """What a loop is given by a team, whose ranks may be more than this machine has cores."""
 
     def __init__(self, ranks):
-        self.ranks = ranks
+        self.ranks, self.global_rank = ranks, ranks.rank
         ranks.context.split = SplitBatches()
         self.loaders = made(Sharding, ranks)
         self.averaged = Setup(ranks)
