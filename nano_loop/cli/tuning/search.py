@@ -303,7 +303,8 @@ class Search:
             if gain >= PAYS:
                 yield f"{row.name} is {gain:.2f} times as fast as the choice, with other batches."
         if waits >= BUSY:
-            yield f"Threads waited {waits:.0%} of their runnable time for other programs: these times are unsure, and not kept."
+            busy = f"Threads waited {waits:.0%} of their runnable time for other programs"
+            yield f"{busy}: these times are unsure, and not kept."
 
     def _say(self, what: str) -> None:
         print(f"tune: {what}", file=sys.stderr, flush=True)
