@@ -33,6 +33,7 @@ from nano_loop.kernels.build import compilation_announced
 from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.patching.deterministic_mode import told_when_deterministic
 from nano_loop.patching.members import parameters_of
+from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.user_code import trim_tracebacks
 from nano_loop.runtime.clock import StepClock
@@ -178,6 +179,9 @@ class Run:
         ending.push(self._memory.explain)
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated, self._clock)
         if self.options.split_batches and slot.ranks.size > 1 and not self._is_inner:
+            if not gives_kernels():  # by which random numbers are drawn for whole batches
+                expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+                raise NanoConfigError(error_message("split_batches=True", expected, "Remove split_batches=True"))
             slot.ranks.context.split = split = SplitBatches()
             ending.push(split.explain)
             ending.callback(setattr, slot.ranks.context, "split", None)

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import random
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -18,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from nano_loop import TorchNano
+from nano_loop.patching.operators.operators import gives_kernels
 
+needs_kernels = pytest.mark.skipif(not gives_kernels(), reason="torch does not say which kernel an operator has")
 SAMPLES, BATCH, EPOCHS = 37, 9, 4
 #: Of 11 samples 2, 3 or 4 ranks have different numbers, of 12 as many.
 ODD, EVEN = 11, 12

@@ -5,13 +5,15 @@ import pytest
 from distributed.data_parallel.averaged import Setup
 from distributed.sharding.test_sharding_step import made
 from distributed.small import OPTIONS
-from distributed.split_batches.loops import LOOPS, Plain, Shared, trained
+from distributed.split_batches.loops import LOOPS, Plain, Shared, needs_kernels, trained
+from nano_loop import NanoConfigError
 from nano_loop.api.collectives import _of_tensors
 from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.distributed.comm.tensor_collectives import reduced
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.sharding import Sharding
 
+pytestmark = needs_kernels
 #: Relative to the largest number.
 TOLERANCES = {"adam": 1e-9, "lbfgs": 1e-6}
 
@@ -35,6 +37,12 @@ def test_two_ranks_compute_what_one_process_computes(plain):
     run = Shared(**OPTIONS, split_batches=True)
     assert_equal(run.train([*LOOPS]), plain)
     assert run.report["loaders"].status == "applied"
+
+
+def test_torch_that_does_not_say_kernels_is_refused(monkeypatch):
+    monkeypatch.setattr("nano_loop.runtime.run.gives_kernels", lambda: False)
+    with pytest.raises(NanoConfigError, match=r"2\.9 and later do\. Remove split_batches=True"):
+        Shared(**OPTIONS, split_batches=True).train([])
 
 
 class OfTeam:

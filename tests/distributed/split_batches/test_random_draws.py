@@ -6,11 +6,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from distributed.small import OPTIONS
-from distributed.split_batches.loops import by_sgd, loader_of, mlp, vectors
+from distributed.split_batches.loops import by_sgd, loader_of, mlp, needs_kernels, vectors
 from nano_loop import TorchNano
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.distributed.data_parallel.random_draws import RandomDraws
 from nano_loop.errors import NanoError, NanoWorkerError
+
+pytestmark = needs_kernels
 
 
 def drawn(ranks, total, draw):

@@ -14,12 +14,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from distributed.small import OPTIONS
-from distributed.split_batches.loops import Plain, by_sgd, fit, loader_of, mlp, squares, vectors, weights
+from distributed.split_batches.loops import Plain, by_sgd, fit, loader_of, mlp, needs_kernels, squares, vectors, weights
 from distributed.split_batches.test_loops import assert_equal
 from nano_loop import NanoError, NanoWorkerError, TorchNano
 from nano_loop.distributed.comm.split_batches import batch_sums
 from nano_loop.distributed.launch_local import witness_process
 from nano_loop.distributed.launch_local.kept_server import kept
+
+pytestmark = needs_kernels
 
 
 class Shared(TorchNano):
