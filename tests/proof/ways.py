@@ -1,6 +1,7 @@
 """The ways in which a case is trained, and what each has to keep."""
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -133,6 +134,11 @@ def _errors(compared, got, error):
     plain = compared.plain(around=by_hand if by_rounding else contextlib.nullcontext)
     exact, eps = compared.plain(in_fp64=True), torch.finfo(torch.bfloat16 if by_rounding else torch.float32).eps
     others, errors = [], {}
+
+    @functools.cache  # a model may have thousands of tensors
+    def largest_of(kind, usable):
+        return _largest((exact if usable else plain).found[kind])
+
     for key, one, other in _pairs(got, plain):
         kind, place = key
         measured = torch.is_tensor(one) and torch.is_tensor(other) and one.shape == other.shape
@@ -142,7 +148,7 @@ def _errors(compared, got, error):
             values = exact.found.get(kind, [])
             reference = values[place] if len(values) == len(plain.found[kind]) and not exact.error else None
             usable = torch.is_tensor(reference) and reference.shape == one.shape
-            largest = _largest(values if usable else plain.found[kind])
+            largest = largest_of(kind, usable)
             own = error(other, reference) if usable else math.inf
             unit = eps * 2.0 ** math.floor(math.log2(largest or 1))
             if math.isinf(own) or (own > _ELSE * largest and not by_rounding):
