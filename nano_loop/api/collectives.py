@@ -139,8 +139,8 @@ def world_size() -> int:
 def share() -> float:
     """Return this rank's part of the latest batch: 1.0 with one process.
 
-    Where ranks share a batch (``split_batches=True``), a rank's loss is taken for a mean over its samples. One with a
-    count of its own, such as a mean over words, is divided by the count of all ranks and by the share.
+    Where ranks share a batch (``split_batches=True``), a rank's loss is taken for a mean over its samples. One with
+    another count, such as a mean over words, is divided by the count of all ranks and by the share.
 
     Examples
     --------

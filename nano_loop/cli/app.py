@@ -10,7 +10,7 @@ from nano_loop.version import __version__
 
 
 class _Commands(click.Group):
-    """The commands that have files of their own, each of which is imported when it is asked for."""
+    """Commands, of which most are imported from their modules on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return their names, and those of commands that are defined here, in the order of the alphabet."""

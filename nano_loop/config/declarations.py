@@ -163,8 +163,8 @@ class Declarations:
     _: KW_ONLY
     split_batches: bool = switch(
         False,
-        "Lets processes share each batch, so that N of them compute what one computes. Without it each takes batches "
-        "of its own. With one process it has no effect.",
+        "Lets processes share each batch, so that N of them compute what one computes. Without it each takes "
+        "different batches. With one process it has no effect.",
     )
     exact: bool = switch(
         False,

@@ -53,7 +53,7 @@ class Scratch:
 
     @contextmanager
     def widened(self, narrow: Tensor) -> Iterator[Tensor]:
-        """Have a matrix in fp32 in the body. Another thread that is in a product meanwhile gets memory of its own."""
+        """Have a matrix in fp32 in the body. A second thread gets newly allocated memory."""
         if not self._lock.acquire(blocking=False):
             yield narrow.float()
             return
@@ -255,7 +255,7 @@ def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator with numbers in fp32: memory of its own for what it only reads."""
+    """Call an operator with numbers in fp32: copies of what it only reads."""
     weights: dict[int, tuple[Tensor, NarrowWeight]] = {}
 
     def written(tensor: Any) -> Any:

@@ -55,7 +55,7 @@ def never_compiled(function: Callable[..., Any]) -> None:
 
 @contextmanager
 def outside_graphs(function: Callable[..., Any]) -> Iterator[None]:
-    """Let a function that stands in for one of torch's, which Dynamo would take for it, break graphs in the body."""
+    """Let a replacement of a function of torch break graphs in the body: Dynamo would trace the original."""
     from torch._dynamo import trace_rules
 
     trace_rules._disallowed_callable_ids.add(id(function))

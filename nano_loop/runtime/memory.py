@@ -291,7 +291,7 @@ def bytes_of_states(optimizer: Optimizer) -> int:
 
 
 def _is_torchs(kind: type[Optimizer]) -> bool:
-    """Whether a program has put no function of its own into the class and the module of an optimizer of torch."""
+    """Whether the class and the module of an optimizer have only functions of torch."""
     waiting, names = [*vars(kind).values(), *vars(sys.modules[kind.__module__]).values()], set()
     while waiting:
         function = waiting.pop()

@@ -126,7 +126,7 @@ class RunContext:
     sharding : ShardingState
         Whether the ranks divide the work.
     split : SplitBatches or None
-        How they share each batch; None where each takes batches of its own.
+        How they share each batch; None where each takes different batches.
     witness : object or None
         On rank 0, the process that computes whole batches, if there is one; in that process, what sends its reports.
     """

@@ -303,7 +303,7 @@ class Averaging:
             self._averaged.note(replaced)
 
     def _note_own(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let gradients be averaged that the loop has made by itself, of this rank's share."""
+        """Let gradients be averaged that the loop has computed itself, of this rank's share."""
         gradients = list(parameters)
         if self._roots is not None:
             self._roots.scale(gradients)

@@ -130,7 +130,7 @@ class RandomDraws:
         share = None if split is None else split.share
         if split is None or share is None or share.is_whole or not tensor.dim() or tensor.device.type != "cpu":
             return None
-        # A worker of a loader, and another thread, draw by themselves. A deep checkpoint recomputes in another thread.
+        # A worker of a loader, and another thread, draw separately. A deep checkpoint recomputes in another thread.
         is_loops = os.getpid() == self._process and (split.is_here or in_backward())
         if self._ranks.context.sharding.whole and not torch.is_grad_enabled():  # an evaluation, of whole batches
             return None

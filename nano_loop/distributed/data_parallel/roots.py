@@ -60,7 +60,7 @@ class WeightedRoots:
             root.data = torch.full_like(root.detach(), sum(parts) / len(parts))
 
     def scale(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Multiply gradients by the weight that the loop has made by itself, of this rank's share."""
+        """Multiply gradients that the loop has computed itself by the weight of this rank's share."""
         weight = self._split.weight
         for parameter in parameters:
             if weight != 1 and parameter.grad is not None:

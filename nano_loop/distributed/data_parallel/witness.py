@@ -42,7 +42,7 @@ _SAME_LOSS, _SAME_SUM = 1e-3, 1e-7
 _UNDIVIDED = "random numbers that are not divided"
 _RULE = "with split_batches a loss has to be a mean, or a sum, over samples that do not depend on each other"
 _WAYS = (
-    "Weigh a loss that has a count of its own by nano_loop.share(), exchange statistics of a batch as nn.SyncBatchNorm "
+    "Weigh a loss that has another count by nano_loop.share(), exchange statistics of a batch as nn.SyncBatchNorm "
     "does, or pass split_batches=False: each rank then takes whole batches"
 )
 

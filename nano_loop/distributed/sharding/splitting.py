@@ -3,7 +3,7 @@
 Samples that torch's own collate function stacks are chosen by their indices, so that each is loaded once, by its rank.
 What another function makes of a sample may depend on the others: padding to the longest, negative pairs. So such
 batches are loaded whole by every rank, and its part is taken out, as of an `IterableDataset`, of a loader without a
-batch sampler, and of a class that iterates by itself.
+batch sampler, and of a class with its own `__iter__`.
 """
 
 from __future__ import annotations
