@@ -22,7 +22,6 @@ from typing_extensions import override
 from nano_loop.config.protocol import take_command
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Loop, Ranks
-from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.forked_children import forked_children_ending
@@ -33,7 +32,6 @@ from nano_loop.kernels.build import compilation_announced
 from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.patching.deterministic_mode import told_when_deterministic
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.user_code import trim_tracebacks
 from nano_loop.runtime.clock import StepClock
@@ -179,12 +177,7 @@ class Run:
         ending.push(self._memory.explain)
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated, self._clock)
         if self.options.split_batches and slot.ranks.size > 1 and not self._is_inner:
-            if not gives_kernels():  # by which random numbers are drawn for whole batches
-                expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
-                raise NanoConfigError(error_message("split_batches=True", expected, "Remove split_batches=True"))
-            slot.ranks.context.split = split = SplitBatches()
-            ending.push(split.explain)
-            ending.callback(setattr, slot.ranks.context, "split", None)
+            ending.enter_context(slot.ranks.sharing_batches())
         self._steps = [step(context) for step in self._kinds]
         ending.callback(self._interceptors.close)
         for step in self._steps:

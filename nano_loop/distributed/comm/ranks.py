@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -240,6 +241,18 @@ class Ranks:
     @channel.setter
     def channel(self, channel: Channel | None) -> None:
         self._channel = channel
+
+    @contextmanager
+    def sharing_batches(self) -> Iterator[None]:
+        """Let the ranks share each batch in the body."""
+        self.context.split = split = SplitBatches()
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            split.explain(error)
+            raise
+        finally:
+            self.context.split = None
 
     def broadcast(self, value: Value, source: int = 0, what: str = "") -> Value:
         """Return the value that rank `source` has. Collective.

@@ -126,12 +126,10 @@ class SplitBatches:
             raise NanoError(error_message(got, expected, hint))
         return self.weight
 
-    def explain(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def explain(self, error: RuntimeError | ValueError) -> None:
         """Let an error of the loop before its first backward say that the rank has had a part of the batch."""
         share = self.share
-        if not isinstance(error, (RuntimeError, ValueError)) or isinstance(error, NanoError):
-            return
-        if self.reduction is None and share is not None and not share.is_whole:
+        if not isinstance(error, NanoError) and self.reduction is None and share is not None and not share.is_whole:
             got = f"{type(error).__name__} with {share.samples} of {share.total} samples ({error})"
             expected = "with split_batches each rank computes its part of a batch"
             hint = "Take the number of samples from the batch, such as len(x), and not a constant"

@@ -103,20 +103,21 @@ class Averaging:
         self._has_warned = False
         self._has_trained = False  # whether a model was called with gradients on, or gradients were averaged
         self._at_step: Any = WeakIdKeyDictionary()  # averagings before the last step, by the optimizer
-        self._undoing = ExitStack()
-        self._undoing.callback(self._parameters.close)
-        self._undoing.enter_context(called_before_steps(self._before_step))
-        self._undoing.enter_context(called_after_steps(self._after_step))
-        self._undoing.enter_context(nested_backwards_noticed())
         split = ranks.context.split
         self._roots = None if split is None else WeightedRoots(split, comparison or Comparison(ranks, split))
         #: The user's lines of random numbers that were taken for none by the batch, where ranks share it.
         self.drawn_alike: Iterable[str] = ()
-        if self._roots is not None:
-            draws = RandomDraws(ranks)
-            self.drawn_alike = draws.drawn_alike
-            self._undoing.enter_context(self._roots.weighted())
-            self._undoing.enter_context(draws.in_force())
+        with ExitStack() as undoing:
+            undoing.callback(self._parameters.close)
+            undoing.enter_context(called_before_steps(self._before_step))
+            undoing.enter_context(called_after_steps(self._after_step))
+            undoing.enter_context(nested_backwards_noticed())
+            if self._roots is not None:
+                draws = RandomDraws(ranks)
+                self.drawn_alike = draws.drawn_alike
+                undoing.enter_context(self._roots.weighted())
+                undoing.enter_context(draws.in_force())
+            self._undoing = undoing.pop_all()
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Average the gradients of these too, from now on; their tensors are equal on all ranks already. Collective."""

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import Share
-from nano_loop.errors import NanoError, error_message
+from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.kernels.dropout.bernoulli import same_draws
 from nano_loop.kernels.dropout.drawing_order import drawn, in_order, taken_for_masks
 from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
@@ -95,7 +95,16 @@ class RandomDraws:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Divide what is drawn by the batch in the body. Before torch 2.9 that is the masks of dropouts alone."""
+        """Divide what is drawn by the batch in the body.
+
+        Raises
+        ------
+        NanoConfigError
+            Before torch 2.9.
+        """
+        if not gives_kernels():
+            expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+            raise NanoConfigError(error_message("split_batches=True", expected, "Remove split_batches=True"))
         operators: dict[str, Callable[[Kernel | None], Callable[..., Tensor]]] = {
             **dict.fromkeys(_LIKE, _like),
             **dict.fromkeys(_NORMAL, _normal),
@@ -104,11 +113,10 @@ class RandomDraws:
         with ExitStack() as stack:
             stack.enter_context(listening(drawn, self.draw))
             stack.enter_context(same_draws())
-            if gives_kernels():
-                for operator in _FILLING:
-                    stack.enter_context(in_order(operator))
-                for operator, make in operators.items():
-                    stack.enter_context(overridden(operator, make, "CPU"))
+            for operator in _FILLING:
+                stack.enter_context(in_order(operator))
+            for operator, make in operators.items():
+                stack.enter_context(overridden(operator, make, "CPU"))
             yield
 
     def draw(

@@ -527,7 +527,7 @@ def checkpointed_dropout(run, reentrant=False):
 
 def evaluated_alone(run):
     """An evaluation on rank 0 alone, whose loader draws a seed, before a step with dropout."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1)).double()
 
     def evaluate(loss):
         if getattr(run, "global_rank", 0) == 0:

@@ -1,12 +1,13 @@
 """Ranks that share each batch end with the weights, and see the losses, of the plain loop."""
 
 import pytest
+import torch
 
 from distributed.data_parallel.averaged import Setup
 from distributed.sharding.test_sharding_step import made
 from distributed.small import OPTIONS
 from distributed.split_batches.loops import LOOPS, Plain, Shared, needs_kernels, trained
-from nano_loop import NanoConfigError
+from nano_loop import NanoConfigError, TorchNano
 from nano_loop.api.collectives import _of_tensors
 from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.distributed.comm.tensor_collectives import reduced
@@ -39,10 +40,15 @@ def test_two_ranks_compute_what_one_process_computes(plain):
     assert run.report["loaders"].status == "applied"
 
 
+class SetUp(TorchNano):
+    def train(self, model):
+        self.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
 def test_torch_that_does_not_say_kernels_is_refused(monkeypatch):
-    monkeypatch.setattr("nano_loop.runtime.run.gives_kernels", lambda: False)
+    monkeypatch.setattr("nano_loop.distributed.data_parallel.random_draws.gives_kernels", lambda: False)
     with pytest.raises(NanoConfigError, match=r"2\.9 and later do\. Remove split_batches=True"):
-        Shared(**OPTIONS, split_batches=True).train([])
+        SetUp(**OPTIONS, split_batches=True).train(torch.nn.Linear(2, 1))
 
 
 class OfTeam:
