@@ -143,7 +143,7 @@ def nano_ranks(work: Workload, count: int, cpus: Sequence[int]) -> list[float]:
 
 def nano_split(work: Workload, count: int, processes: int, samples: int) -> list[float]:
     """nano_loop as in `nano`, in so many processes that share each batch of so many samples, and all cores."""
-    (batch,) = work.batches
+    batch = next(iter(work.batches))
     rows = grown(batch, samples)
     work.batches = DataLoader(rows if isinstance(rows, torch.Tensor) else TensorDataset(*rows), samples)
     options: dict[str, Any] = {"num_processes": processes, "split_batches": True} if processes > 1 else {}
@@ -154,7 +154,7 @@ def nano_on_one_core(work: Workload, count: int, samples: int) -> list[tuple[flo
     """nano_loop as in `nano`, on one core and batches of so many samples; returns `parts_of_steps`."""
     import nano_loop
 
-    (batch,) = work.batches
+    batch = next(iter(work.batches))
     options = {**_reduced(), "channels_last": work.images, "num_threads": 1, "verbose": False}
     train = nano_loop.nano(**options)(parts_of_steps)
     return train(work.model, work.optimizer, grown(batch, samples), work.loss, count)

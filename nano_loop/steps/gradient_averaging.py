@@ -82,8 +82,10 @@ class GradientAveraging(RanksStep):
         if not self._comparison.compared:
             detail = f"not compared with whole batches: {self._comparison.why_not}{remark}"
             return result("skipped", detail, code="drawn_alike" if remark else "not_compared")
-        is_sum = self._comparison.split.reduction == "sum"
-        return result("applied", f"gradients are those of whole batches{_OF_SUM * is_sum}{remark}")
+        of_sum = _OF_SUM * (self._comparison.split.reduction == "sum")
+        off = self._comparison.rounding
+        within = f" but for {off:.1g}, which rounding explains: losses are the same" if off else ""
+        return result("applied", f"gradients are those of whole batches{within}{of_sum}{remark}")
 
     def _send(self, parts: TrainingObjects) -> None:
         """Let rank 0 compare the gradients of these, in the process that is its witness."""

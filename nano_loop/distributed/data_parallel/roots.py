@@ -56,8 +56,10 @@ class WeightedRoots:
         roots, self._roots = self._alive(), []
         if len({len(of_rank) for of_rank in values}) > 1 or (share := self._split.share) is None or share.is_whole:
             return
-        for root, parts in zip(roots, zip(*values, strict=True), strict=True):
-            root.data = torch.full_like(root.detach(), sum(parts) / len(parts))
+        means = [sum(parts) / len(parts) for parts in zip(*values, strict=True)]
+        self.comparison.note_losses(means)
+        for root, mean in zip(roots, means, strict=True):
+            root.data = torch.full_like(root.detach(), mean)
 
     def scale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Multiply gradients that the loop has computed itself by the weight of this rank's share."""

@@ -131,6 +131,32 @@ def killed(run):
     return mean(run)
 
 
+class Rounded(torch.autograd.Function):
+    """Has a gradient that depends on the number of rows, as that of a deep network in fp32 does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 + 1 / (20 * len(gradient)))
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = mlp(6, 8), mlp(8, 1)
+
+    def forward(self, x):
+        return self.head(Rounded.apply(self.stem(x)))
+
+
+def deep(run):
+    model = Deep()
+    return fit(run, model, loader_of(*vectors()), squares, by_sgd(model, lr=1e-9))
+
+
 def alternating(run):
     """As a GAN's: two models and optimizers, of which each has its own loss."""
     one, other = mlp(6, 8, 6), mlp(6, 8, 1)
@@ -221,6 +247,14 @@ def test_mean_is_compared(loop):
     assert_equal({"": found}, {"": plain(loop)})
     assert result.status == "applied"
     assert "is a sum" not in result.detail
+
+
+@pytest.mark.slow
+def test_rounding_in_deep_networks_is_no_other_loss():
+    (_, losses, _), result = run_of(deep)
+    assert torch.allclose(losses, plain(deep)[1], rtol=1e-6)
+    assert result.status == "applied"
+    assert "rounding" in result.detail
 
 
 @pytest.mark.slow
