@@ -1,11 +1,8 @@
-"""Images: two ResNets, a vision transformer and a U-Net, on random pixels or on JPEG files in folders."""
+"""Images: two ResNets, a vision transformer and a U-Net, on random pixels or on JPEG files."""
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
-from pathlib import Path
+import io
 
 import numpy
 import torch
@@ -74,11 +71,14 @@ def _adversarial(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return loss(real, ones) + loss(fake, zeros) + loss(deceived, ones)
 
 
-class JpegFolder(Dataset[tuple[Tensor, int]]):
-    """The JPEG files in a folder of folders, one for each class, decoded when they are asked for."""
+class JpegFiles(Dataset[tuple[Tensor, int]]):
+    """The contents of JPEG files, each with its class, decoded when they are asked for.
 
-    def __init__(self, root: Path) -> None:
-        self.files = sorted(root.glob("*/*.jpg"))
+    They are in memory: a process of the benchmarks may be killed, and would leave files behind.
+    """
+
+    def __init__(self, files: list[tuple[bytes, int]]) -> None:
+        self.files = files
 
     def __len__(self) -> int:
         return len(self.files)
@@ -86,24 +86,24 @@ class JpegFolder(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         from PIL import Image
 
-        with Image.open(self.files[index]) as image:
+        content, label = self.files[index]
+        with Image.open(io.BytesIO(content)) as image:
             pixels = torch.from_numpy(numpy.asarray(image.convert("RGB")).copy())
-        return pixels.permute(2, 0, 1).float() / 127.5 - 1, int(self.files[index].parent.name)
+        return pixels.permute(2, 0, 1).float() / 127.5 - 1, label
 
 
 def resnet18_folder(small: bool) -> Workload:
     """ResNet-18, 16 images of 160² a batch, decoded from JPEG files by the `DataLoader`; SGD with momentum."""
     from PIL import Image
 
-    root = Path(tempfile.mkdtemp(prefix="nano_loop-jpeg-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    files = []
     side, noise = 96 if small else 160, numpy.random.default_rng(0)
     for number in range(128):
-        folder = root / str(number % 10)
-        folder.mkdir(exist_ok=True)
+        file = io.BytesIO()
         coarse = noise.integers(0, 256, (8, 8, 3), dtype=numpy.uint8)  # noise of single pixels is no picture
-        Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(folder / f"{number}.jpg")
+        Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(file, "JPEG")
+        files.append((file.getvalue(), number % 10))
     model = ResNet(BasicBlock, 1, (2, 2, 2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    loader = DataLoader(JpegFolder(root), 16, shuffle=True)
+    loader = DataLoader(JpegFiles(files), 16, shuffle=True)
     return Workload(model, optimizer, loader, _classify, images=True, steps=(1 if small else 3) * len(loader))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ _ROOM_LEFT = 0.9
 
 
 class _Memory:
-    """The cache in memory of this process. Its folder is deleted with it, or when Python ends."""
+    """The cache in memory of this process. Its folder is deleted with it, or when this process ends.
+
+    `multiprocessing` ends the processes that it forks without Python's functions at exit, so it is asked itself.
+    """
 
     def __init__(self, limit: int) -> None:
         self.process = os.getpid()
@@ -45,7 +48,7 @@ class _Memory:
         stack = ExitStack()
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(held(folder))
-        weakref.finalize(self, _close, stack, self.process)
+        Finalize(self, stack.close, exitpriority=-1)  # after its workers
         self.store = Store(folder, 0, sums=False)
         self.allow(limit)
 
@@ -53,11 +56,6 @@ class _Memory:
         """Set the bytes that the entries may take, within the room that there is."""
         room = self.store.usage().size + int(_ROOM_LEFT * shutil.disk_usage(self.store.folder).free)
         self.store.allow(min(limit, room))
-
-
-def _close(stack: ExitStack, process: int) -> None:
-    if os.getpid() == process:  # and not one that it has forked
-        stack.close()
 
 
 _memories: Any = WeakIdKeyDictionary()  # the `_Memory` that datasets keep

@@ -211,15 +211,15 @@ class Data(torch.utils.data.Dataset):
     pass
 
 
-def folders():
-    return [each for parent in ("/dev/shm", "/tmp") for each in Path(parent).glob(f"nano_loop-images-{os.getpid()}-*")]
+def folders(process):
+    return [each for parent in ("/dev/shm", "/tmp") for each in Path(parent).glob(f"nano_loop-images-{process}-*")]
 
 
 def test_cache_in_memory_lives_as_long_as_its_datasets():
     one, other = Data(), Data()
     store = lifetime.store_for([one], 10_000_000)
     assert lifetime.store_for([other, one], None) is store
-    assert store.folder in folders()
+    assert store.folder in folders(os.getpid())
     assert oct(store.folder.stat().st_mode)[-3:] == "700"
     fill(store)
     del one
@@ -228,7 +228,7 @@ def test_cache_in_memory_lives_as_long_as_its_datasets():
     del other
     gc.collect()
     assert not store.folder.exists()
-    assert folders() == []
+    assert folders(os.getpid()) == []
 
 
 def test_forked_process_has_a_cache_of_its_own_and_does_not_delete_the_other():
@@ -246,6 +246,7 @@ def test_forked_process_has_a_cache_of_its_own_and_does_not_delete_the_other():
     process.start()
     process.join()
     assert process.exitcode == 0
+    assert folders(process.pid) == []
     assert_right(store, len(KEYS))
 
 
