@@ -1,22 +1,17 @@
-"""The checks of `doctor`, a function each: of threads and variables, libraries and packages, memory and CPUs.
+"""The checks of `doctor`, a function each: of threads and variables, kernels and torch, memory and CPUs.
 
 Each yields a `Finding` for what a user should know, and nothing where all is well.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from nano_loop.cli.inspected import SHARED_MEMORY, Inspected
-from nano_loop.cli.libraries import openmp_of, preloaded
+from nano_loop.cli.training_environment import preloaded
 from nano_loop.config.environment import KERNELS
-from nano_loop.config.exports import is_exported
 from nano_loop.config.options import Options
-from nano_loop.cpu import format_cpu_list
-from nano_loop.cpu.glibc import USERS_OWN, allocators_of
 from nano_loop.cpu.partition import BINDING_VARIABLES
 from nano_loop.cpu.tree import parse_number
 from nano_loop.errors import NanoConfigError
@@ -80,8 +75,8 @@ def thread_counts(inspected: Inspected) -> Iterator[Finding]:
 def bindings(inspected: Inspected) -> Iterator[Finding]:
     """Find variables by which OpenMP binds threads to CPUs."""
     values = {name: inspected.environ.get(name, "") for name in BINDING_VARIABLES}
-    if "Intel" not in openmp_of(inspected.libraries):
-        values.pop("KMP_AFFINITY", None)
+    if not any("libiomp5" in library for library in preloaded(inspected.environ)):  # Intel's, which alone reads it
+        values.pop("KMP_AFFINITY")
     if values["OMP_PROC_BIND"].strip().lower() == "false":  # this switches off GNU's others
         values = {name: value for name, value in values.items() if name == "KMP_AFFINITY"}
     for name, value in values.items():
@@ -154,79 +149,21 @@ def slow_variables(inspected: Inspected) -> Iterator[Finding]:
         yield Finding("slow-variable", f"{name}={inspected.environ[name]} is set", why, f"Unset {name}")
 
 
-def settings_of_malloc(inspected: Inspected) -> Iterator[Finding]:
-    """Find settings of glibc's allocator that are the user's own."""
-    for name in USERS_OWN:
-        value = inspected.environ.get(name)
-        of_malloc = name != "GLIBC_TUNABLES" or "glibc.malloc" in (value or "")
-        if value is not None and of_malloc and not is_exported(name, inspected.environ):
-            yield Finding(
-                "malloc-settings",
-                f"{name}={value} is set",
-                "the allocator step of nano_loop is skipped, and what you set stays in force",
-                f"Unset {name}, unless you have measured that it is faster",
-                hurts=False,
-            )
-    arenas = inspected.environ.get("MALLOC_ARENA_MAX", "")
-    if arenas.strip() in ("1", "2"):
-        yield Finding(
-            "malloc-arena-max",
-            f"MALLOC_ARENA_MAX={arenas} is set",
-            "threads that allocate at the same time wait for each other",
-            "Unset MALLOC_ARENA_MAX, unless memory is short",
-            hurts=False,
-        )
-
-
 _LOST = "steps in bf16 take 9 to 58% longer without them (GPT-2 31%, ViT-S 9%, an LSTM 15%, on a Zen 4)"
-_IPEX = "intel-extension-for-pytorch"
-
-
-def libraries(inspected: Inspected) -> Iterator[Finding]:
-    """Find an entry of LD_PRELOAD that is not loaded, two OpenMP runtimes, and two allocators."""
-    loaded = {Path(library).name for library in inspected.libraries}
-    for entry in preloaded(inspected.environ):
-        # A process has the file behind a link. On a recorded machine, its name begins like that of the link.
-        stems = {Path(path).name.partition(".so")[0] for path in (entry, os.path.realpath(entry))}
-        if loaded and not any(name.startswith(tuple(stems)) for name in loaded):
-            yield Finding(
-                "preload-missing",
-                f"LD_PRELOAD names {entry}, which is not loaded",
-                "programs start without it, and each prints a line about it",
-                "Install the library, or take it out of LD_PRELOAD",
-            )
-    runtimes, allocators = openmp_of(inspected.libraries), allocators_of(inspected.libraries)
-    # Intel's and LLVM's runtimes have GNU's functions as well, so one of them that is preloaded serves all.
-    if len(runtimes) > 1 and not {"Intel", "LLVM"}.intersection(openmp_of(preloaded(inspected.environ))):
-        yield Finding(
-            "two-openmp",
-            f"the OpenMP runtimes of {' and '.join(runtimes)} are loaded in one process",
-            "each has threads, which wait for cores that the other's threads keep busy, and some programs abort",
-            "Install torch and NumPy from one source, or preload one runtime (nano-loop env --intel-openmp)",
-        )
-    if len(allocators) > 1:
-        yield Finding(
-            "two-allocators",
-            f"the allocators {' and '.join(allocators)} are loaded in one process",
-            "only the first one is used, and memory that one allocates and the other frees ends the process",
-            "Keep one of them in LD_PRELOAD",
-        )
 
 
 def kernels_in_c(inspected: Inspected) -> Iterator[Finding]:
     """Find kernels in C that are missing or damaged, and a cache folder that those to be compiled cannot be kept in."""
     kernels, choice, cache = inspected.kernels, inspected.environ.get(KERNELS), inspected.cache
     compiles = kernels is not None and kernels.level == COMPILE
-    if kernels is not None and kernels.level is None and choice == OFF:
-        what, advice = f"{KERNELS}=off turns the kernels in C off", f"Unset {KERNELS}"
-        yield Finding("kernels-off", what, _LOST, advice, hurts=False)
-    elif kernels is not None and kernels.level is None:
+    reason = "" if kernels is None or choice == OFF else kernels.reason
+    if reason and kernels is not None and kernels.level is None:
         install = "Install gcc (Debian and Ubuntu: apt install gcc libc6-dev), or a wheel that has them"
         advice = f"Unset {KERNELS}" if choice else install
-        yield Finding("no-kernels", f"there are no kernels in C: {kernels.reason}", _LOST, advice)
-    elif kernels is not None and kernels.reason:
+        yield Finding("no-kernels", f"there are no kernels in C: {reason}", _LOST, advice)
+    elif reason:
         advice = "Install nano_loop again: pip install --force-reinstall --no-deps nano_loop"
-        yield Finding("damaged-kernels", f"the package is damaged: {kernels.reason}", _LOST, advice)
+        yield Finding("damaged-kernels", f"the package is damaged: {reason}", _LOST, advice)
     if cache is not None and not cache.is_writable:
         advice = "Make it writable for this user alone (chmod 700), or set XDG_CACHE_HOME to a folder that is"
         if not (cache.path and cache.is_there):
@@ -248,98 +185,25 @@ def kernels_in_c(inspected: Inspected) -> Iterator[Finding]:
 
 
 def packages(inspected: Inspected) -> Iterator[Finding]:
-    """Find packages that are missing, that do not fit each other or this machine, or that attackers have published."""
-    torch, ipex = inspected.packages.get("torch", ""), inspected.packages.get(_IPEX, "")
-    if not torch:
+    """Find that torch is missing."""
+    if "torch" not in inspected.packages:
         yield Finding(
             "no-torch",
             "torch is not installed in this Python",
             "nano_loop trains with it",
             "Install it (pip install torch), or use the Python that has it",
         )
-    if inspected.unused_cuda:
-        yield Finding(
-            "cuda-torch",
-            f"the installed torch is built for CUDA {inspected.unused_cuda}, and there is no GPU",
-            "it takes gigabytes on the disk and starts later; it trains on the CPU as fast as a build for CPUs",
-            "Install torch's build for CPUs, by the line that pytorch.org shows for it",
-            hurts=False,
-        )
-    if _minor(torch) == "2.8" and not ipex:  # torch hands out its own kernels from the next version on
-        yield Finding(
-            "old-torch",
-            f"torch {torch} is installed",
-            "fast_activation, fast_convolution, fast_linear, fast_norm and fast_rnn need torch 2.9 or later",
-            "Install a newer torch",
-            hurts=False,
-        )
-    if torch and ipex and _minor(ipex) != _minor(torch):
-        yield Finding(
-            "ipex-torch",
-            f"IPEX {ipex} and torch {torch} are installed",
-            f"IPEX {_minor(ipex)} works with torch {_minor(ipex)} alone, and its import fails with another",
-            f'Uninstall IPEX, or install its torch (pip install "torch=={_minor(ipex)}.*")',
-        )
-    for name in ("lightning", "pytorch-lightning"):
-        if (version := inspected.packages.get(name)) in ("2.6.2", "2.6.3"):
-            yield Finding(
-                "malicious-lightning",
-                f"{name} {version} is installed",
-                "attackers published this release (GHSA-w37p-236h-pfx3), and it runs their code",
-                "Uninstall it, and change the credentials that this machine has",
-            )
-
-
-def requirements(inspected: Inspected) -> Iterator[Finding]:
-    """Find a package whose metadata asks for another version of one of the others."""
-    try:
-        from packaging.requirements import InvalidRequirement, Requirement
-        from packaging.utils import canonicalize_name
-    except ImportError:  # it comes with Lightning
-        return
-    for name, text in ((name, text) for name, texts in inspected.requirements.items() for text in texts):
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            continue
-        version = inspected.packages.get(canonicalize_name(requirement.name))
-        is_for_an_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-        if version is None or is_for_an_extra or requirement.specifier.contains(version, prereleases=True):
-            continue
-        yield Finding(
-            "requirement",
-            f"{name} needs {requirement.name}{requirement.specifier}, and {version} is installed",
-            "packages fail in unexpected places with versions that they were not made for",
-            f'Run: pip install "{requirement.name}{requirement.specifier}"',
-        )
 
 
 def memory(inspected: Inspected) -> Iterator[Finding]:
-    """Find a container's default size of shared memory, memory that others use, and a limit of the cgroup."""
-    size, limit = inspected.memory.shared, inspected.memory.limit
-    total, available = inspected.memory.total, inspected.memory.available
+    """Find a container's default size of shared memory."""
+    size = inspected.memory.shared
     if size is not None and size < 1 << 30:  # Docker's default is 64 MiB, which two workers of a loader can fill
         yield Finding(
             "shared-memory",
             f"{SHARED_MEMORY} has {in_words(size)}",
             "workers of a DataLoader exchange data there, and end with a bus error when it is full",
             "Enlarge it (docker run --shm-size=8g, Kubernetes: an emptyDir with medium: Memory)",
-        )
-    if total and available is not None and available < 0.05 * total:
-        yield Finding(
-            "memory-short",
-            f"{in_words(available)} of {in_words(total)} memory are available",
-            "a training that needs more is swapped out or killed",
-            "End other programs, or use a smaller batch",
-        )
-    if limit is not None:
-        machine = f", and the machine has {in_words(total)}" if total is not None else ""
-        yield Finding(
-            "memory-limit",
-            f"the cgroup's memory limit is {in_words(limit)}{machine}",
-            "the kernel kills a process that exceeds it, and files in shared memory count as well",
-            "Raise it (docker run --memory=..., Kubernetes: resources.limits.memory) if training is killed",
-            hurts=False,
         )
 
 
@@ -361,39 +225,3 @@ def instruction_sets(inspected: Inspected) -> Iterator[Finding]:
             'Train with precision=32 or "auto"',
             hurts=False,
         )
-
-
-def usable_cpus(inspected: Inspected) -> Iterator[Finding]:
-    """Find an affinity mask, a cpuset or a quota that leaves CPUs out."""
-    machine, cpuset = inspected.machine, inspected.cpuset
-    cores, online = len(machine.physical_cores), {cpu.id for cpu in machine.logical_cpus}
-    at_most = f"training uses {cores} cores at most"
-    could = online.intersection(cpuset) or online
-    if left_out := could - (inspected.affinity or could):
-        yield Finding(
-            "affinity",
-            f"the affinity mask of this process excludes CPUs {format_cpu_list(left_out)}",
-            at_most,
-            "Start without taskset or numactl, or ask the scheduler for more CPUs (Slurm: --cpus-per-task)",
-            hurts=False,
-        )
-    if left_out := online - could:
-        yield Finding(
-            "cpuset",
-            f"the cpuset of this container excludes CPUs {format_cpu_list(left_out)}",
-            at_most,
-            "Widen it (docker run --cpuset-cpus=..., Kubernetes: more CPUs in the pod's limits)",
-            hurts=False,
-        )
-    if machine.quota is not None and machine.quota < cores:
-        yield Finding(
-            "quota",
-            f"the cgroup's quota is {machine.quota:g} CPUs, and the process may run on {cores} cores",
-            f"{counted(machine.num_threads, 'compute thread')} can run without a pause",
-            "Raise it (docker run --cpus=..., Kubernetes: resources.limits.cpu), to a whole number of CPUs",
-            hurts=False,
-        )
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])

@@ -10,22 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from nano_loop.cli import checks
+from nano_loop.cli import as_text, checks
 from nano_loop.cli.checks import Finding, counted, in_words
-from nano_loop.cli.inspected import Inspected, inspect_system, inspect_torch
-from nano_loop.cli.libraries import openmp_of
-from nano_loop.cli.output import as_text
+from nano_loop.cli.inspected import Inspected, inspect_system
 from nano_loop.cpu import format_cpu_list, partition, process_counts
-from nano_loop.cpu.glibc import allocators_of
 from nano_loop.errors import quoted
 from nano_loop.kernels.compiler import COMPILE
 from nano_loop.version import __version__
 
 #: In the order in which findings are printed: first what a user can change at once.
 CHECKS: tuple[Callable[[Inspected], Iterator[Finding]], ...] = (
-    *(checks.thread_counts, checks.bindings, checks.refused_options, checks.slow_variables, checks.settings_of_malloc),
-    *(checks.libraries, checks.kernels_in_c, checks.packages, checks.requirements),
-    *(checks.memory, checks.instruction_sets, checks.usable_cpus),
+    *(checks.thread_counts, checks.bindings, checks.refused_options, checks.slow_variables),
+    *(checks.kernels_in_c, checks.packages, checks.memory, checks.instruction_sets),
 )
 _LONGEST = 400  # characters of a finding, which quotes the environment
 #: Names of instruction sets that matter to training, as Linux has them.
@@ -35,19 +31,17 @@ _INSTRUCTION_SETS = {
 }
 
 
-def diagnose(as_json: bool, with_torch: bool, styled: Callable[..., str]) -> tuple[str, int]:
+def diagnose(as_json: bool, styled: Callable[..., str]) -> tuple[str, int]:
     """Return what to print, and the exit code: 1 if a finding hurts, and 0 otherwise.
 
     Parameters
     ----------
     as_json : bool
         Whether it is JSON.
-    with_torch : bool
-        Whether torch is imported, in another process.
     styled : callable
         Returns a text with colours; it takes what `click.style` does.
     """
-    inspected = inspect_system(torch=inspect_torch() if with_torch else None)
+    inspected = inspect_system()
     facts, findings = facts_of(inspected), findings_of(inspected)
     code = int(any(finding.hurts for finding in findings))
     if as_json:
@@ -90,12 +84,7 @@ def facts_of(inspected: Inspected) -> dict[str, Any]:
         "memory": {**asdict(memory), "huge_pages": memory.huge_pages or None},
         "kernels": None if inspected.kernels is None else inspected.kernels._asdict(),
         "cache": None if inspected.cache is None else inspected.cache._asdict(),
-        "libraries": {
-            "allocators": list(allocators_of(inspected.libraries)),
-            "openmp": list(openmp_of(inspected.libraries)),
-        },
         "packages": dict(inspected.packages),
-        "torch": dict(inspected.torch) or None,
     }
 
 
@@ -118,7 +107,7 @@ def _lines(facts: Mapping[str, Any], findings: list[Finding], styled: Callable[.
 
 def _table(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the facts in words."""
-    cpu, usable, memory, kernels, torch = (facts[name] for name in ("cpu", "usable", "memory", "kernels", "torch"))
+    cpu, usable, memory, kernels = (facts[name] for name in ("cpu", "usable", "memory", "kernels"))
     yield "CPU", f"{cpu['name']}, {cpu['architecture']}"
     yield "instructions", ", ".join(cpu["instruction_sets"]) or "unknown"
     counts = {"socket": "sockets", "NUMA node": "numa_nodes", "core": "cores", "logical CPU": "logical_cpus"}
@@ -139,9 +128,6 @@ def _table(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "a process", ", ".join(f"{in_words(count)} more by {name}" for count, name in left) or "no known limit"
     yield "shared memory", "unknown" if memory["shared"] is None else in_words(memory["shared"])
     yield "huge pages", memory["huge_pages"] or "unknown"
-    yield "allocator", " and ".join(facts["libraries"]["allocators"]) or "that of the C library"
-    none = "none is loaded" if torch else "none is loaded before torch (--torch shows torch's)"
-    yield "OpenMP", " and ".join(facts["libraries"]["openmp"]) or none
     if kernels is not None and kernels["level"] is None:
         yield "kernels in C", f"none: {kernels['reason']}"
     elif kernels is not None:
@@ -149,5 +135,3 @@ def _table(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if facts["cache"] is not None:
         yield "cache folder", facts["cache"]["path"] or "none"
     yield "packages", ", ".join(f"{name} {version}" for name, version in facts["packages"].items()) or "none"
-    if torch:
-        yield "torch", f"oneDNN {torch['onednn']}, {torch['cpu_capability']}, {torch['num_threads']} threads"

@@ -1,29 +1,25 @@
-"""The facts of `doctor`: the machine, the limits of this process, its libraries, its packages and its environment.
+"""The facts of `doctor`: the machine, the limits of this process, its kernels, its packages and its environment.
 
-They are found out without an import of torch; what only torch can say is asked of another process.
+They are found out without an import of torch.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nano_loop.config.environment import kernels_choice
 from nano_loop.cpu import Host, Machine, memory_left, read_machine
 from nano_loop.cpu.cgroup import read_cpuset, read_memory_limit
-from nano_loop.cpu.glibc import libraries_in
-from nano_loop.cpu.host import live_host
+from nano_loop.cpu.reading import live_host
 from nano_loop.cpu.tree import Tree
-from nano_loop.errors import NanoConfigError, NanoError, error_message
+from nano_loop.errors import NanoConfigError, NanoError
 from nano_loop.kernels.compiler import (
     OPENMP,
     SOURCES,
@@ -44,8 +40,6 @@ PACKAGES = (
     "ray",
 )
 SHARED_MEMORY = "/dev/shm"
-#: There where a GPU is that torch's builds for CUDA compute on.
-_OF_GPUS = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
 @dataclass(frozen=True)
@@ -89,17 +83,10 @@ class Inspected:
     cpuset: tuple[int, ...] = ()  # the CPUs of the cgroup; empty if there is no cpuset
     memory: Memory = field(default_factory=Memory)
     environ: Mapping[str, str] = field(default_factory=dict)
-    #: The paths of the shared libraries in this process; of a process with torch if `torch` is there.
-    libraries: tuple[str, ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)  # the versions of the installed packages in `PACKAGES`
-    #: What each of these packages requires, as in its metadata.
-    requirements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    torch: Mapping[str, Any] = field(default_factory=dict)  # what torch says of itself, if it was asked; else empty
     #: The kernels in C; None if they are not known, as on a recorded machine.
     kernels: Kernels | None = None
     cache: CacheFolder | None = None  # None as on a recorded machine
-    #: The version of CUDA that torch was built for, on a machine without a GPU; empty for another build.
-    unused_cuda: str = ""
 
     def has_any(self, *instruction_sets: str) -> bool:
         """Whether the CPU has one of these instruction sets."""
@@ -107,10 +94,7 @@ class Inspected:
 
 
 def inspect_system(
-    root: Path | str = "/",
-    environ: Mapping[str, str] = os.environ,
-    host: Host | None = None,
-    torch: Mapping[str, Any] | None = None,
+    root: Path | str = "/", environ: Mapping[str, str] = os.environ, host: Host | None = None
 ) -> Inspected:
     """Return what there is to know of a machine and of this process.
 
@@ -122,27 +106,21 @@ def inspect_system(
         The environment.
     host : Host, optional
         What is not in files. By default, queried from the system for ``/``.
-    torch : mapping, optional
-        What `inspect_torch` has returned.
     """
     tree = Tree(root)
     is_live = Path(root) == Path("/")
     if host is None:
         host = live_host() if is_live else Host()
-    versions, machine = installed(), read_machine(root, host=host)
+    machine = read_machine(root, host=host)
     return Inspected(
         machine=machine,
         affinity=host.affinity,
         cpuset=read_cpuset(tree),
         memory=_read_memory(tree, is_live),
         environ=environ,
-        libraries=libraries_in((torch or {}).get("maps", "") or tree.text("/proc/self/maps")),
-        packages=versions,
-        requirements={name: tuple(importlib.metadata.requires(name) or ()) for name in versions},
-        torch={name: value for name, value in (torch or {}).items() if name != "maps"},
+        packages=installed(),
         kernels=inspect_kernels(environ, machine.instruction_sets) if is_live else None,
         cache=inspect_cache() if is_live else None,
-        unused_cuda=_cuda_of_torch() if is_live and not any(map(os.path.exists, _OF_GPUS)) else "",
     )
 
 
@@ -196,51 +174,6 @@ def inspect_cache() -> CacheFolder:
     flag = getattr(os, "ST_NOEXEC", 0)  # of Linux alone
     is_executable = not (flag and os.statvfs(place).f_flag & flag)
     return CacheFolder(str(folder), is_writable, is_executable, place in (folder, folder.parent))
-
-
-# In a separate process, since the import takes seconds, may abort, and loads libraries that stay. torch may print. Of
-# the working folder, which -c puts first on the path, a torch.py would be taken for torch.
-_PROGRAM = """
-import sys
-sys.path[:] = filter(None, sys.path)
-import json, re, torch
-found = re.search(r"(?:oneDNN|MKL-DNN) v([0-9.]+)", torch.__config__.show())
-print(json.dumps({
-    "version": torch.__version__,
-    "onednn": found[1] if found else None,
-    "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    "num_threads": torch.get_num_threads(),
-    "maps": open("/proc/self/maps").read() if sys.platform.startswith("linux") else "",
-}))
-"""
-
-
-def inspect_torch() -> dict[str, Any]:
-    """Return what a process that has imported torch says.
-
-    Raises
-    ------
-    NanoError
-        If torch cannot be imported.
-    """
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False)
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        hint = "Omit --torch, or repair torch"
-        raise NanoError(error_message("--torch", f"torch cannot be imported ({why})", hint))
-    content: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return content
-
-
-def _cuda_of_torch() -> str:
-    """Return the version of CUDA that the installed torch was built for, which its import would take seconds to say."""
-    try:
-        file = importlib.metadata.distribution("torch").locate_file("torch/version.py")
-        text = Path(str(file)).read_text(encoding="utf-8")
-    except (importlib.metadata.PackageNotFoundError, OSError):
-        return ""
-    version = re.search(r"^cuda.*= '([\d.]+)'", text, re.MULTILINE)
-    return version[1] if version else ""
 
 
 def _read_memory(tree: Tree, is_live: bool) -> Memory:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from nano_loop.errors import NanoError, error_message, quoted
+from nano_loop.config.leftovers import REMOVED_OTHERS
+from nano_loop.errors import NanoConfigError, NanoError, error_message, quoted
 
 _BAD_INPUT = 2
 _INTERRUPTED = 130  # as a shell has it for Ctrl-C
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    if arguments[0] == "doctor" and any(argument.partition("=")[0] == "--torch" for argument in arguments):
+        raise NanoConfigError(error_message("--torch", *REMOVED_OTHERS["doctor --torch"]))
     if importlib.util.find_spec("click") is None:
         if arguments[0] == "doctor":
             return _doctor(arguments[1:])
@@ -77,10 +80,8 @@ def _doctor(arguments: Sequence[str]) -> int:
     from nano_loop.cli.doctor import diagnose
 
     parser = argparse.ArgumentParser("nano-loop doctor")
-    for flag in ("--json", "--torch"):
-        parser.add_argument(flag, action="store_true")
-    options = parser.parse_args(arguments)
-    text, code = diagnose(options.json, options.torch, lambda words, **_: str(words))
+    parser.add_argument("--json", action="store_true")
+    text, code = diagnose(parser.parse_args(arguments).json, lambda words, **_: str(words))
     print(text, flush=True)
     return code
 

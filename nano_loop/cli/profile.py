@@ -12,8 +12,7 @@ from types import FrameType
 
 import click
 
-from nano_loop.cli.at_start import unused_message
-from nano_loop.cli.output import as_text
+from nano_loop.cli import as_text
 from nano_loop.cli.script import exit_with, started
 from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
 from nano_loop.config.declarations import CHECKS
@@ -60,7 +59,9 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
         got = f"{script.name} takes fewer than {STEPS} steps"
         raise NanoConfigError(error_message(got, expected, "Let it train longer"))
     if script.variables and not answer["is_in_run"]:
-        raise NanoConfigError(unused_message(script.name, installs=False))
+        got = f"{script.name} has started no run of nano_loop"
+        expected = "options act on functions under @nano, TorchNano, accelerated and Lightning's Trainer"
+        raise NanoConfigError(error_message(got, expected, "Decorate its training function"))
     content = answer["result"]
     if as_json:
         click.echo(as_text("profile", **content))

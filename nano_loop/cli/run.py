@@ -7,10 +7,10 @@ import sys
 
 import click
 
-from nano_loop.cli.at_start import with_line_at_end
-from nano_loop.cli.output import as_text
+from nano_loop.cli import as_text
 from nano_loop.cli.script_options import Script, ScriptCommand, preload_options, takes_script
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
+from nano_loop.config.protocol import INSTALL
 from nano_loop.cpu import read_machine
 
 _EXAMPLES = """\b
@@ -31,10 +31,13 @@ def run(script: Script, as_json: bool, preload: tuple[str, ...], only_environmen
     them before the script; arguments after it are passed to the script.
     """
     before = before_exports(os.environ)
-    environ = {**exported(before, training_environment(read_machine(), before, preload)), **script.variables}
+    made = training_environment(read_machine(), before, preload, installs=not only_environment)
+    environ = {**exported(before, made), **script.variables}
+    if only_environment:
+        environ.pop(INSTALL, None)  # of a process that has called `install`
     if as_json:
         click.echo(as_text("run", arguments=script.command, changes=changes_between(os.environ, environ)))
         return
     sys.stdout.flush()
     # The same process, so that signals, standard streams and the exit code are the script's.
-    os.execve(sys.executable, script.command, with_line_at_end(environ, script.name, installs=not only_environment))
+    os.execve(sys.executable, script.command, environ)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from nano_loop.cli.at_start import search_path
-from nano_loop.cli.libraries import find_library, preloaded
 from nano_loop.config.exports import EXPORTS, Exports, read_exports
 from nano_loop.config.protocol import INSTALL
 from nano_loop.cpu import Machine
@@ -144,3 +144,37 @@ def _refuse_two_allocators(libraries: list[str], environ: Mapping[str, str]) -> 
     if len(allocators) > 1:
         got = f"{' and '.join(allocators)} (LD_PRELOAD={environ.get('LD_PRELOAD', '')})"
         raise NanoConfigError(error_message(got, "a process has one allocator", "Remove one of them"))
+
+
+def preloaded(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the entries of ``LD_PRELOAD``, which colons or spaces separate."""
+    return tuple(filter(None, re.split(r"[: \t\n]+", environ.get("LD_PRELOAD", ""))))
+
+
+def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path | str = "/") -> str | None:
+    """Return the absolute path of a library such as ``libjemalloc``, or None.
+
+    Relative folders are left out: from another working folder, they would lead to another library.
+
+    Parameters
+    ----------
+    stem : str
+        The name up to ``.so``.
+    environ : mapping
+        The environment, whose ``LD_LIBRARY_PATH`` and ``CONDA_PREFIX`` are searched.
+    prefix : str
+        The folder of this Python's environment, which is searched first: pip and conda install libraries there.
+    root : str or pathlib.Path
+        The folder of the system's own folders: ``/`` on a live machine.
+    """
+    tops = ("usr/local/lib", "usr/lib64", "usr/lib", "lib64", "lib")
+    folders = [Path(prefix, "lib")]
+    folders += [Path(environ["CONDA_PREFIX"], "lib")] if environ.get("CONDA_PREFIX") else []
+    folders += map(Path, filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")))
+    folders += [path for top in tops for path in (Path(root, top), *sorted(Path(root, top).glob("*-linux-gnu*")))]
+    for folder in filter(Path.is_absolute, folders):
+        # LD_PRELOAD could not name a path with spaces. The shortest name is the one that links to the newest version.
+        matching = [path for path in folder.glob(f"{stem}.so*") if re.fullmatch(r"[^: \t\n]+\.so(\.\d+)*", str(path))]
+        if existing := [str(path) for path in matching if path.exists()]:
+            return min(existing, key=lambda path: (len(path), path))
+    return None

@@ -51,6 +51,7 @@ REMOVED_OTHERS = {
         "it was removed: ranks pickle values as torch.distributed does, and only the cluster's network protects them",
         "Unset it, and keep all but your own hosts from the ranks' ports, as by a private network or a VPN",
     ),
+    "doctor --torch": ("it was removed", "Run python -m torch.utils.collect_env, which shows what torch has"),
     "env --shell": ("it was removed: the lines are those of POSIX shells", "Omit it, or write nano-loop run"),
     "tune --again": ("it was removed: each search measures again", "Omit it"),
     **{f"nano_loop.{name}": _TUNE for name in ("tune", "Tuning")},

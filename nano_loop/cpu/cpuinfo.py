@@ -56,14 +56,6 @@ def cpuinfo_instruction_sets(blocks: Sequence[Block]) -> frozenset[str]:
     return frozenset(set.intersection(*listed)) if listed else frozenset()
 
 
-def architecture(blocks: Sequence[Block]) -> str:
-    """Guess the architecture from the names of the fields, or return an empty string."""
-    fields = {field for block in blocks for field in block}
-    if "CPU implementer" in fields:
-        return "aarch64"
-    return "x86_64" if "flags" in fields else ""
-
-
 def _parse_block(chunk: str) -> dict[str, str]:
     pairs = [line.partition(":") for line in chunk.splitlines()]
     return {field.strip(): value.strip() for field, colon, value in pairs if colon}

@@ -7,8 +7,7 @@ again, page by page. With these three settings, a small CNN went from about 8,50
 from __future__ import annotations
 
 import functools
-import os
-import sys
+import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -31,12 +30,7 @@ ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 def is_glibc() -> bool:
     """Whether the C library of this process is glibc."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (ValueError, OSError):  # musl does not know the name
-        return False
+    return platform.libc_ver()[0] == "glibc"
 
 
 def keeps_freed_memory(environ: Mapping[str, str]) -> bool:

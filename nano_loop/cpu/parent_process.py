@@ -6,23 +6,17 @@ import ctypes
 import os
 import signal
 import sys
-import time
 from functools import cache
-from pathlib import Path
+
+import psutil  # type: ignore[import-untyped,unused-ignore]
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-_STARTTIME = 19  # in /proc/self/stat, behind the name
 
 
 @cache
 def process_start() -> float:
-    """Return when this process began, as `time.time` counts, to the second; 0 where the system does not say."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_STARTTIME]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return 0.0
-    return time.time() - age - 1
+    """Return when this process began, as `time.time` counts, to the second."""
+    return float(psutil.Process().create_time()) - 1
 
 
 def end_with(parent: int) -> None:

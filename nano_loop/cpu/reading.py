@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from nano_loop.cpu.cgroup import read_cpuset, read_quota
-from nano_loop.cpu.cpuinfo import architecture, cpu_name, cpuinfo_instruction_sets, read_cpuinfo
-from nano_loop.cpu.host import Host, host_instruction_sets, host_logical_cpus, host_name, live_host
-from nano_loop.cpu.machine import LogicalCpu, Machine
+from nano_loop.cpu.cpuinfo import cpu_name, cpuinfo_instruction_sets, read_cpuinfo
+from nano_loop.cpu.machine import Machine
 from nano_loop.cpu.topology import ONLINE, read_logical_cpus, read_online
 from nano_loop.cpu.tree import Tree
+
+
+@dataclass(frozen=True)
+class Host:
+    """Properties of the system that are not in files. Tests pass their own."""
+
+    architecture: str = ""  # the result of `platform.machine`; empty if unknown
+    #: The number of cores, as counted by psutil; None if unknown, or if `affinity` is known.
+    cores: int | None = None
+    #: The CPUs that this process may run on; None if the system has no affinity masks, as macOS.
+    affinity: frozenset[int] | None = None
+
+
+def live_host() -> Host:
+    """Query the running system."""
+    try:
+        return Host(platform.machine(), affinity=frozenset(os.sched_getaffinity(0)))
+    except (AttributeError, OSError):
+        import psutil  # type: ignore[import-untyped,unused-ignore]  # it reads all of sysfs on Linux
+
+        return Host(platform.machine(), psutil.cpu_count(logical=False) or psutil.cpu_count())
 
 
 def read_machine(root: Path | str = "/", affinity: Collection[int] | None = None, host: Host | None = None) -> Machine:
@@ -39,49 +62,32 @@ def read_machine(root: Path | str = "/", affinity: Collection[int] | None = None
     tree, is_live = Tree(root), Path(root) == Path("/")
     if host is None:
         host = live_host() if is_live else Host()
-    hardware = _live_hardware(host, tree.text(ONLINE)) if is_live else _read_hardware(tree, host)
+    machine = _live_hardware(host, tree.text(ONLINE)) if is_live else _read_hardware(tree, host)
     mask = host.affinity if affinity is None else affinity
-    return Machine(
-        name=hardware.name,
-        architecture=hardware.architecture,
-        logical_cpus=hardware.logical_cpus,
-        allowed=_allowed([cpu.id for cpu in hardware.logical_cpus], mask, read_cpuset(tree)),
-        quota=read_quota(tree),
-        instruction_sets=hardware.instruction_sets,
-    )
+    allowed = _allowed([cpu.id for cpu in machine.logical_cpus], mask, read_cpuset(tree))
+    return replace(machine, allowed=allowed, quota=read_quota(tree))
 
 
-class _Hardware(NamedTuple):
-    """What does not change while CPUs stay online."""
-
-    name: str
-    architecture: str
-    logical_cpus: tuple[LogicalCpu, ...]
-    instruction_sets: frozenset[str]
-
-
-def _read_hardware(tree: Tree, host: Host) -> _Hardware:
+def _read_hardware(tree: Tree, host: Host) -> Machine:
+    """Return what does not change while CPUs stay online."""
     blocks = read_cpuinfo(tree)
     # CPUs in the live mask exist even if the files do not list them: in an LXC container, the files renumber from 0.
     online = sorted({*read_online(tree, blocks), *(host.affinity or ())})
-    kind = host.architecture or tree.text("/proc/sys/kernel/arch").strip() or architecture(blocks) or "unknown"
-    return _Hardware(
-        name=cpu_name(blocks) or host_name(host) or kind,
+    kind = host.architecture or tree.text("/proc/sys/kernel/arch").strip() or "unknown"
+    return Machine(
+        name=cpu_name(blocks) or kind,
         architecture=kind,
-        logical_cpus=read_logical_cpus(tree, online, blocks) if online else host_logical_cpus(host),
-        instruction_sets=cpuinfo_instruction_sets(blocks) or host_instruction_sets(host),
+        # A system without files has no masks either, so these numbers are names alone.
+        logical_cpus=read_logical_cpus(tree, online or range(host.cores or 1), blocks),
+        allowed=(),
+        instruction_sets=cpuinfo_instruction_sets(blocks),
     )
 
 
-_hardware: dict[Any, _Hardware] = {}  # of the live machine, by what could change it
-
-
-def _live_hardware(host: Host, online: str) -> _Hardware:
-    """Read the hardware of the live machine once for each set of CPUs, which takes hundreds of files."""
-    key = online, host.affinity, host.logical_count
-    if key not in _hardware:
-        _hardware[key] = _read_hardware(Tree("/"), host)
-    return _hardware[key]
+@cache  # it takes hundreds of files
+def _live_hardware(host: Host, online: str) -> Machine:
+    """Read the hardware of the live machine once for each set of CPUs."""
+    return _read_hardware(Tree("/"), host)
 
 
 def _allowed(online: Collection[int], affinity: Collection[int] | None, cpuset: Collection[int]) -> tuple[int, ...]:

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 _TASKS = Path("/proc/self/task")
 #: The waiting part of the time from which on other programs make times unsure.
 BUSY = 0.2
-
-
-class _Counted(NamedTuple):
-    """Nanoseconds of a thread."""
-
-    running: int
-    waiting: int
 
 
 class Waits:
@@ -38,9 +30,9 @@ class Waits:
         """Return the fraction of runnable time that threads waited for a CPU; None if the system does not count it."""
         running = waiting = 0
         for thread, now in _counted(self._tasks).items():
-            before = self._before.get(thread, _Counted(0, 0))
-            running += now.running - before.running
-            waiting += now.waiting - before.waiting
+            before = self._before.get(thread, (0, 0))
+            running += now[0] - before[0]
+            waiting += now[1] - before[1]
         return waiting / (running + waiting) if running + waiting > 0 else None
 
 
@@ -54,10 +46,11 @@ def unsure(share: float | None) -> str:
     return f"; unsure: threads waited {share:.0%} of that time for other programs" if is_busy(share) else ""
 
 
-def _counted(tasks: Path) -> dict[str, _Counted]:
+def _counted(tasks: Path) -> dict[str, tuple[int, int]]:
+    """Return the nanoseconds that each thread has run, and has waited for a CPU."""
     counted = {}
     for path in tasks.glob("*/schedstat"):
         with suppress(OSError, ValueError):  # the thread has ended, or a kernel writes something else
             running, waiting, _ = map(int, path.read_text().split())
-            counted[path.parent.name] = _Counted(running, waiting)
+            counted[path.parent.name] = running, waiting
     return counted

@@ -17,7 +17,6 @@ CGROUP = "26 25 0:29 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
 CLEAN = {
     "/proc/meminfo": "MemTotal:       65859580 kB\nMemFree:        61000000 kB\nMemAvailable:   63000000 kB\n",
     "/proc/self/mountinfo": CGROUP,
-    "/proc/self/maps": "7f00-7f01 r-xp 00000000 08:01 1    /usr/lib/x86_64-linux-gnu/libc.so.6\n",
     "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
 }
 
@@ -62,7 +61,7 @@ def inspect(machines):
         if instruction_sets is not None:
             machine = dataclasses.replace(found.machine, instruction_sets=frozenset(instruction_sets))
             found = dataclasses.replace(found, machine=machine)
-        return dataclasses.replace(found, **{"memory": memory, "packages": PACKAGES, "requirements": {}, **replaced})
+        return dataclasses.replace(found, **{"memory": memory, "packages": PACKAGES, **replaced})
 
     return inspect
 

@@ -1,4 +1,4 @@
-"""What `nano-loop run` leaves in the Python that it becomes: a line at the end, and nothing that a script can see."""
+"""What `nano-loop run` leaves in the Python that it becomes: nothing that a script can see until it trains."""
 
 import base64
 import json
@@ -105,26 +105,14 @@ def folder(tmp_path):
 ROOT = str(Path(__file__).parents[2])
 RUN_COMMAND = ("-m", "nano_loop", "run")
 FOLDER = f"{ROOT}/nano_loop/cli/at_start"
-# What the command does at its end, without its start: it becomes Python with a note.
-NOTED = f"""
-import os, sys
-sys.path.insert(0, {ROOT!r})
-from nano_loop.cli.at_start import with_line_at_end
-os.execve(sys.executable, [sys.executable, *sys.argv[1:]], with_line_at_end(os.environ, "the script"))
-"""
-LINE = (
-    "nano-loop: the script has started no run of nano_loop: options act on functions under @nano, TorchNano, "
-    "accelerated and Lightning's Trainer. Decorate its training function.\n"
-)
-AS_NOTED = ("-S", "-c", NOTED)
 # The command itself has to find nano_loop, also where it is not installed.
 PATHS = [ROOT, f"{ROOT}{os.pathsep}", os.pathsep.join([ROOT, "relative", "/no/such/folder"])]
 
 
 def seen(folder, *arguments, **settings):
     done = ended(folder, *arguments, **settings)
-    assert done.returncode == 0, done.stderr
-    return eval(done.stdout), done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    return eval(done.stdout)
 
 
 def as_the_command_makes_it(environ):
@@ -144,25 +132,15 @@ def test_script_sees_what_it_sees_under_python(folder, path, as_module):
     (folder / "train.py").write_text(SEEN)
     arguments = ["-m", "train", "a b", ""] if as_module else ["train.py", "a b", ""]
     command = RUN_COMMAND if accelerates else (*RUN_COMMAND, "--only-environment")
-    expected, no_line = seen(folder, *arguments, pythonpath=path)
-    found, line = seen(folder, *arguments, command=command, pythonpath=path)
+    expected = seen(folder, *arguments, pythonpath=path)
+    found = seen(folder, *arguments, command=command, pythonpath=path)
     assert (INSTALL in found["environment"], found["finders"][0] == "_Finder") == (accelerates, accelerates)
     found["finders"] = [name for name in found["finders"] if name != "_Finder"]
     for each in (expected, found):
         each["environment"] = as_the_command_makes_it(each["environment"])
         name, environ, *others = each["child"]
         each["child"] = (name, as_the_command_makes_it(environ), *others)
-        each["modules"] = [module for module in each["modules"] if module != "atexit"]
     assert {name: each for name, each in found.items() if each != expected[name]} == {}
-    assert no_line == line == ""  # it has had a child
-
-
-@pytest.mark.parametrize("path", [None, "", ".", os.pathsep, f"a{os.pathsep}b\nc"], ids=repr)
-def test_search_path_is_put_back(folder, path):
-    shown = "import os, sys; print([os.environ.get('PYTHONPATH'), sys.path])"
-    plain = ended(folder, "-c", shown, pythonpath=path)
-    noted = ended(folder, "-c", shown, command=AS_NOTED, pythonpath=path)
-    assert (noted.returncode, noted.stdout, noted.stderr) == (0, plain.stdout, LINE)
 
 
 @pytest.mark.parametrize(
@@ -176,30 +154,10 @@ def test_customization_of_the_site_is_imported_and_its_failure_shown_as_by_pytho
     (folder / "sitecustomize.py").write_text(customization)
     shown = "import sys; m = sys.modules.get('sitecustomize'); m and print(m.mine, m.__spec__.origin)"
     plain = ended(folder, "-c", shown, pythonpath=str(folder))
-    noted = ended(folder, "-c", shown, command=AS_NOTED, pythonpath=str(folder))
+    under = ended(folder, "-c", shown, pythonpath=os.pathsep.join([FOLDER, str(folder)]))
     assert plain.stdout == expected.format(folder)
     assert ("no_such_module" in plain.stderr) == (not expected)
-    assert (noted.stdout, noted.stderr) == (plain.stdout, plain.stderr + LINE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import nano_loop, torch\nwith nano_loop.accelerated(torch.nn.Linear(1, 1), verbose=False): pass",
-        "import nano_loop, torch\nnano_loop.nano(verbose=False)(lambda model: None)(torch.nn.Linear(1, 1))",
-        "raise SystemError('of the script')",
-        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
-        "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
-        "import os; os._exit(3)",
-        "import os, sys; os.execv(sys.executable, [sys.executable, '-c', ''])",
-    ],
-    ids=["accelerated", "nano", "raises", "signal", "Ctrl-C", "_exit", "exec"],
-)
-def test_script_that_begins_a_run_or_does_not_reach_its_end_has_no_line(folder, program):
-    plain = ended(folder, "-c", program, pythonpath=ROOT)
-    noted = ended(folder, "-c", program, command=AS_NOTED, pythonpath=ROOT)
-    assert (noted.returncode, noted.stdout, noted.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+    assert (under.stdout, under.stderr) == (plain.stdout, plain.stderr)
 
 
 # What makes torch's optimizers known, and something that a program may do to what `nano-loop run` has left before.
@@ -254,24 +212,3 @@ def test_python_that_leaves_out_site_or_the_environment_starts_as_without(folder
     own = "-S" in flags  # it has the folder in its path until site.main
     assert (under.returncode, under.stderr) == (0, "")
     assert under.stdout.split()[own:] == plain.stdout.split()[own:]
-
-
-# It is not reaped: the time that it has taken would count, where the system's clock ticks meanwhile.
-FORKS = "import os, sys\npid = os.fork()\nif pid: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)\nsys.exit(0)"
-# It may have begun a run, as the ranks of torchrun do.
-STARTS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'sum(range(3_000_000))'], check=True)"
-
-
-@pytest.mark.parametrize(
-    ("program", "line"), [("import nano_loop", LINE), (STARTS, ""), (FORKS, LINE)], ids=["import", "child", "fork"]
-)
-def test_line_is_printed_once_unless_the_script_has_had_a_child(folder, program, line):
-    noted = ended(folder, "-c", program, command=AS_NOTED, pythonpath=ROOT)
-    assert (noted.returncode, noted.stderr) == (0, line)
-
-
-def test_closed_standard_error_is_no_error(folder):
-    program = "import os, sys; print(1); sys.stderr.close()"
-    assert ended(folder, "-c", program, command=AS_NOTED).stdout == "1\n"
-    noted = ended(folder, "-c", "print(1)", command=AS_NOTED, preexec_fn=lambda: os.close(2), stderr=None)
-    assert (noted.returncode, noted.stdout) == (0, "1\n")

@@ -1,13 +1,11 @@
-"""What is read of a machine, of recorded files and of the live one, and asked of compilers and of torch."""
+"""What is read of a machine, of recorded files and of the live one, and asked of compilers."""
 
 import json
 import os
 import platform
-import re
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from nano_loop.cli import inspected as module
 from nano_loop.cli.inspected import (
@@ -19,7 +17,6 @@ from nano_loop.cli.inspected import (
     inspect_system,
 )
 from nano_loop.cli.main import main
-from nano_loop.cpu.glibc import libraries_in
 from nano_loop.kernels import compiler
 from nano_loop.kernels.compiler import LEVELS, NATIVE, library_name
 
@@ -43,14 +40,6 @@ def test_smallest_limit_of_the_cgroups_above_counts_in_both_versions(inspect):
 def test_machine_without_files_is_unknown_and_raises_nothing(tmp_path):
     inspected = inspect_system(tmp_path, {})
     assert inspected.memory == Memory()
-    assert inspected.libraries == ()
-
-
-def test_libraries_of_a_process_with_torch_take_the_place_of_this_process(inspect, tmp_path):
-    said = {"maps": "7f00-7f01 r-xp 0 08:01 1 /site/libgomp-a.so.1\n", "onednn": "3.12.0"}
-    inspected = inspect_system(tmp_path, {}, torch=said)
-    assert inspected.libraries == ("/site/libgomp-a.so.1",)
-    assert inspected.torch == {"onednn": "3.12.0"}
 
 
 def test_size_of_shared_memory_is_that_of_its_file_system(monkeypatch, tmp_path):
@@ -159,27 +148,3 @@ def test_read_only_and_noexec_file_systems_and_users_without_a_home_are_found(ho
     assert not inspect_cache().is_executable
     monkeypatch.setattr(module, "cache_path", lambda: None)
     assert inspect_cache() == CacheFolder("", False, True)
-
-
-# --- torch ---
-
-
-@pytest.mark.parametrize(("line", "version"), [("cuda: Optional[str] = '12.8'", "12.8"), ("cuda: None = None", "")])
-def test_cuda_is_read_from_the_build_without_an_import(monkeypatch, tmp_path, line, version):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/version.py").write_text(f"__version__ = '2.13.0'\n{line}\n")
-    place = SimpleNamespace(locate_file=lambda name: tmp_path / name)
-    monkeypatch.setattr(module.importlib.metadata, "distribution", lambda name: place)
-    assert module._cuda_of_torch() == version
-
-
-@pytest.mark.slow
-def test_torch_says_what_it_has(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text("raise ImportError('of the working folder')")
-    monkeypatch.chdir(tmp_path)
-    said = module.inspect_torch()
-    assert said["version"] == torch.__version__
-    assert re.fullmatch(r"\d+\.\d+\.\d+", said["onednn"])
-    assert said["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
-    assert said["num_threads"] >= 1
-    assert any("libtorch" in library for library in libraries_in(said["maps"])) == bool(said["maps"])

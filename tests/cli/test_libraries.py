@@ -2,7 +2,7 @@
 
 import pytest
 
-from nano_loop.cli.libraries import find_library, openmp_of, preloaded
+from nano_loop.cli.training_environment import find_library, preloaded
 from nano_loop.cpu.glibc import allocators_of, libraries_in
 
 
@@ -14,22 +14,6 @@ def test_libraries_are_read_with_spaces_in_their_paths():
 7f03-7f04 r--p 00000000 08:01 1                          /usr/bin/python3
 """
     assert libraries_in(maps) == ("/my lib/libgomp.so.1",)
-
-
-@pytest.mark.parametrize(
-    ("name", "whose"),
-    [
-        ("libgomp.so.1", ("GNU",)),
-        ("libgomp-a34b3233.so.1.0.0", ("GNU",)),
-        ("libiomp5.so", ("Intel",)),
-        ("libomp.so", ("LLVM",)),
-        ("libomp-5.so", ("LLVM",)),
-        ("libompi.so", ()),
-        ("libc.so.6", ()),
-    ],
-)
-def test_openmp_is_known_by_its_name(name, whose):
-    assert openmp_of([f"/usr/lib/{name}"]) == whose
 
 
 def test_allocators_are_known_by_their_names():

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from nano_loop.cli import SHAPE
 from nano_loop.cli import main as entry
 from nano_loop.cli.app import app
 from nano_loop.cli.main import main
-from nano_loop.cli.output import SHAPE
 from nano_loop.config.declarations import OPTIONS
 from nano_loop.version import __version__
 
@@ -74,15 +74,6 @@ def test_bad_input_is_refused_in_one_line(arguments, words, capsys):
     assert err.startswith("nano-loop: ")
     assert err.count("\n") == 1
     assert words in err
-
-
-def test_torch_that_cannot_be_imported_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "torch.py").write_text("raise ImportError('no such luck')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert main(["doctor", "--torch"]) == 2
-    _, err = capsys.readouterr()
-    assert err.count("\n") == 1
-    assert "--torch: torch cannot be imported (ImportError: no such luck). Omit --torch" in err
 
 
 def test_no_arguments_show_the_commands(capsys):

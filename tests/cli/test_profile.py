@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from nano_loop.cli import SHAPE
 from nano_loop.cli.main import main
-from nano_loop.cli.output import SHAPE
 
 LOOP = """
 import torch, nano_loop

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from nano_loop.cli import SHAPE
 from nano_loop.cli.main import main
-from nano_loop.cli.output import SHAPE
 from nano_loop.cpu.waits import BUSY
 
 LOOP = """

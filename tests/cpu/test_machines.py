@@ -5,7 +5,6 @@ import json
 import pytest
 
 from nano_loop.cpu import Host, format_cpu_list, parse_cpu_list, partition, read_machine
-from nano_loop.cpu.host import parse_sysctl
 
 from .recording import MACHINES, built, unpack, write_all
 from .test_reading import assert_consistent
@@ -25,11 +24,8 @@ def made(case, folder):
             file.unlink()
     for path, text in case.get("files", {}).items():
         write_all([path], text.split("\n"), folder)
-    host = dict(case["host"]) if "host" in case else {}
-    if isinstance(host.get("sysctl"), str):
-        host["sysctl"] = parse_sysctl((MACHINES / host["sysctl"]).read_text(encoding="utf-8"))
     affinity = parse_cpu_list(case["affinity"]) if "affinity" in case else None
-    return read_machine(folder / case.get("root", ""), affinity, Host(**host))
+    return read_machine(folder / case.get("root", ""), affinity, Host(**case.get("host", {})))
 
 
 def grouped(machine, name):

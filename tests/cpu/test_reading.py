@@ -4,11 +4,12 @@ import os
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_loop.cpu import read_machine
+from nano_loop.cpu import read_machine, reading
 
 READ_FILES = [
     "proc/cpuinfo",
@@ -69,6 +70,12 @@ def test_the_live_machine_reads_consistently():
     assert_consistent(machine)
     if hasattr(os, "sched_getaffinity"):
         assert set(machine.allowed) <= os.sched_getaffinity(0)
+
+
+def test_system_without_masks_is_counted_by_psutil(monkeypatch):
+    monkeypatch.delattr(reading.os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else None)
+    assert reading.live_host().cores == 8
 
 
 @pytest.mark.parametrize("root", ["nothing here", "null\0byte"])
