@@ -65,6 +65,12 @@ def test_everything_is_put_back_also_after_a_failure(known, raises):
     assert state() == before
 
 
+def test_advice_of_tqdm_about_widgets_is_not_shown(recwarn):
+    with leaving_no_trace("loud"):
+        warnings.warn("IProgress not found. Please update jupyter", stacklevel=1)
+    assert not recwarn
+
+
 def test_variable_that_is_removed_comes_back(known):
     with leaving_no_trace("loud"):
         del os.environ["KNOWN"]

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nano_loop.cpu import peak_memory, read_machine
+from nano_loop.cpu import peak_memory, read_machine, resident_memory
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import until_undone
 
@@ -30,11 +29,6 @@ _METHODS = ("type", "new_tensor", "new_zeros", "new_ones", "new_empty", "new_ful
 _CPU = torch.device("cpu")
 
 
-def _memory(*_: Any) -> int:
-    """Return the bytes of memory that this process uses."""
-    return int(psutil.Process().memory_info().rss)
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing."""
 
@@ -43,7 +37,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda *_, **__: True),
     **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _nothing),
-    **dict.fromkeys(("memory_allocated", "memory_reserved"), _memory),
+    **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_: resident_memory() or 0),
     **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: peak_memory()),
     # Not torch.manual_seed, which calls this function.
     **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda seed: torch.default_generator.manual_seed(seed)),
@@ -209,31 +203,8 @@ def _with_generators(original: Any) -> Any:
 
 @_wrapping
 def _with_map_location(original: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-    return original(f, _location(map_location), *args, **kwargs)
-
-
-def _location(map_location: Any) -> Any:
-    """Return where `torch.load` puts storages: on the CPU, unless the program says otherwise."""
-    if map_location is None:
-        return "cpu"
-    if not callable(map_location):
-        return _cpu_of_all(map_location) if isinstance(map_location, dict) else _on_cpu(map_location)
-
-    def place(storage: Any, location: str) -> Any:
-        placed = map_location(storage, location)
-        return storage if placed is None else placed
-
-    return place
-
-
-def _cpu_of_all(mapping: dict[Any, Any]) -> Callable[[Any, str], Any]:
-    """Return a function for a dict of locations, in which all that is not named goes to the CPU too."""
-
-    def place(storage: Any, location: str) -> Any:
-        wanted = _on_cpu(mapping.get(location, "cpu"))
-        return storage if wanted == "cpu" else None
-
-    return place
+    # Whatever a dict or a function names, there is nothing but the CPU, and what has no memory at all.
+    return original(f, map_location if str(map_location) == "meta" else "cpu", *args, **kwargs)
 
 
 @_wrapping

@@ -25,29 +25,13 @@ from nano_loop.integrations.fabric.fabric import (
 class RanksEnvironment(ClusterEnvironment):
     """Gives Fabric and Lightning the place of this rank: in the ranks of the run to come, or of the one under way."""
 
+    # Fabric starts nothing, and the process group is there already, so that nobody asks for an address.
+    creates_processes_externally, main_address, main_port = True, "127.0.0.1", 0
+    detect = staticmethod(lambda: False)  # it is always given outright
+
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
         self.ranks = ranks
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True: Fabric starts nothing."""
-        return True
-
-    @property
-    def main_address(self) -> str:
-        """Not used: the process group is there already."""
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        """Not used either."""
-        return 0
-
-    @staticmethod
-    def detect() -> bool:
-        """Return False: it is always given outright."""
-        return False
 
     def world_size(self) -> int:
         """Return how many ranks there are."""
@@ -89,17 +73,13 @@ class RanksCollectives:
     """
 
     cluster_environment: Any
+    root_device = torch.device("cpu")
 
     @property
     def ranks(self) -> Ranks:
         """The ranks of the run that is under way, or of the one to come."""
         ranks: Ranks = self.cluster_environment.ranks
         return ranks
-
-    @property
-    def root_device(self) -> torch.device:
-        """The CPU."""
-        return torch.device("cpu")
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce `tensor` in place over all ranks, and return it; what is no tensor comes back as it is."""

@@ -5,24 +5,25 @@ This is the only module that imports IPEX. IPEX was archived in March 2026; 2.8.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
 import sys
 from collections.abc import Iterator, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module, metadata
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from nano_loop.config.options import Options
 from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.integrations.ipex.repairs import repair
 from nano_loop.integrations.quiet_import import leaving_no_trace
 from nano_loop.kernels.dropout.bernoulli import by_torch
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.operators.operators import overridden, plainly
+from nano_loop.patching.operators.operators import overridden, plainly, registered
 from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -112,7 +113,7 @@ class Ipex(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         self._import_quietly()
-        repair()
+        _repair()
         return f"kernels of IPEX {_version(_DISTRIBUTION)}, until the process ends; weights stay plain fp32, not packed"
 
     @property
@@ -191,3 +192,29 @@ def _kind_of_run(config: Options, parts: TrainingObjects) -> str:
         (loader.batch_size, len(loader.dataset)) for loader in parts.loaders if isinstance(loader.dataset, Sized)
     ]
     return repr((options, shapes, [type(optimizer).__name__ for optimizer in parts.optimizers], batches))
+
+
+@functools.cache  # which keeps the replacements: IPEX's kernels stay until the process ends
+def _repair() -> ExitStack:
+    """Replace four of IPEX's kernels in the whole process, until it ends. Call it after the import of IPEX.
+
+    - The kernels of ``layer_norm`` and ``group_norm`` have no derivative that is registered with torch. In eager mode
+      they differentiate themselves. Where torch decomposes operators, gradients are silently None (under AOTAutograd)
+      or 0 (under `torch.func` and in forward mode).
+    - Under autocast, ``group_norm`` of IPEX returns bf16 for an fp32 input, and torch's returns fp32.
+    - ``mean`` of IPEX returns the sum for ``dim=None``.
+    """
+    own = {
+        name: plainly(getattr(torch.ops.aten, name).default.decompose)(None) for name in ("layer_norm", "group_norm")
+    }
+    with ExitStack() as repairs:
+        repairs.enter_context(registered(own, "AutogradCPU"))
+        repairs.enter_context(registered({"group_norm": torch.library.fallthrough_kernel}, "AutocastCPU"))
+        repairs.enter_context(registered({"mean.dim": plainly(_mean)(None)}, "CPU"))
+        return repairs.pop_all()
+
+
+def _mean(x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute the mean by torch's kernel for ``out=``, which IPEX does not replace."""
+    out = x.new_empty(0, dtype=dtype or x.dtype)
+    return torch.mean(x, dim, keepdim, dtype=dtype, out=out)

@@ -5,7 +5,8 @@ The module is never wrapped: Lightning calls its ``training_step``, and the laye
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,17 +14,24 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from nano_loop.config.options import Options
-from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.ranks import Loop, Ranks
+from nano_loop.distributed.launch.alone import Alone
+from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.strategy import RanksCollectives, RanksEnvironment
-from nano_loop.integrations.lightning.launching import FITTING, RunLauncher
+from nano_loop.patching.torch_private import put_back_signal_handlers
 from nano_loop.runtime.objects.checks import check_kinds
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.runtime.run import Run
+from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
+from nano_loop.steps import STEPS, ParameterDtype, Precision, Verify
 
 PRODUCTS = "bf16-products"
+#: `TrainerFn.FITTING` of Lightning, a string.
+_FITTING = "fit"
+#: Lightning's precision plugin enters autocast and converts parameters itself.
+_STEPS = tuple(step for step in STEPS if step not in (ParameterDtype, Precision, Verify))
 #: Options that Lightning's Trainer has itself, with what to write instead.
 LIGHTNINGS = {"num_processes": "devices=", "precision": "precision="}
 
@@ -174,7 +182,7 @@ class NanoStrategyMixin(RanksCollectives):
     def setup(self, trainer: Any) -> None:
         """See Lightning: set up the module, and its optimizers where it is trained."""
         super().setup(trainer)  # type: ignore[misc]
-        fitting = trainer.state.fn == FITTING
+        fitting = trainer.state.fn == _FITTING
         optimizers = list(self.optimizers) if fitting else []
         self._apply(TrainingObjects(models=[self.lightning_module], optimizers=optimizers))
 
@@ -217,3 +225,68 @@ class NanoStrategyMixin(RanksCollectives):
         bare.connect(None)
         bare.optimizers = []
         return dict(vars(bare))
+
+
+# --- the launch of a run ---
+
+
+class RunLauncher:
+    """What Lightning calls a launcher; it needs no base class.
+
+    Parameters
+    ----------
+    strategy : NanoStrategyMixin
+        Whose Trainer is launched.
+    """
+
+    #: Lightning asks in a notebook.
+    is_interactive_compatible = True
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
+        """Run an entry point of the Trainer, and return what it returns in this process.
+
+        ``fit`` runs in all processes. The others run in this one, with all cores, unless torchrun or its like has
+        started the processes: then they run in all.
+        """
+        alone = trainer.state.fn != _FITTING and found_launch(os.environ) is None
+        settings = self._strategy.settings(alone=alone)
+        task = _EntryPoint(settings, trainer, function, args, kwargs)
+        launcher = Alone(settings.options) if alone else None
+        return Run(settings, task, launcher=launcher, printed=self._strategy.nano_printed).complete()
+
+    def kill(self, signum: int) -> None:
+        """See Lightning, which calls it at Ctrl-C: the run has ended its processes by then."""
+
+
+class _EntryPoint(RunTask):
+    """``function(*args, **kwargs)``, where the function is a method of a Trainer."""
+
+    steps = _STEPS
+
+    def __init__(self, settings: Settings, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        super().__init__(settings, _names(trainer, args, kwargs), Loop("fit", "self"))
+        self._trainer, self._call = trainer, (function, args, kwargs)
+
+    def do(self, run: Run) -> Any:
+        """See `RunTask.do`."""
+        function, args, kwargs = self._call
+        with self._trainer.strategy.in_run(run):
+            try:
+                return function(*args, **kwargs)
+            except BaseException:
+                # Lightning does it when the run has ended, and would set the run's own handler of Ctrl-C for good.
+                put_back_signal_handlers(self._trainer)
+                raise
+
+
+def _names(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the user's objects that are sent to workers, by their names."""
+    named: dict[str, Any] = {"model": trainer.lightning_module}
+    state = {"callbacks": trainer.callbacks, "loggers": trainer.loggers, "datamodule": [trainer.datamodule]}
+    for name, values in state.items():
+        named |= {f"{name} ({type(one).__name__})": one for one in values}
+    named |= {f"argument {place} of fit": value for place, value in enumerate(args[1:], 2)}
+    return {name: value for name, value in {**named, **kwargs}.items() if value is not None}

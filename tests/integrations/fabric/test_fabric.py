@@ -63,38 +63,6 @@ def test_several_ranks_are_told_before_the_run_and_nothing_is_started():
     assert dict(os.environ) == before
 
 
-# As in a notebook without ipywidgets, where something that Fabric imports imports tqdm.
-NOTEBOOK = """
-import sys, types, warnings
-
-class Shell:
-    pass
-
-names = {"ipykernel": {}, "ipykernel.zmqshell": {}, "IPython": {"get_ipython": Shell}}
-for name, attributes in names.items():
-    sys.modules[name] = types.ModuleType(name)
-    vars(sys.modules[name]).update(attributes)
-
-class ImportsTqdm:
-    @staticmethod
-    def find_spec(name, *_):
-        if name == WHEN:
-            import tqdm.auto
-
-sys.meta_path.insert(0, ImportsTqdm)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("when", "is_shown"), [("lightning_fabric.fabric", False), ("nano_loop.api.torch_nano", True)])
-def test_tqdm_says_nothing_about_widgets_because_of_fabric_s_import(when, is_shown):
-    program = NOTEBOOK.replace("WHEN", repr(when)) + "import nano_loop\nnano_loop.TorchNano\n"
-    program += "print('tqdm.auto' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert done.stdout == "True\n", done.stderr
-    assert ("TqdmWarning" in done.stderr) is is_shown
-
-
 @pytest.mark.slow
 def test_torchmetrics_is_not_imported_with_fabric(tmp_path):
     """Which would import transformers, where both are installed."""

@@ -1,13 +1,10 @@
 """Hugging Face's Trainer inside `nano_loop.accelerated`: the same steps, losses and checkpoints as without."""
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from distributed.launch.started import environment
 from torch.utils.data import Dataset
 
 import nano_loop
@@ -113,31 +110,3 @@ def test_checkpoints_are_exchanged_in_both_directions(plain, tmp_path):
     back = trainer(tmp_path / "back")
     back.train(resume_from_checkpoint=f"{tmp_path}/ours/checkpoint-6")
     assert_equal(weights(back), weights(plain))
-
-
-UNDER_TORCHRUN = """
-import os, sys
-from tests.integrations.lightning.test_hugging_face import assert_equal, trainer, weights
-import nano_loop
-folder = os.path.join(sys.argv[1], os.environ["RANK"])
-plain = trainer(f"{folder}-plain", ddp_backend="gloo")
-plain.train()
-ours = trainer(f"{folder}-ours", ddp_backend="gloo")
-with nano_loop.accelerated(ours.model, exact=True, verbose=False) as run:
-    ours.train()
-assert ours.args.world_size == 2
-assert "fast_dropout" in run.report.applied
-assert_equal(weights(ours), weights(plain))
-open(f"{folder}-equal", "w").close()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_of_torchrun_equal_those_without(tmp_path):
-    (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, tmp_path / "script.py", tmp_path]
-    env = environment(PYTHONPATH=f"{ROOT}:{ROOT}/tests")
-    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert {"0-equal", "1-equal"} <= {each.name for each in tmp_path.iterdir()}

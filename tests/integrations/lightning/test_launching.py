@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from distributed.launch.started import run_cells
 from integrations.lightning.lightning_modules import (
     ADVICE,
     NANO,
@@ -185,44 +184,3 @@ def test_ranks_of_torchrun_train_as_one_process_and_ctrl_c_ends_a_run_of_two(tmp
     done = executed(SCRIPT.replace("COUNT", "2").replace('"interrupted" in sys.argv', "True"), tmp_path)
     assert done.returncode == 1
     assert "Detected KeyboardInterrupt" in done.stdout + done.stderr
-
-
-CELLS = [
-    """
-import warnings
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from nano_loop.lightning import Trainer  # noqa: E402
-warnings.simplefilter("ignore")
-
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 1)
-
-    def training_step(self, batch, index):
-        return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-module = Module()
-loader = DataLoader(TensorDataset(torch.ones(32, 4), torch.ones(32, 1)), 4)
-quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer = Trainer(2, max_epochs=3, verbose=False, **quiet)
-""",
-    "trainer.fit(module, loader)",
-    "print('error', (module.layer(torch.ones(1, 4)) - 1).abs().item() < 1e-2, trainer.world_size)",
-    "trainer.fit_loop.max_epochs = 4; trainer.fit(module, loader); print(trainer.current_epoch)",
-]
-
-
-@pytest.mark.slow
-def test_notebook_trains_the_module_of_a_cell_in_two_processes(tmp_path):
-    shown = run_cells(CELLS, tmp_path)
-    assert not [each["error"] for each in shown if "error" in each], shown
-    assert shown[2]["stdout"] == "error True 2\n"
-    assert shown[3]["stdout"].splitlines()[-1] == "4"

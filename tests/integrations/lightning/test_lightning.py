@@ -69,27 +69,6 @@ def test_it_trains_as_plain_lightning_by_each_way_in(package, precision):
         assert trainer.strategy.report.applied == accelerated.report.applied
 
 
-def test_classes_are_as_before():
-    class Imaging(Regression):
-        """Has a layer for which channels_last surrounds the calls."""
-
-        def __init__(self):
-            super().__init__()
-            self.unused = nn.Conv2d(1, 1, 1)
-
-    methods = {name: vars(Regression)[name] for name in ("forward", "training_step", "on_train_batch_end")}
-    seen = []
-
-    class Looking(pl.Callback):
-        def on_train_batch_start(self, *_):
-            seen.append({name: vars(Regression)[name] is method for name, method in methods.items()})
-
-    module, _ = fitted(Trainer, Imaging(), **NANO, channels_last=True, callbacks=[Looking()])
-    assert seen[0] == {"forward": False, "training_step": False, "on_train_batch_end": True}
-    assert all(vars(Regression)[name] is method for name, method in methods.items())
-    assert type(module.head) is nn.Linear
-
-
 def test_optimizers_are_set_up_for_fit_alone():
     module, trainer = fitted(Trainer, Regression(), **NANO)
     assert "fused_optimizer" in trainer.report.applied
