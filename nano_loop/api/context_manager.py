@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from nano_loop.cli.at_start import search_path
 from nano_loop.config.declarations import Declarations
-from nano_loop.config.protocol import INSTALL
+from nano_loop.config.protocol import INSTALL, is_json
 from nano_loop.config.signatures import with_options
 from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch.alone import Alone
@@ -190,7 +190,7 @@ def _installed_in_children(options: Mapping[str, Any]) -> Iterator[None]:
     if os.environ.get(INSTALL, "").lower() in ("0", "false", "no", "off"):
         yield
         return
-    text = {name: value for name, value in options.items() if _is_text(value)}
+    text = {name: value for name, value in options.items() if is_json(value)}
     variables = {INSTALL: json.dumps(text), "PYTHONPATH": search_path(os.environ)}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -200,14 +200,6 @@ def _installed_in_children(options: Mapping[str, Any]) -> Iterator[None]:
         for name, value in before.items():
             if os.environ.get(name) == variables[name]:  # else the program has set it since
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _is_text(value: Any) -> bool:
-    """Whether JSON has a value, which a function is not."""
-    try:
-        return json.loads(json.dumps(value)) is not None or value is None
-    except (TypeError, ValueError):
-        return False
 
 
 def uninstall() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
-import functools
 import re
 import stat
 from pathlib import Path
@@ -89,12 +87,6 @@ def read_names(path: Path) -> tuple[str, ...]:
     return tuple(filter(None, lines))
 
 
-def nearest(name: str) -> str:
-    """Return the advice for an unknown operator: the most similar known name."""
-    close = difflib.get_close_matches(name.rpartition(".")[2], _written(), n=1)
-    return f"Write {close[0]}" if close else 'Write a name such as "softmax", "Tensor.mul" or "aten::addmm"'
-
-
 def _overloads(packet: str) -> list[str]:
     if not packet.isidentifier():
         return []
@@ -102,13 +94,3 @@ def _overloads(packet: str) -> list[str]:
 
     overloads = getattr(getattr(torch.ops.aten, packet, None), "overloads", None)
     return list(overloads()) if callable(overloads) else []
-
-
-@functools.cache
-def _written() -> list[str]:
-    """Return the names of operators that people write."""
-    import torch
-
-    places = (torch, torch.nn.functional, torch.Tensor)
-    names = {name for place in places for name in dir(place) if not name.startswith("_")}
-    return sorted({name for name in names if _overloads(name)} | {*_OTHER_NAMES})

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from nano_loop.config.op_names import SAFE, nearest, operators_of, overloads_of, read_names
+from nano_loop.config.op_names import SAFE, operators_of, overloads_of, read_names
 from nano_loop.config.precisions import OF_GPUS, PRECISIONS, SHORT_NAMES
 from nano_loop.errors import error_message, quoted, shown
 
@@ -234,7 +234,8 @@ def _named_operators(value: Any, allowed: str, advice: str) -> tuple[str, ...]:
     if not all(isinstance(name, str) and name for name in names):
         raise RefusedValueError(allowed, advice)
     if unknown := next((name for name in names if not operators_of(name)), None):
-        raise RefusedValueError(f"{allowed}. {quoted(unknown)!r}: torch has no such operator", nearest(unknown))
+        hint = 'Write a name such as "softmax", "Tensor.mul" or "aten::addmm"'
+        raise RefusedValueError(f"{allowed}. {quoted(unknown)!r}: torch has no such operator", hint)
     return tuple(dict.fromkeys(sorted(names) if isinstance(names, (set, frozenset)) else names))
 
 

@@ -62,3 +62,12 @@ def take_command() -> Command | None:
             expected = "it holds what nano-loop tells a script that it starts"
             raise NanoConfigError(error_message(f"{COMMAND} is damaged", expected, f"Unset {COMMAND}")) from error
     return _taken[-1] if _taken else None
+
+
+def is_json(value: Any) -> bool:
+    """Whether JSON has a value, which a function is not."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

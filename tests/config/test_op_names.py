@@ -1,10 +1,10 @@
-"""Names of operators are read as people write them, and a wrong one is answered with the nearest."""
+"""Names of operators are read as people write them."""
 
 import os
 
 import pytest
 
-from nano_loop.config.op_names import nearest, operators_of, overloads_of, read_names
+from nano_loop.config.op_names import operators_of, overloads_of, read_names
 from nano_loop.config.options import Options
 from nano_loop.errors import NanoConfigError
 
@@ -30,11 +30,6 @@ def test_names_stand_for_operators(name, operators):
     assert operators_of(name) == operators
     for each in operators:
         assert overloads_of(each)
-
-
-def test_nearest_name_is_told():
-    assert (nearest("layernorm"), nearest("F.conv2D")) == ("Write layer_norm", "Write conv2d")
-    assert nearest("zzzzzz").startswith("Write a name such as")
 
 
 def test_file_has_a_name_a_line_and_comments(tmp_path):

@@ -1,18 +1,12 @@
 """The options are the parameters of the class and of the decorator, which have nothing of their own to say of them."""
 
 import inspect
-import os
 import pickle
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 from torch import nn
 
-import nano_loop
 from nano_loop import TorchNano, nano
 from nano_loop.config.declarations import DEFAULTS, OPTIONS
 from nano_loop.config.options import Options
@@ -105,44 +99,3 @@ def test_docstring_has_an_entry_for_each_option(call):
     assert kinds["fast_fetch"] == 'bool or "auto"'
     assert all(line.startswith("    ") for line in lines[start + 2 : end] if " : " not in line)
     assert max(map(len, lines)) <= 120
-
-
-# --- an option that is added ---
-
-ADDED = """
-    dummy: bool | Literal["auto"] = option("auto", checks.auto_or_boolean, "Something that only a test wants.")
-"""
-PROGRAM = """
-import inspect, json, torch
-from nano_loop import TorchNano, nano
-for call in (TorchNano, nano):
-    added = inspect.signature(call).parameters["dummy"]
-    assert (added.default, added.kind) == ("auto", added.KEYWORD_ONLY), call
-    if __debug__:
-        assert 'dummy : bool or "auto"' in call.__doc__, call
-        assert "Something that only a test wants." in call.__doc__, call
-
-@nano(verbose=False, dummy=False)
-def train(model): ...
-
-train(torch.nn.Linear(1, 1))
-print(json.dumps([train.report.options["dummy"], train.report.as_dict()["options"]["dummy"]]))
-print(*train.report.from_environment)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("flags", "variable"), [((), None), (("-OO",), "yes")], ids=["code", "environment, -OO"])
-def test_option_takes_one_declaration(tmp_path, flags, variable):
-    copied = shutil.copytree(Path(nano_loop.__file__).parent, tmp_path / "nano_loop")
-    source = (copied / "config/declarations.py").read_text(encoding="utf-8")
-    assert source.count("    _: KW_ONLY\n") == 1
-    (copied / "config/declarations.py").write_text(
-        source.replace("    _: KW_ONLY\n", "    _: KW_ONLY" + ADDED), encoding="utf-8"
-    )
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path), **({"NANO_LOOP_DUMMY": variable} if variable else {})}
-    command = [sys.executable, *flags, "-c", PROGRAM]
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    expected = ["[true, true]", "NANO_LOOP_DUMMY=yes"] if variable else ["[false, false]", ""]
-    assert ended.stdout.splitlines() == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import math
 import os
 import threading
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from nano_loop.autotune.choices import save_all
 from nano_loop.cli.tuning import LEAST, WARMUP
-from nano_loop.config.protocol import Command, take_command
+from nano_loop.config.protocol import Command, is_json, take_command
 from nano_loop.cpu import peak_memory
 from nano_loop.cpu.waits import BUSY, Waits
 from nano_loop.errors import NanoError
@@ -119,19 +118,11 @@ def _of_run(run: Run | None, is_explicit: bool) -> dict[str, Any]:
     options = {} if run is None else run.options.as_dict()
     results = [] if run is None or run.report is None else run.report.results
     return {
-        "options": {name: value for name, value in options.items() if _is_json(value)},
+        "options": {name: value for name, value in options.items() if is_json(value)},
         "report": {result.name: [result.status, result.detail, result.code] for result in results},
         "written": run.written if run is not None and is_explicit else ["nano_loop.install(", ")"],
         "is_explicit": is_explicit,
     }
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _mean_without_pauses(seconds: list[float]) -> float:
