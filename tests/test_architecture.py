@@ -80,9 +80,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch_ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
     },
     "state_outside_the_table": {
-        **dict.fromkeys(
-            ("autotune.choices", "cpu.reading", "integrations.ipex.step"), "what later runs need not measure"
-        ),
+        **dict.fromkeys(("autotune.choices", "integrations.ipex.step"), "what later runs need not measure"),
         "steps.learning_rate": "where the next run of an optimizer goes on",
         "steps.compile": "a number for each compilation",
         "api.context_manager": "the report of what was installed is asked for afterwards",
@@ -111,9 +109,9 @@ FILES_THAT_MAY_IMPORT = {
 # the folders. A budget is raised by a commit of its own, which says what mechanism was replaced, and how much.
 BUDGETS = {
     "": 450,  # 430 is the goal
-    "api": 1_325,  # 1_300 is the goal
-    "cli": 2_700,  # 2_100 is the goal
-    "integrations": 1_600,
+    "api": 1_300,
+    "cli": 2_350,  # 2_100 is the goal
+    "integrations": 1_525,
     "runtime": 2_625,  # 1_700 is the goal
     "steps": 3_925,  # 3_300 is the goal
     "policy": 150,
@@ -127,7 +125,7 @@ BUDGETS = {
     "profiling": 375,  # 300 is the goal
     "compile": 200,
     "config": 1_550,  # 1_300 is the goal
-    "cpu": 1_450,  # 1_250 is the goal
+    "cpu": 1_300,  # 1_250 is the goal
     "storage": 400,  # 350 is the goal
 }
 LONGEST = 400  # lines of a file in Python

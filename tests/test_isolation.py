@@ -2,9 +2,6 @@
 
 import contextlib
 import copy
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
@@ -198,33 +195,6 @@ def test_runs_of_two_threads_end_in_any_order(first_ends_first, shared):
     torch.manual_seed(7)
     plain = step_of(copy.deepcopy(one), own_autocast=False)
     assert all(map(torch.equal, after, plain))
-
-
-# --- what is left behind ---
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's thresholds")
-def test_blocks_of_eight_megabytes_are_kept_after_a_run():
-    """With glibc's documented defaults each would be mapped and given back anew: 2,000 page faults a block."""
-    script = """
-    import resource, torch
-    from torch import nn
-    from nano_loop import nano
-    torch.set_num_threads(1)
-    @nano(verbose=False)
-    def train(model, optimizer): pass
-    model = nn.Linear(2, 2)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    a = torch.zeros(2 << 20)
-    def faults():
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(20): b = a + 1; del b
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    print(min(faults() for _ in range(4)))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 2000
 
 
 # --- models that come as they are ---

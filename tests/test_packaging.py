@@ -1,7 +1,6 @@
 """What is installed, what is pinned, what is in a wheel, and what `make` does before anything is set up."""
 
 import configparser
-import functools
 import importlib.metadata
 import os
 import platform
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from email import message_from_string
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import nano_loop
-from nano_loop.cpu import read_machine
 from nano_loop.kernels import compiler
 
 ROOT = Path(__file__).parents[1]
@@ -408,63 +405,6 @@ def test_wheel_with_kernels_has_each_file_for_each_level_and_runs_on_older_syste
             assert not re.search(r"\tv\w*bf16", code), name
 
 
-@WITH_GCC
-@pytest.mark.slow
-def test_wheel_computes_by_kernels_of_each_level_without_a_compiler(fresh_environment, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    environ = {name: value for name, value in os.environ.items() if name not in ("CC", "PYTHONPATH")}
-    environ |= {"PATH": str(fresh_environment.parent), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    supported = read_machine().instruction_sets
-    names = [name for name, level in LEVELS.items() if level.instruction_sets <= supported]
-    assert names
-    for name in (*names, ""):
-        run = subprocess.run(
-            [fresh_environment, "program.py"],
-            cwd=tmp_path,
-            env={**environ, "NANO_LOOP_KERNELS": name},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
-        level = name or names[0]
-        assert run.stdout.splitlines() == [f"C kernels {level}", str(level == "bf16")]
-        assert not (tmp_path / "cache").exists()
-
-
-#: It compares kernels with torch's, and prints the level and whether it has bf16 instructions.
-PROGRAM = """\
-import torch
-from torch.testing import assert_close
-
-import nano_loop
-from nano_loop.kernels import build
-from nano_loop.kernels.activation import activations
-from nano_loop.kernels.dropout import bernoulli
-from nano_loop.kernels.linear import product
-from nano_loop.kernels.head import cross_entropy
-from nano_loop.kernels.norm import norms
-from nano_loop.runtime.mkl_functions import resolve_mkl_functions
-
-resolve_mkl_functions(torch.float32)  # for torch's own tanh
-torch.manual_seed(0)
-x = torch.randn(64, 1024)
-assert_close(activations.computed("tanh_forward", x.bfloat16()), x.bfloat16().tanh())
-assert_close(norms.layer_norm(x, [1024], None, None, 1e-5)[0], torch.nn.functional.layer_norm(x, [1024]))
-target = torch.arange(64)
-assert_close(cross_entropy.forward(x, target, -100, 0.0)[0].mean(), torch.nn.functional.cross_entropy(x, target))
-assert bernoulli.KERNEL.unavailable is None
-has_bf16 = product.KERNEL.unavailable is None
-if has_bf16:
-    a, b = x.bfloat16(), torch.randn(1024, 64).bfloat16()
-    assert_close(product.product(a, b), a @ b)
-with open("/proc/self/maps") as maps:
-    libraries = {line.split()[-1] for line in maps if "nano_loop" in line and ".so" in line}
-assert libraries and all("/kernels/prebuilt/" in library for library in libraries), libraries
-print(build.summary())
-print(has_bf16)
-"""
-
 # --- the wheel, for somebody who has just installed it in a container ---
 
 README = (ROOT / "README.md").read_text()
@@ -533,131 +473,9 @@ def test_readme_can_be_followed_in_a_container(home, fresh_environment, tmp_path
     assert left == {"temporary": set(), "project": {*scripts}}
 
 
-# --- make, with a Python that only pretends ---
+# --- make ---
 
 OUTER_MAKE = ("MAKE", "MFLAGS", "ARGS", "TESTS")
-
-# It writes down what it was asked for, and makes an environment that holds itself.
-FAKE_PYTHON = """\
-#!/bin/sh
-case "$*" in
-*" -c "*) printf '{version}\\n{modules}\\n' ;;
-*"-m venv"*)
-    for venv; do :; done
-    echo venv >> calls; rm -rf "$venv"; mkdir -p "$venv/bin"; cp "$0" "$venv/bin/python" ;;
-*"pip install"*" -r "*)
-    echo pins >> calls; sleep 0.1
-    if test -e broken; then rm broken; echo "bad pin" >&2; exit 1; fi ;;
-*"pip install"*--editable*) echo package >> calls ;;
-*"pip check"*) ;;
-*) echo "ran $*$PYTHONPATH$PIP_TARGET" >> calls ;;
-esac
-"""
-
-
-class Checkout:
-    """A folder with a Makefile and all that it reads, and a Python that pretends."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        (folder / "requirements").mkdir(parents=True)
-        (folder / "nano_loop").mkdir()
-        pins = [f"requirements/{name}.txt" for name in ("default", "optimizers", "ray", "demo")]
-        for name in ("Makefile", *pins, "nano_loop/version.py", *BUILD_INPUTS[:3]):
-            shutil.copy(ROOT / name, folder / name)
-        self.pretend("3.11")
-
-    def pretend(self, version, modules="venv"):
-        self.python = self.folder / "fake python"
-        self.python.write_text(FAKE_PYTHON.format(version=version, modules=modules))
-        self.python.chmod(0o755)
-
-    def make(self, *arguments, **variables):
-        """Return the exit code, what is printed, and what Python was asked for."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(OUTER_MAKE)}
-        environment = inherited | {"PYTHON": str(self.python), "PYTHONPATH": "mine", "PIP_TARGET": "mine"} | variables
-        done = subprocess.run(
-            ["make", *arguments],
-            cwd=self.folder,
-            env=environment,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-        )
-        calls = self.folder / "calls"
-        lines = calls.read_text().splitlines() if calls.exists() else []
-        calls.unlink(missing_ok=True)
-        return done.returncode, done.stdout, done.stderr, lines
-
-    def touch(self, name):
-        later = (self.folder / ".venv/ready-3.11").stat().st_mtime + 2
-        os.utime(self.folder / name, (later, later))
-
-    def move(self):
-        self.folder = self.folder.rename(self.folder.with_name("elsewhere"))
-        self.pretend("3.11")
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    return Checkout(tmp_path / "a checkout")
-
-
-SET_UP = ["venv", "pins", "package"]
-PYTEST = "ran -m pytest -n 2 --dist worksteal"
-OF_TEST = f"{PYTEST} -m not slow --ignore=tests/benchmarks --ignore=tests/clusters --ignore=tests/libraries"
-GOALS = {
-    "test": [OF_TEST],
-    "test-all": [f"{PYTEST} --ignore=tests/clusters --ignore=tests/libraries"],
-    "test-ray": ["ran -m pytest tests/clusters"],
-    "test-benchmarks": [f"{PYTEST} tests/benchmarks"],
-    "lint": [
-        "ran -m ruff check .",
-        "ran -m ruff format --check .",
-        "ran -m mypy --strict nano_loop",
-        "ran -m pytest -q tests/test_architecture.py",
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("version", "modules", "said"),
-    [
-        ("3.9", "venv", 'needs Python 3.10 or later with its venv module, and "{}" is Python 3.9. Install'),
-        ("2.7", "", '"{}" is Python 2.7. Install'),
-        ("3.12", "", '"{}" has no venv or ensurepip. Install them (on Debian and Ubuntu: apt install python3.'),
-        (None, "", '"{}" does not run here. Install Python 3.10 or later, or name another'),
-    ],
-)
-def test_unfit_python_is_named_in_one_line(checkout, version, modules, said):
-    if version is None:
-        checkout.python = "no-such-python"
-    else:
-        checkout.pretend(version, modules)
-    for goal in ("demo", "test"):
-        code, out, err, _ = checkout.make(goal)
-        assert (code != 0, out, err.count("\n")) == (True, "", 1)
-        assert said.format(checkout.python) in err
-        assert f"make PYTHON=python3.12 {goal}" in err
-    assert not (checkout.folder / ".venv").exists()
-    code, out, *_ = checkout.make(PYTHON="no-such-python")
-    others = ("demo", "test-ipex", "test-newest", "test-arm", "wheel", "clean")
-    assert all(f"make {goal}" in out for goal in (*others, *GOALS))
-
-
-def test_tests_with_a_wheel_make_it_again_where_sources_are_newer(checkout):
-    source, made = checkout.folder / "nano_loop/version.py", checkout.folder / "dist/.made"
-    for name in ("README.md", "requirements/wheel.txt"):
-        (checkout.folder / name).touch()
-    for age, is_made in ((None, True), (-5, False), (5, True)):
-        if age is not None:
-            made.parent.mkdir(exist_ok=True)
-            made.touch()
-            later = made.stat().st_mtime + age
-            os.utime(source, (later, later))
-        for goal in ("test-newest", "test-arm"):
-            code, out, err, _ = checkout.make("-n", goal)
-            assert (code, "build_sdist" in out) == (0, is_made), err
 
 
 def test_all_that_is_left_out_with_ipex_is_there():
@@ -680,44 +498,3 @@ def test_environment_of_the_demo_has_what_setup_cfg_asks_for_without_tests():
     lines = [line for line in (ROOT / "requirements/demo.txt").read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "-c default.txt"  # the versions
     assert {canonicalize_name(line) for line in lines[1:]} == names | {"setuptools"}
-
-
-def test_goals_set_up_once_run_what_they_are_for_and_clean_takes_all_away(checkout):
-    (checkout.folder / "broken").touch()  # pip fails once
-    code, _, err, calls = checkout.make("test")
-    assert (code != 0, "bad pin" in err, calls) == (True, True, ["venv", "pins"])
-    for number, (goal, runs) in enumerate(GOALS.items()):
-        assert checkout.make(goal)[::3] == (0, [*SET_UP, *runs] if number == 0 else runs)
-    assert checkout.make("test", "ARGS=-k 'a or b'") == (0, "", "", [f"{OF_TEST} -k a or b"])
-    assert checkout.make("demo", "ARGS=--epochs 1")[::3] == (0, ["ran examples/demo.py --epochs 1"])
-    (checkout.folder / "nano_loop/__pycache__").mkdir()
-    assert checkout.make("clean", PYTHON="no-such-python")[0] == 0
-    assert [path for path in checkout.folder.rglob("*") if path.name in (".venv", "__pycache__")] == []
-    assert (checkout.folder / "nano_loop/version.py").exists()
-    assert checkout.make("demo")[::3] == (0, [*SET_UP, "ran examples/demo.py"])
-    assert not (checkout.folder / ".venv").exists()
-
-
-CHANGES = {
-    "pins": (functools.partial(Checkout.touch, name="requirements/default.txt"), SET_UP),
-    "metadata": (functools.partial(Checkout.touch, name="setup.cfg"), ["package"]),
-    "Python": (functools.partial(Checkout.pretend, version="3.12"), SET_UP),
-    "place": (Checkout.move, ["package"]),
-}
-
-
-@pytest.mark.parametrize(("change", "calls"), CHANGES.values(), ids=CHANGES)
-def test_what_has_changed_is_set_up_again(checkout, change, calls):
-    assert checkout.make("test")[::3] == (0, [*SET_UP, OF_TEST])
-    change(checkout)
-    assert checkout.make("test")[::3] == (0, [*calls, OF_TEST])
-
-
-@pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two `make` apart")
-def test_two_makes_at_once_set_up_once(checkout):
-    with ThreadPoolExecutor() as threads:
-        ended = [*threads.map(checkout.make, ["lint", "test"])]
-    assert [code for code, *_ in ended] == [0, 0]
-    calls = [call for *_, lines in ended for call in lines]
-    assert [call for call in calls if call in SET_UP] == SET_UP
-    assert len([call for call in calls if call.startswith("ran")]) == 5

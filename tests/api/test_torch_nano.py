@@ -1,10 +1,6 @@
 """`TorchNano`: what `setup` gives back, what is there inside `train`, what is as before outside of it."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-import textwrap
 
 import lightning_fabric
 import pytest
@@ -433,38 +429,6 @@ def test_warning_of_strategy_does_not_end_the_run(job):
     with pytest.warns(NanoWarning, match="strategy"):
         loop = Loop(strategy="deepspeed", precision="bf16")
     assert loop.train(lambda self: in_bf16(self.setup(*job)[0])) == [True]
-
-
-SCRIPT = """
-    import sys, torch
-    from nano_loop import TorchNano
-
-    class MyNano(TorchNano):
-        def train(self, how):
-            model = torch.nn.Linear(2, 1)
-            model, optimizer = self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            self.print("trained")
-            {end}
-
-    MyNano().train("now")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "code", "last"), [("sys.exit(3)", 3, ""), ("raise OSError('mine')", 1, "OSError: mine")]
-)
-def test_script_ends_as_its_loop_ends(end, code, last):
-    program = textwrap.dedent(SCRIPT.format(end=end))
-    environ = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONWARNINGS": "error"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=environ)
-    assert done.returncode == code, done.stderr
-    assert done.stdout == "trained\n"
-    first, *_, final = done.stderr.splitlines()
-    assert first.startswith("nano_loop ")
-    assert final.startswith(last or "  ")
 
 
 # --- what BigDL-Nano and LightningLite had ---
