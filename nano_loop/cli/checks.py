@@ -1,4 +1,4 @@
-"""The checks of `doctor`, a function each: of threads and variables, kernels and torch, memory and CPUs.
+"""The checks of `doctor`, a function each: of threads and variables, kernels, memory and instructions.
 
 Each yields a `Finding` for what a user should know, and nothing where all is well.
 """
@@ -16,6 +16,7 @@ from nano_loop.cpu.partition import BINDING_VARIABLES
 from nano_loop.cpu.tree import parse_number
 from nano_loop.errors import NanoConfigError
 from nano_loop.kernels.compiler import COMPILE, OFF
+from nano_loop.runtime.objects.report import size
 
 
 class Finding(NamedTuple):
@@ -27,11 +28,6 @@ class Finding(NamedTuple):
     advice: str
     #: Whether it makes training slower or fail. If not, it explains how this machine differs from a better one.
     hurts: bool = True
-
-
-def in_words(count: int) -> str:
-    """Return a number of bytes in a unit that people read."""
-    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
 
 
 def counted(count: int, noun: str) -> str:
@@ -184,24 +180,13 @@ def kernels_in_c(inspected: Inspected) -> Iterator[Finding]:
         )
 
 
-def packages(inspected: Inspected) -> Iterator[Finding]:
-    """Find that torch is missing."""
-    if "torch" not in inspected.packages:
-        yield Finding(
-            "no-torch",
-            "torch is not installed in this Python",
-            "nano_loop trains with it",
-            "Install it (pip install torch), or use the Python that has it",
-        )
-
-
 def memory(inspected: Inspected) -> Iterator[Finding]:
     """Find a container's default size of shared memory."""
-    size = inspected.memory.shared
-    if size is not None and size < 1 << 30:  # Docker's default is 64 MiB, which two workers of a loader can fill
+    count = inspected.memory.shared
+    if count is not None and count < 1 << 30:  # Docker's default is 64 MiB, which two workers of a loader can fill
         yield Finding(
             "shared-memory",
-            f"{SHARED_MEMORY} has {in_words(size)}",
+            f"{SHARED_MEMORY} has {size(count)}",
             "workers of a DataLoader exchange data there, and end with a bus error when it is full",
             "Enlarge it (docker run --shm-size=8g, Kubernetes: an emptyDir with medium: Memory)",
         )

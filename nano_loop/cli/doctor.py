@@ -11,17 +11,18 @@ from dataclasses import asdict
 from typing import Any
 
 from nano_loop.cli import as_text, checks
-from nano_loop.cli.checks import Finding, counted, in_words
+from nano_loop.cli.checks import Finding, counted
 from nano_loop.cli.inspected import Inspected, inspect_system
 from nano_loop.cpu import format_cpu_list, partition, process_counts
 from nano_loop.errors import quoted
 from nano_loop.kernels.compiler import COMPILE
+from nano_loop.runtime.objects.report import size
 from nano_loop.version import __version__
 
 #: In the order in which findings are printed: first what a user can change at once.
 CHECKS: tuple[Callable[[Inspected], Iterator[Finding]], ...] = (
     *(checks.thread_counts, checks.bindings, checks.refused_options, checks.slow_variables),
-    *(checks.kernels_in_c, checks.packages, checks.memory, checks.instruction_sets),
+    *(checks.kernels_in_c, checks.memory, checks.instruction_sets),
 )
 _LONGEST = 400  # characters of a finding, which quotes the environment
 #: Names of instruction sets that matter to training, as Linux has them.
@@ -57,7 +58,7 @@ def findings_of(inspected: Inspected) -> list[Finding]:
 
 def facts_of(inspected: Inspected) -> dict[str, Any]:
     """Return what was read, as plain data for JSON."""
-    machine, memory = inspected.machine, inspected.memory
+    machine = inspected.machine
     kind = "aarch64" if machine.architecture in ("aarch64", "arm64") else "x86_64"
     return {
         "nano_loop": __version__,
@@ -81,7 +82,7 @@ def facts_of(inspected: Inspected) -> dict[str, Any]:
             "num_threads": machine.num_threads,
             "shares": [[count, len(partition(machine, count)[0].cpus)] for count in process_counts(machine)],
         },
-        "memory": {**asdict(memory), "huge_pages": memory.huge_pages or None},
+        "memory": asdict(inspected.memory),
         "kernels": None if inspected.kernels is None else inspected.kernels._asdict(),
         "cache": None if inspected.cache is None else inspected.cache._asdict(),
         "packages": dict(inspected.packages),
@@ -121,13 +122,12 @@ def _table(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if memory["total"] is None:
         yield "memory", "unknown"
     else:
-        available = "" if memory["available"] is None else f", {in_words(memory['available'])} available"
-        limit = "no limit" if memory["limit"] is None else f"limit {in_words(memory['limit'])}"
-        yield "memory", f"{in_words(memory['total'])}{available}, {limit}"
+        available = "" if memory["available"] is None else f", {size(memory['available'])} available"
+        limit = "no limit" if memory["limit"] is None else f"limit {size(memory['limit'])}"
+        yield "memory", f"{size(memory['total'])}{available}, {limit}"
     left = sorted((count, name) for name, count in memory["left"].items())
-    yield "a process", ", ".join(f"{in_words(count)} more by {name}" for count, name in left) or "no known limit"
-    yield "shared memory", "unknown" if memory["shared"] is None else in_words(memory["shared"])
-    yield "huge pages", memory["huge_pages"] or "unknown"
+    yield "a process", ", ".join(f"{size(count)} more by {name}" for count, name in left) or "no known limit"
+    yield "shared memory", "unknown" if memory["shared"] is None else size(memory["shared"])
     if kernels is not None and kernels["level"] is None:
         yield "kernels in C", f"none: {kernels['reason']}"
     elif kernels is not None:

@@ -52,8 +52,6 @@ class Memory:
     limit: int | None = None  # what the process's cgroups may use; None if there is no limit
     left: Mapping[str, int] = field(default_factory=dict)  # what this process may still get, by what limits it
     shared: int | None = None  # the size of the file system for shared memory
-    #: The kernel's mode of transparent huge pages: ``always``, ``madvise`` or ``never``; empty if it is not known.
-    huge_pages: str = ""
 
 
 class Kernels(NamedTuple):
@@ -180,7 +178,6 @@ def _read_memory(tree: Tree, is_live: bool) -> Memory:
     fields = dict(re.findall(r"^(\w+):\s+(\d{1,15}) kB$", tree.text("/proc/meminfo"), re.MULTILINE))
     total, available = (int(fields[name]) << 10 if name in fields else None for name in ("MemTotal", "MemAvailable"))
     limit = read_memory_limit(tree)
-    modes = re.search(r"\[(\w+)\]", tree.text("/sys/kernel/mm/transparent_hugepage/enabled"))
     shared = os.statvfs(SHARED_MEMORY) if is_live and os.path.exists(SHARED_MEMORY) else None
     return Memory(
         total=total,
@@ -188,5 +185,4 @@ def _read_memory(tree: Tree, is_live: bool) -> Memory:
         limit=limit if total is None or (limit is not None and limit < total) else None,
         left=memory_left(tree, is_live),
         shared=None if shared is None else shared.f_frsize * shared.f_blocks,
-        huge_pages=modes[1] if modes else "",
     )

@@ -40,14 +40,12 @@ def keeps_freed_memory(environ: Mapping[str, str]) -> bool:
 
 @functools.cache
 def allocator_of_this_process() -> str | None:
-    """Return `other_allocator`, which is read once: an allocator that is loaded later does not replace glibc's."""
-    return other_allocator()
+    """Return the name of the allocator that replaces glibc's, found among the libraries mapped into this process.
 
-
-def other_allocator(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Return the name of the allocator that replaces glibc's, found among the libraries mapped into this process."""
+    It is read once: an allocator that is loaded later does not replace glibc's.
+    """
     try:
-        return next(iter(allocators_of(libraries_in(maps.read_text()))), None)
+        return next(iter(allocators_of(libraries_in(Path("/proc/self/maps").read_text()))), None)
     except OSError:
         return None
 

@@ -17,7 +17,6 @@ CGROUP = "26 25 0:29 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
 CLEAN = {
     "/proc/meminfo": "MemTotal:       65859580 kB\nMemFree:        61000000 kB\nMemAvailable:   63000000 kB\n",
     "/proc/self/mountinfo": CGROUP,
-    "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
 }
 
 

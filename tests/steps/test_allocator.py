@@ -78,16 +78,6 @@ def test_what_the_command_line_has_exported_is_no_reason_and_leaves_the_threshol
     assert made.skip_reason(TrainingObjects()).code == "users_setting"
 
 
-def test_other_allocators_are_recognised(tmp_path):
-    maps = tmp_path / "maps"
-    line = "7f00-7f01 r-xp 00000000 08:01 1    /usr/lib/libjemalloc.so.2\n7f02-7f03 rw-p 0 00:00 0 [heap]\n"
-    maps.write_text(line)
-    assert glibc.other_allocator(maps) == "jemalloc"
-    maps.write_text(line.replace("jemalloc", "c"))
-    assert glibc.other_allocator(maps) is None
-    assert glibc.other_allocator(tmp_path / "none") is None
-
-
 def test_another_c_library_is_a_reason(step, monkeypatch):
     monkeypatch.setattr(allocator, "is_glibc", lambda: False)
     assert step(Allocator).skip_reason(TrainingObjects()).code == "not_glibc"
