@@ -339,7 +339,7 @@ FAULTS = (
         "tests/integrations/cuda_calls",
     ),
     Fault(
-        "integrations/fabric/fabric.py",
+        "integrations/fabric/strategy.py",
         '(torch, "compile")',
         '(torch, "__doc__")',
         "tests/integrations/fabric/test_fabric.py tests/test_import.py",

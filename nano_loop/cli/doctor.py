@@ -66,7 +66,7 @@ def facts_of(inspected: Inspected) -> dict[str, Any]:
         "cpu": {
             "name": machine.name,
             "architecture": machine.architecture,
-            "instruction_sets": [name for name in _INSTRUCTION_SETS[kind] if inspected.has_any(name)],
+            "instruction_sets": [name for name in _INSTRUCTION_SETS[kind] if name in machine.instruction_sets],
             "fast_bf16": machine.has_fast_bf16,
             "sockets": len({cpu.package for cpu in machine.logical_cpus}),
             "numa_nodes": len({cpu.numa_node for cpu in machine.logical_cpus}),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nano_loop.config.environment import kernels_choice
-from nano_loop.cpu import Host, Machine, memory_left, read_machine
+from nano_loop.cpu import Machine, memory_left, read_machine
 from nano_loop.cpu.cgroup import read_cpuset, read_memory_limit
-from nano_loop.cpu.reading import live_host
+from nano_loop.cpu.reading import Host, live_host
 from nano_loop.cpu.tree import Tree
 from nano_loop.errors import NanoConfigError, NanoError
 from nano_loop.kernels.compiler import (
@@ -85,10 +84,6 @@ class Inspected:
     #: The kernels in C; None if they are not known, as on a recorded machine.
     kernels: Kernels | None = None
     cache: CacheFolder | None = None  # None as on a recorded machine
-
-    def has_any(self, *instruction_sets: str) -> bool:
-        """Whether the CPU has one of these instruction sets."""
-        return bool(self.machine.instruction_sets & {*instruction_sets})
 
 
 def inspect_system(
@@ -175,8 +170,7 @@ def inspect_cache() -> CacheFolder:
 
 
 def _read_memory(tree: Tree, is_live: bool) -> Memory:
-    fields = dict(re.findall(r"^(\w+):\s+(\d{1,15}) kB$", tree.text("/proc/meminfo"), re.MULTILINE))
-    total, available = (int(fields[name]) << 10 if name in fields else None for name in ("MemTotal", "MemAvailable"))
+    total, available = map(tree.sizes("/proc/meminfo").get, ("MemTotal", "MemAvailable"))
     limit = read_memory_limit(tree)
     shared = os.statvfs(SHARED_MEMORY) if is_live and os.path.exists(SHARED_MEMORY) else None
     return Memory(

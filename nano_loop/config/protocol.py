@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -46,22 +47,18 @@ class Command(NamedTuple):
         os._exit(0)
 
 
-_taken: list[Command] = []
-
-
+@cache
 def take_command() -> Command | None:
     """Return the command of this process; None if nano-loop has not started it.
 
     The variable is removed at the first call, so that processes which the script starts are not commanded.
     """
     text = os.environ.pop(COMMAND, None)
-    if text is not None:
-        try:
-            _taken.append(Command(**json.loads(text)))
-        except (ValueError, TypeError) as error:
-            expected = "it holds what nano-loop tells a script that it starts"
-            raise NanoConfigError(error_message(f"{COMMAND} is damaged", expected, f"Unset {COMMAND}")) from error
-    return _taken[-1] if _taken else None
+    try:
+        return None if text is None else Command(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        expected = "it holds what nano-loop tells a script that it starts"
+        raise NanoConfigError(error_message(f"{COMMAND} is damaged", expected, f"Unset {COMMAND}")) from error
 
 
 def is_json(value: Any) -> bool:

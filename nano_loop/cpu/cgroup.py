@@ -75,8 +75,7 @@ def _folder_left(tree: Tree, folder: str) -> int | None:
     limit, usage = (tree.number(f"{folder}/{name}") for name in names)
     if not limit or limit < 0 or usage is None:
         return None
-    swap = re.search(r"^SwapFree:\s+(\d{1,15}) kB$", tree.text("/proc/meminfo"), re.MULTILINE)
-    swap_left = int(swap[1]) << 10 if swap else 0
+    swap_left = tree.sizes("/proc/meminfo").get("SwapFree", 0)
     if version_1:  # of memory and swap together
         both, used = (tree.number(f"{folder}/memory.memsw.{name}_in_bytes") for name in ("limit", "usage"))
         limits = None if both is None or used is None else (both - limit) - (used - usage)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import IO
+from contextlib import ExitStack, contextmanager, suppress
 
 _one_at_a_time = threading.RLock()  # the descriptor is the process's
 
@@ -26,7 +24,10 @@ def without_lines(descriptor: int, part: bytes) -> Iterator[None]:
         What the unwanted lines contain.
     """
     with _one_at_a_time, ExitStack() as stack:
-        held = _holding_file(descriptor, stack)
+        held = None
+        with suppress(OSError):  # there is no such descriptor, or no place for a file
+            os.fstat(descriptor)  # a closed one would be given to the file
+            held = stack.enter_context(tempfile.TemporaryFile())
         if held is None:
             yield
             return
@@ -42,14 +43,3 @@ def without_lines(descriptor: int, part: bytes) -> Iterator[None]:
             rest = b"".join(line for line in held if part not in line)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
-
-
-def _holding_file(descriptor: int, stack: ExitStack) -> IO[bytes] | None:
-    """Return a file to hold lines, or None if there is no such descriptor, or no place for a file."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        os.fstat(descriptor)  # a closed one would be given to the file
-        return stack.enter_context(tempfile.TemporaryFile())
-    except OSError:
-        return None

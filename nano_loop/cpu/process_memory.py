@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import sys
-from pathlib import Path
 
 from nano_loop.cpu.cgroup import read_memory_left
 from nano_loop.cpu.tree import Tree
@@ -17,10 +15,8 @@ _ULIMITS = {"ulimit -v": (resource.RLIMIT_AS, "VmSize"), "ulimit -d": (resource.
 
 def peak_memory() -> int:
     """Return the most bytes of resident memory that this process has had at once."""
-    status = Path("/proc/self/status")
-    match = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    if match:
-        return int(match[1]) * 1024
+    if peak := Tree("/").sizes("/proc/self/status").get("VmHWM"):
+        return peak
     # On Linux, this begins at what the parent had when it started this process.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -44,16 +40,15 @@ def memory_left(tree: Tree, is_live: bool = True) -> dict[str, int]:
     is_live : bool
         Whether they are this machine's, so that the limits of this process are known.
     """
-    fields = dict(re.findall(r"^(\w+):\s+(\d{1,15}) kB$", tree.text("/proc/meminfo"), re.MULTILINE))
+    fields = tree.sizes("/proc/meminfo")
     left = {}
     if "MemAvailable" in fields:
-        left["memory and swap"] = sum(int(fields.get(name, 0)) << 10 for name in ("MemAvailable", "SwapFree"))
+        left["memory and swap"] = fields["MemAvailable"] + fields.get("SwapFree", 0)
     if (of_cgroup := read_memory_left(tree)) is not None:
         left["the cgroup"] = of_cgroup
-    status = tree.text("/proc/self/status") if is_live else ""
+    has = tree.sizes("/proc/self/status") if is_live else {}
     for name, (limit, used) in _ULIMITS.items():
-        most = resource.getrlimit(limit)[0] if is_live else resource.RLIM_INFINITY
-        has = re.search(rf"^{used}:\s*(\d+) kB$", status, re.MULTILINE)
-        if most != resource.RLIM_INFINITY and has:
-            left[name] = max(most - (int(has[1]) << 10), 0)
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY and used in has:
+            left[name] = max(most - has[used], 0)
     return left

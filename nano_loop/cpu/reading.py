@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -37,7 +36,7 @@ def live_host() -> Host:
         return Host(platform.machine(), psutil.cpu_count(logical=False) or psutil.cpu_count())
 
 
-def read_machine(root: Path | str = "/", affinity: Collection[int] | None = None, host: Host | None = None) -> Machine:
+def read_machine(root: Path | str = "/", host: Host | None = None) -> Machine:
     """Return a description of the machine and of the part that this process may use.
 
     Never raises. If a source is missing, unreadable or damaged, the next best one is used, down to a single CPU.
@@ -47,12 +46,9 @@ def read_machine(root: Path | str = "/", affinity: Collection[int] | None = None
     ----------
     root : str or pathlib.Path
         The folder that contains ``proc`` and ``sys``: ``/`` for the live machine, others for recorded ones.
-    affinity : collection of int, optional
-        The CPUs that this process may run on. By default, the mask of the calling thread on the live machine, and all
-        CPUs of a recorded machine.
     host : Host, optional
         Properties that are not in files. By default, queried from the system for ``/``, and unknown for recorded
-        machines.
+        machines, all of whose CPUs may then be used.
 
     Returns
     -------
@@ -63,9 +59,10 @@ def read_machine(root: Path | str = "/", affinity: Collection[int] | None = None
     if host is None:
         host = live_host() if is_live else Host()
     machine = _live_hardware(host, tree.text(ONLINE)) if is_live else _read_hardware(tree, host)
-    mask = host.affinity if affinity is None else affinity
-    allowed = _allowed([cpu.id for cpu in machine.logical_cpus], mask, read_cpuset(tree))
-    return replace(machine, allowed=allowed, quota=read_quota(tree))
+    usable = set(host.affinity or (cpu.id for cpu in machine.logical_cpus))
+    # A process runs on one CPU at least, so a cpuset without any of its CPUs must be wrong.
+    allowed = usable.intersection(read_cpuset(tree)) or usable
+    return replace(machine, allowed=tuple(sorted(allowed)), quota=read_quota(tree))
 
 
 def _read_hardware(tree: Tree, host: Host) -> Machine:
@@ -88,15 +85,3 @@ def _read_hardware(tree: Tree, host: Host) -> Machine:
 def _live_hardware(host: Host, online: str) -> Machine:
     """Read the hardware of the live machine once for each set of CPUs."""
     return _read_hardware(Tree("/"), host)
-
-
-def _allowed(online: Collection[int], affinity: Collection[int] | None, cpuset: Collection[int]) -> tuple[int, ...]:
-    """Return the intersection of the three sets of CPUs.
-
-    A running process has at least one CPU, so an empty intersection must be wrong. In that case, the cpuset is ignored
-    first, then the affinity.
-    """
-    limits = [limit for limit in (affinity, cpuset) if limit]
-    while limits and not set(online).intersection(*limits):
-        limits.pop()
-    return tuple(sorted(set(online).intersection(*limits)))

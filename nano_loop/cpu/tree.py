@@ -55,12 +55,14 @@ class Tree:
         """Return the integer in the file at `path`, or None."""
         return parse_number(self.text(path))
 
+    def sizes(self, path: str) -> dict[str, int]:
+        """Return the bytes in the lines ``NAME:   123 kB`` of the file at `path`, by their names."""
+        found = re.findall(r"^(\w+):\s+(\d{1,15}) kB$", self.text(path), re.MULTILINE)
+        return {name: int(count) << 10 for name, count in found}
+
     def cpu_list(self, path: str) -> tuple[int, ...]:
         """Return the CPU ids in the file at `path`, or an empty tuple."""
-        try:
-            return parse_cpu_list(self.text(path))
-        except ValueError:
-            return ()
+        return parse_cpu_list(self.text(path))
 
     def numbered_folders(self, path: str, prefix: str) -> list[int]:
         """Return the sorted numbers N of the entries ``<prefix>N`` in the folder `path`."""

@@ -10,7 +10,7 @@ from cpu.recording import unpack, write
 
 from nano_loop.cli.doctor import findings_of
 from nano_loop.cli.inspected import inspect_system
-from nano_loop.cpu import Host
+from nano_loop.cpu.reading import Host
 
 PACKAGES = {"nano-loop": "0.1.0", "torch": "2.13.0+cpu", "lightning-fabric": "2.6.6"}
 CGROUP = "26 25 0:29 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n"

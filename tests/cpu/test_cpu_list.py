@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_loop.cpu import format_cpu_list, parse_cpu_list
-from nano_loop.cpu.cpu_list import HIGHEST_CPU_ID
+from nano_loop.cpu.cpu_list import HIGHEST_CPU_ID, format_cpu_list, parse_cpu_list
 
 
 @pytest.mark.parametrize(
@@ -50,17 +49,10 @@ def test_what_is_written_reads_back_the_same(cpus):
     "text",
     ["all", "0-", "-1", "3-1", "0,,2", "0-3:2/4", "1.5", "0x3", "0-99999999999", "8192", "٣", "0 1", "0-3,"],
 )
-def test_what_is_no_cpu_list_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="is not a list of CPU ids") as caught:
-        parse_cpu_list(text)
-    assert repr(text) in str(caught.value)
-    assert "'0-3,8'" in str(caught.value)
+def test_what_is_no_cpu_list_has_no_ids(text):
+    assert parse_cpu_list(text) == ()
 
 
 @given(st.text(max_size=20))
-def test_any_text_gives_ids_or_a_value_error(text):
-    try:
-        cpus = parse_cpu_list(text)
-    except ValueError:
-        return
-    assert all(0 <= cpu <= HIGHEST_CPU_ID for cpu in cpus)
+def test_any_text_gives_ids_of_cpus(text):
+    assert all(0 <= cpu <= HIGHEST_CPU_ID for cpu in parse_cpu_list(text))

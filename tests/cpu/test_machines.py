@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from nano_loop.cpu import Host, format_cpu_list, parse_cpu_list, partition, read_machine
+from nano_loop.cpu import format_cpu_list, partition, read_machine
+from nano_loop.cpu.cpu_list import parse_cpu_list
+from nano_loop.cpu.reading import Host
 
 from .recording import MACHINES, built, unpack, write_all
 from .test_reading import assert_consistent
@@ -24,8 +26,8 @@ def made(case, folder):
             file.unlink()
     for path, text in case.get("files", {}).items():
         write_all([path], text.split("\n"), folder)
-    affinity = parse_cpu_list(case["affinity"]) if "affinity" in case else None
-    return read_machine(folder / case.get("root", ""), affinity, Host(**case.get("host", {})))
+    affinity = frozenset(parse_cpu_list(case["affinity"])) if "affinity" in case else None
+    return read_machine(folder / case.get("root", ""), Host(affinity=affinity, **case.get("host", {})))
 
 
 def grouped(machine, name):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_loop.cpu import LogicalCpu, Share, given_shares, partition, process_counts, read_machine, restricted
+from nano_loop.cpu.reading import Host
 from nano_loop.errors import NanoConfigError, NanoWarning
 
 from .recording import built, machine_of
@@ -176,7 +177,7 @@ def test_the_users_lists_become_shares(recorded, lists, shares):
 
 
 def test_siblings_that_are_not_allowed_do_not_load(recorded):
-    machine = read_machine(recorded("xeon_4309y_two_sockets"), affinity=range(16))
+    machine = read_machine(recorded("xeon_4309y_two_sockets"), Host(affinity=frozenset(range(16))))
     assert given_shares(machine, ((0, 1),)) == (Share((0, 1), (0, 1)),)
 
 

@@ -31,7 +31,7 @@ def test_peak_of_a_child_does_not_include_what_its_parent_has_had() -> None:
 
 
 def test_without_proc_the_system_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(process_memory, "Path", lambda _: tmp_path / "none")
+    monkeypatch.setattr(process_memory, "Tree", lambda _: Tree(tmp_path))
     assert peak_memory() > 10 * MB
 
 

@@ -59,7 +59,7 @@ def test_environment_stays(monkeypatch):
 
 def test_edited_script_and_one_that_is_measured_or_launched_are_as_written(tuned, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("nano_loop.config.protocol._taken", [Command("tune", "", {})])
+        patch.setattr("nano_loop.runtime.learnt_options.take_command", lambda: Command("tune", "", {}))
         assert not read()
     with monkeypatch.context() as patch:
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():

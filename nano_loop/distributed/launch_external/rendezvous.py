@@ -69,9 +69,7 @@ def _meeting_place(launch: Launch, environ: Mapping[str, str]) -> _Place:
 
 def _usual_place_of_srun(environ: Mapping[str, str]) -> _Place:
     """Return the first host of the step, and a port that other steps and jobs are unlikely to have."""
-    from nano_loop.integrations.fabric.fabric import (
-        SLURMEnvironment,  # only srun's ranks need it, and its import takes seconds
-    )
+    from nano_loop.integrations.fabric.strategy import SLURMEnvironment  # only for srun's ranks: it takes seconds
 
     # A step may have a part of the job's nodes. Fabric's own answer is for jobs with --ntasks-per-node alone.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"

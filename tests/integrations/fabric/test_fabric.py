@@ -11,7 +11,7 @@ from torch import nn
 
 from nano_loop import TorchNano
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
-from nano_loop.integrations.fabric.fabric import Fabric as Ours
+from nano_loop.integrations.fabric.strategy import Fabric as Ours
 from nano_loop.integrations.fabric.strategy import fabric_arguments
 
 
