@@ -57,8 +57,8 @@ class Tree:
 
     def sizes(self, path: str) -> dict[str, int]:
         """Return the bytes in the lines ``NAME:   123 kB`` of the file at `path`, by their names."""
-        found = re.findall(r"^(\w+):\s+(\d{1,15}) kB$", self.text(path), re.MULTILINE)
-        return {name: int(count) << 10 for name, count in found}
+        lines = re.findall(r"^(\w+):\s+(\d{1,15}) kB$", self.text(path), re.MULTILINE)
+        return {name: int(count) << 10 for name, count in lines}
 
     def cpu_list(self, path: str) -> tuple[int, ...]:
         """Return the CPU ids in the file at `path`, or an empty tuple."""
