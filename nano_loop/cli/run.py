@@ -13,6 +13,10 @@ from nano_loop.cli.training_environment import before_exports, changes_between, 
 from nano_loop.config.protocol import INSTALL
 from nano_loop.cpu import read_machine
 
+_OWN_RUNS = (
+    "nano-loop: with --only-environment options act on the script's own runs alone: functions under @nano, TorchNano, "
+    "accelerated and Lightning's Trainer"
+)
 _EXAMPLES = """\b
 Examples:
   nano-loop run --precision bf16 train.py --epochs 3
@@ -35,6 +39,8 @@ def run(script: Script, as_json: bool, preload: tuple[str, ...], only_environmen
     environ = {**exported(before, made), **script.variables}
     if only_environment:
         environ.pop(INSTALL, None)  # of a process that has called `install`
+        if script.variables:
+            click.echo(_OWN_RUNS, err=True)
     if as_json:
         click.echo(as_text("run", arguments=script.command, changes=changes_between(os.environ, environ)))
         return

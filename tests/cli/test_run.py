@@ -331,6 +331,7 @@ def test_script_without_a_line_is_accelerated_with_its_children(script):
         assert results[0][1] == (["torch.float32"] if is_exact else ["torch.bfloat16"])
     code, out, err = ran("--precision", "bf16", "--only-environment", path)
     assert (code, out) == (0, plain)
+    assert "the script's own runs" in err
     code, out, err = ran(path, NANO_LOOP_EXACT="1", NANO_LOOP_PRECISION="bf16")
     assert (code, out) == (0, plain), "the script goes on without nano_loop"
     assert err.startswith("nano-loop: NANO_LOOP_PRECISION=bf16 with NANO_LOOP_EXACT=1"), (
