@@ -181,7 +181,7 @@ EVERY = pytest.mark.parametrize("operator", CASES)
 
 @pytest.fixture(autouse=True)
 def every_size_is_large(monkeypatch):
-    for place in (linear, fp32_product, flash_attention.fp32_attention):
+    for place in (linear, fp32_product, flash_attention):
         monkeypatch.setattr(place, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(attention, "MIN_SCORES", 1)
     monkeypatch.setattr(cross_entropy, "MIN_LOGITS", 1)

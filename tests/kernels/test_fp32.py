@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels.compared.products import factors
 from nano_loop import accelerated
 from nano_loop.kernels import override
-from nano_loop.kernels.attention import fp32_attention
+from nano_loop.kernels.attention import flash_attention
 from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.norm import norm_arguments, rms_norm
@@ -66,7 +66,7 @@ def every_size_is_large(monkeypatch):
     monkeypatch.setattr(cross_entropy, "MIN_LOGITS", 1)
     monkeypatch.setattr(rms_norm, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(fp32_product, "MIN_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(fp32_attention, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(flash_attention, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(models, "LARGE_IN_FP32", 1)
     compute_in_c(monkeypatch)
 

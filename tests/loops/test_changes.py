@@ -8,7 +8,7 @@ from steps.kernels.cases import compute_in_c
 from nano_loop import nano
 from nano_loop.config.declarations import EXACT as VALUES
 from nano_loop.kernels.activation import activations
-from nano_loop.kernels.attention import attention, fp32_attention
+from nano_loop.kernels.attention import attention, flash_attention
 from nano_loop.kernels.convolution import depthwise, gradient_plans
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.embedding import lookup
@@ -24,7 +24,7 @@ from .pairs import built as arguments_of
 MINIMUM_SIZES = (
     *((place, "MIN_ELEMENTS") for place in (activations, bernoulli, depthwise, gradient_plans, lookup)),
     *((place, "MIN_ELEMENTS") for place in (norm_arguments, rms_norm)),
-    *((place, "MIN_MULTIPLICATIONS") for place in (fp32_attention, fp32_product, gradient_plans, linear)),
+    *((place, "MIN_MULTIPLICATIONS") for place in (flash_attention, fp32_product, gradient_plans, linear)),
     *((attention, "MIN_SCORES"), (cross_entropy, "MIN_LOGITS"), (models, "LARGE_IN_FP32")),
 )
 IN_FP32 = [step for step in KERNEL_STEPS if step.row.in_fp32 is not None]

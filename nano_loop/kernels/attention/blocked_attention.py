@@ -20,28 +20,32 @@ from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
 from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.memory import BF16, BYTES, FLOATS, FP32, STRIDED, Pointer, empty
 
-_BF16, _FLOATS = BF16._replace(layout=STRIDED), FLOATS._replace(layout=STRIDED)
-_INPUTS = (_BF16, _BF16, _BF16, Pointer((torch.bool, torch.bfloat16, torch.float32), STRIDED), BYTES)
-KERNEL = CompiledKernel(
-    "attention",
-    {
-        "attention_forward": (*_INPUTS, _FLOATS, FP32, BYTES),
-        "attention_backward": (*_INPUTS, _BF16, FP32, _FLOATS, _FLOATS, _FLOATS, BYTES),
-    },
-    needs_avx512_bf16=True,
-)
+
+
+def kernel_of(name: str, factor: Pointer, outs: Pointer, *masks: torch.dtype, is_bf16: bool) -> CompiledKernel:
+    """Return the kernel of a C file, for factors, results and masks of these dtypes."""
+    factor, outs = factor._replace(layout=STRIDED), outs._replace(layout=STRIDED)
+    inputs = (*[factor] * 3, Pointer(masks, STRIDED), BYTES)
+    functions = {
+        f"{name}_forward": (*inputs, outs, FP32, BYTES),
+        f"{name}_backward": (*inputs, factor, FP32, *[outs] * 3, BYTES),
+    }
+    return CompiledKernel(name, functions, needs_avx512_bf16=is_bf16)
+
+
+#: `mask_kind` of ``attention_call.h``.
+_MASK_KINDS = {torch.bool: 1, torch.bfloat16: 2, torch.float32: 3}
+KERNEL = kernel_of("attention", BF16, FLOATS, *_MASK_KINDS, is_bf16=True)
 #: Head sizes are computed in pairs of columns.
 _PAIR = 2
 _DIMENSIONS = 4  # batch, heads, rows, columns
 
 _INT = ctypes.c_int64
-#: `mask_kind` of the C file.
-_MASK_KINDS = {torch.bool: 1, torch.bfloat16: 2, torch.float32: 3}
 _NAMES = ("query", "key", "value", "out", "of_query", "of_key", "of_value", "of_out")
 
 
 class _Call(ctypes.Structure):
-    """`Call` of the C file."""
+    """`Call` of ``attention_call.h``."""
 
     _fields_ = (
         *((name, _INT) for name in ("batch", "heads", "group", "length", "keys", "width", "value_width")),
@@ -55,8 +59,12 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel supports these tensors, which suit `nano_loop.kernels.attention.attention.attention`."""
     if query.size(-1) % _PAIR or value.size(-1) % _PAIR or KERNEL.unavailable:
         return False
-    call = _call(_as_heads(query), _as_heads(key), _as_heads(value))
-    return _bytes(call, "backward") <= SCRATCH_BOUND
+    return fits(KERNEL, *map(_as_heads, (query, key, value)))
+
+
+def fits(kernel: CompiledKernel, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the memory that a backward takes, which grows with the number of keys, is within the bound."""
+    return _bytes(kernel, _call(kernel, query, key, value), "backward") <= SCRATCH_BOUND
 
 
 def share_heads(query: Tensor, key: Tensor) -> bool:
@@ -106,7 +114,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        out, log_sums = forward(*args[:-1])
+        out, log_sums = forward(KERNEL, *args[:-1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*args[:5], log_sums)
         ctx.numbers, ctx.are_four = args[5:-1], args[-1]
@@ -119,7 +127,7 @@ class _Attention(torch.autograd.Function):
 
         def compute() -> list[Tensor]:
             gradients = [laid_out_as(tensor) for tensor in inputs]
-            backward(with_columns(gradient), log_sums, *inputs, mask, kept, *[*numbers, gradients])
+            backward(KERNEL, with_columns(gradient), log_sums, *inputs, mask, kept, *[*numbers, gradients])
             return gradients
 
         def by_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -132,6 +140,7 @@ class _Attention(torch.autograd.Function):
 
 
 def forward(
+    kernel: CompiledKernel,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -146,10 +155,13 @@ def forward(
 
     Parameters
     ----------
+    kernel : CompiledKernel
+        What computes it: `KERNEL`, or that of fp32 tensors, which is for equal sizes of query, key and value.
     query, key, value : torch.Tensor
-        bfloat16, of four dimensions: (batch, heads, rows, columns), with columns side by side.
+        bfloat16 or, for the other kernel, float32. Of four dimensions: (batch, heads, rows, columns), with columns side
+        by side.
     mask : torch.Tensor or None
-        bool, bfloat16 or float32, of shape (batch, heads, L, S).
+        bool, bfloat16 or float32, of shape (batch, heads, L, S); for the other kernel, float32.
     kept : torch.Tensor or None
         uint8, of the same shape: 0 where the dropout has dropped a probability.
     dropout_p, is_causal, scale
@@ -160,14 +172,15 @@ def forward(
     if out is None:
         out = by_rows(query.size(0), query.size(1), query.size(2), value.size(3))
     log_sums = empty(*query.shape[:3])
-    call = _call(query, key, value, mask, dropout_p, is_causal, scale)
+    call = _call(kernel, query, key, value, mask, dropout_p, is_causal, scale)
     call.is_wide = out.dtype is torch.float32
     _note(call, "out", out)
-    _run("forward", call, query, key, value, mask, kept, out, log_sums)
+    _run(kernel, "forward", call, query, key, value, mask, kept, out, log_sums)
     return out, log_sums
 
 
 def backward(
+    kernel: CompiledKernel,
     gradient: Tensor,
     log_sums: Tensor,
     query: Tensor,
@@ -182,13 +195,13 @@ def backward(
 ) -> None:
     """Write the gradients of query, key and value, from that of the output, into the three tensors of `gradients`.
 
-    They are bfloat16 or float32, and all else is bfloat16.
+    They are bfloat16 or float32, and all else is as for `forward`.
     """
-    call = _call(query, key, value, mask, dropout_p, is_causal, scale)
+    call = _call(kernel, query, key, value, mask, dropout_p, is_causal, scale)
     call.is_wide = gradients[0].dtype is torch.float32
     for name, tensor in zip(("of_query", "of_key", "of_value", "of_out"), (*gradients, gradient), strict=True):
         _note(call, name, tensor)
-    _run("backward", call, query, key, value, mask, kept, gradient, log_sums, *gradients)
+    _run(kernel, "backward", call, query, key, value, mask, kept, gradient, log_sums, *gradients)
 
 
 def drawn(query: Tensor, key: Tensor, dropout_p: float) -> Tensor | None:
@@ -199,8 +212,8 @@ def drawn(query: Tensor, key: Tensor, dropout_p: float) -> Tensor | None:
 
 def as_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return a mask as `forward` takes it."""
-    mask = _as_four_dimensions(mask.expand(*query.shape[:-1], key.size(-2)))
-    return mask if mask.stride(-1) in (0, 1) else mask.contiguous()
+    mask = mask if mask.stride(-1) in (0, 1) else mask.contiguous()
+    return _as_four_dimensions(mask.expand(*query.shape[:-1], key.size(-2)))
 
 
 def _as_heads(tensor: Tensor) -> Tensor:
@@ -234,6 +247,7 @@ def laid_out_as(tensor: Tensor, columns: int | None = None) -> Tensor:
 
 
 def _call(
+    kernel: CompiledKernel,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -247,7 +261,7 @@ def _call(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _note(call, name, tensor)
     call.causal, call.scale, call.kept = is_causal, scale, 1 - dropout_p
-    call.by_tiles = KERNEL.uses_amx
+    call.by_tiles = kernel.uses_amx
     if mask is not None:
         call.mask, call.mask_kind = (_INT * 4)(*mask.stride()), _MASK_KINDS[mask.dtype]
     return call
@@ -257,10 +271,10 @@ def _note(call: _Call, name: str, tensor: Tensor) -> None:
     setattr(call, name, (_INT * 3)(*tensor.stride()[:3]))
 
 
-def _run(direction: str, call: _Call, *tensors: Tensor | None) -> None:
-    KERNEL(f"attention_{direction}", call, *tensors, scratch(_bytes(call, direction)))
+def _run(kernel: CompiledKernel, direction: str, call: _Call, *tensors: Tensor | None) -> None:
+    kernel(f"{kernel.name}_{direction}", call, *tensors, scratch(_bytes(kernel, call, direction)))
 
 
-def _bytes(call: _Call, direction: str) -> int:
-    """Return the memory that all threads take, which grows with the number of keys."""
-    return torch.get_num_threads() * KERNEL.bytes_of(call, int(direction == "backward"))
+def _bytes(kernel: CompiledKernel, call: _Call, direction: str) -> int:
+    """Return the memory that all threads take."""
+    return torch.get_num_threads() * kernel.bytes_of(call, int(direction == "backward"))

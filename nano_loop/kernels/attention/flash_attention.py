@@ -1,21 +1,23 @@
 """Attention of fp32 tensors: torch's two kernels of flash attention on the CPU are replaced, below autograd.
 
 Where products round their inputs to bf16, `nano_loop.kernels.attention.blocked_attention` computes; where they round to
-fp16's numbers, torch's kernel does, from rounded tensors; else `nano_loop.kernels.attention.fp32_attention` does, where
-that is faster. Where torch computes attention by single products instead, as with a dropout, these round.
+fp16's numbers, torch's kernel does, from rounded tensors; else a C function (``fp32_attention.c``) does, where that is
+faster: torch's kernel computes its products by MKL, which uses AVX-512 on CPUs of Intel alone. Where torch computes
+attention by single products instead, as with a dropout, these round.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nano_loop.kernels.attention import blocked_attention, fp32_attention
+from nano_loop.kernels import memory
+from nano_loop.kernels.attention import blocked_attention
+from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.override import COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
@@ -23,6 +25,9 @@ from nano_loop.patching.torch_private import FLASH_KERNEL
 from nano_loop.policy import product_precision
 from nano_loop.policy.product_precision import ATTENTION
 
+KERNEL = blocked_attention.kernel_of("fp32_attention", memory.FP32, memory.FP32, torch.float32, is_bf16=False)
+#: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
+MIN_MULTIPLICATIONS = 1 << 20
 _DIMENSIONS = 4  # batch, heads, rows, columns
 
 
@@ -76,7 +81,7 @@ def _call(name: str, kernel: Kernel, tensors: tuple[Any, ...], details: _Details
     if any(tensor.dim() != _DIMENSIONS for tensor in (query, key, value)):
         return None
     multiplications = math.prod(query.shape[:-1]) * key.size(-2) * (query.size(-1) + value.size(-1))
-    if multiplications < min(fp32_attention.MIN_MULTIPLICATIONS, product_precision.MIN_MULTIPLICATIONS[ATTENTION]):
+    if multiplications < min(MIN_MULTIPLICATIONS, product_precision.MIN_MULTIPLICATIONS[ATTENTION]):
         return None
     return Call(name, tensors, (details.is_causal,), kernel, multiplications, details)
 
@@ -88,31 +93,19 @@ def _by_torch(call: Call) -> Any:
     return call.kernel(*factors, *details.outs, 0.0, details.is_causal, attn_mask=mask, scale=scale)
 
 
-def _rounded(call: Call) -> tuple[Tensor, Tensor]:
-    query, _, value, _ = call.tensors
-    arguments: tuple[Any, ...] = (*_narrow(call), blocked_attention.laid_out_as(query, value.size(-1)))
-    return blocked_attention.forward(*arguments)
-
-
-def _gradients_rounded(call: Call) -> tuple[Tensor, ...]:
-    gradient, *narrow = _narrow(call)
-    gradients = [blocked_attention.laid_out_as(tensor) for tensor in call.tensors[1:4]]
-    arguments: tuple[Any, ...] = (gradient, call.details.outs[1].contiguous(), *narrow, gradients)
-    blocked_attention.backward(*arguments)
-    return tuple(gradients)
-
-
-def _narrow(call: Call) -> tuple[Any, ...]:
-    """Return the factors in bf16 and the other arguments of `blocked_attention.forward` and its backward."""
-    *factors, mask = call.tensors
-    query, key, _ = factors[-3:]
+def _in_c(kernel: CompiledKernel, call: Call) -> tuple[Tensor, ...]:
+    """Compute attention or its gradients, from factors in the dtype of the kernel."""
+    (*factors, mask), details = call.tensors, call.details
+    query, key, value = factors[-3:]
     mask = None if mask is None else blocked_attention.as_mask(mask, query, key)
-    narrow = [blocked_attention.with_columns(tensor.bfloat16()) for tensor in factors]
-    return *narrow, mask, None, 0.0, call.details.is_causal, call.details.scale
-
-
-def _compiled(function: Callable[..., Any], call: Call) -> Any:
-    return function(*call.tensors, call.details.is_causal, call.details.scale)
+    dtype = torch.float32 if kernel is KERNEL else torch.bfloat16
+    cast = [blocked_attention.with_columns(tensor.to(dtype)) for tensor in factors]
+    arguments: tuple[Any, ...] = (*cast[-3:], mask, None, 0.0, details.is_causal, details.scale)
+    if not details.outs:
+        return blocked_attention.forward(kernel, *arguments, blocked_attention.laid_out_as(query, value.size(-1)))
+    gradients = [blocked_attention.laid_out_as(tensor) for tensor in (query, key, value)]
+    blocked_attention.backward(kernel, cast[0], details.outs[1].contiguous(), *arguments, gradients)
+    return tuple(gradients)
 
 
 def _supports_rounding(call: Call) -> bool:
@@ -125,27 +118,27 @@ def _supports_rounding(call: Call) -> bool:
     return blocked_attention.share_heads(query, key) and blocked_attention.supports(query, key, value)
 
 
+def _supports_fp32(call: Call) -> bool:
+    """Whether the function for fp32 computes attention of these tensors, and may be faster than torch's kernel."""
+    query, key, value, mask = call.tensors[-4:]
+    if any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
+        return False
+    if key.shape != value.shape or (*query.shape[:2], query.size(3)) != (*key.shape[:2], key.size(3)):
+        return False
+    if query.numel() * key.size(2) < MIN_MULTIPLICATIONS or (mask is not None and mask.requires_grad):
+        return False
+    return KERNEL.unavailable is None and blocked_attention.fits(KERNEL, query, key, value)
+
+
+_ROUNDED = Algorithm(
+    *(ROUNDED, functools.partial(_in_c, blocked_attention.KERNEL), FP32), is_exact=False, supports=_supports_rounding
+)
+_COMPILED = Algorithm(
+    *(COMPILED, functools.partial(_in_c, KERNEL), FP32), supports=_supports_fp32, kernel=KERNEL.name
+)
 OVERRIDES = tuple(
     Override(
-        operator,
-        (
-            Algorithm(ROUNDED, rounded, FP32, is_exact=False, supports=_supports_rounding),
-            Algorithm(
-                COMPILED,
-                functools.partial(_compiled, compiled),
-                FP32,
-                supports=lambda call: fp32_attention.supports(*call.tensors[-4:]),
-                kernel=fp32_attention.KERNEL.name,
-            ),
-        ),
-        supports,
-        lambda call: TORCH,
-        _by_torch,
-        product=ATTENTION,
-        factors=factors,
+        *(operator, (_ROUNDED, _COMPILED), supports, lambda call: TORCH, _by_torch), product=ATTENTION, factors=factors
     )
-    for operator, supports, rounded, compiled, factors in (
-        (FLASH_KERNEL, _forward, _rounded, fp32_attention.forward, 3),
-        (f"{FLASH_KERNEL}_backward", _backward, _gradients_rounded, fp32_attention.backward, 4),
-    )
+    for operator, supports, factors in ((FLASH_KERNEL, _forward, 3), (f"{FLASH_KERNEL}_backward", _backward, 4))
 )

@@ -2,6 +2,7 @@
 
    A thread computes whole heads. It packs keys and values once, and computes some rows of scores at a time, which stay in the
    cache. The backward computes them again, with the sum of each row: its logarithm beside a large score is lost in fp32. */
+#include "attention_call.h"
 #include "exponential.h"
 #include "fp32_tiles.h"
 #include "logarithm.h"
@@ -9,14 +10,6 @@
 
 #define BLOCK (8 * ROWS) /* rows of scores that are computed at a time */
 #define LOWEST (-__builtin_inff())
-
-/* Sizes, and strides of a batch, a head and a row. Numbers of a row lie side by side, but for the mask, which has a stride of
-   a column, too. */
-typedef struct {
-    int64_t batch, heads, rows, keys, size, is_causal;
-    int64_t query[3], key[3], value[3], out[3], of_query[3], of_key[3], of_value[3], of_out[3], mask[4];
-    double scale;
-} Call;
 
 /* A matrix that is packed: tiles of columns, for each number of the depth. */
 typedef struct {
@@ -69,14 +62,14 @@ static void store_rows(const float *from, int64_t rows, int64_t size, float *to,
 
 /* The keys that some rows see. */
 INLINE int64_t keys_of(const Call *call, int64_t row, int64_t rows) {
-    return call->is_causal ? least(call->keys, row + rows) : call->keys;
+    return call->causal ? least(call->keys, row + rows) : call->keys;
 }
 
 /* Computes scores of some rows. From the last key on that a row sees they are the lowest. */
 static void score(const Call *call, const float *query, const Packed *keys, const float *mask, int64_t row, int64_t rows,
                   float *scores) {
     int64_t seen = keys_of(call, row, rows), width = padded(call->keys);
-    multiply(rows, seen, call->size, query + row * call->query[2], call->query[2], 1, keys, scores, width, 0);
+    multiply(rows, seen, call->width, query + row * call->query[2], call->query[2], 1, keys, scores, width, 0);
     for (int64_t i = 0; i < rows; i++) {
         int64_t last = keys_of(call, row + i, 1);
         const float *of_row = mask ? mask + (row + i) * call->mask[2] : 0;
@@ -112,9 +105,9 @@ INLINE float exponentials(float *scores, int64_t count, float *largest_score) {
 
 /* Numbers of memory that a thread takes. */
 static int64_t numbers_of(const Call *call, int backward) {
-    int64_t keys = padded(call->keys), size = padded(call->size);
-    if (!backward) return call->size * keys + call->keys * size + BLOCK * (keys + size);
-    return 2 * call->size * keys + 3 * call->keys * size + BLOCK * (2 * keys + 3 * size);
+    int64_t keys = padded(call->keys), size = padded(call->width);
+    if (!backward) return call->width * keys + call->keys * size + BLOCK * (keys + size);
+    return 2 * call->width * keys + 3 * call->keys * size + BLOCK * (2 * keys + 3 * size);
 }
 
 /* Bytes of memory that a thread of a call takes. */
@@ -126,39 +119,39 @@ INLINE int64_t place(const int64_t *strides, int64_t batch, int64_t head) {
 
 static void forward_of_head(const Call *call, int64_t batch, int64_t head, const float *query, const float *key,
                             const float *value, const float *mask, float *out, float *log_sums, float *own) {
-    int64_t width = padded(call->keys), size = padded(call->size);
-    float *scores = own + call->size * width + call->keys * size, *sums = scores + BLOCK * width;
-    Packed keys = pack(key + place(call->key, batch, head), 1, call->key[2], call->keys, call->size, own);
-    Packed values = pack(value + place(call->value, batch, head), call->value[2], 1, call->size, call->keys,
-                         own + call->size * width);
+    int64_t width = padded(call->keys), size = padded(call->width);
+    float *scores = own + call->width * width + call->keys * size, *sums = scores + BLOCK * width;
+    Packed keys = pack(key + place(call->key, batch, head), 1, call->key[2], call->keys, call->width, own);
+    Packed values = pack(value + place(call->value, batch, head), call->value[2], 1, call->width, call->keys,
+                         own + call->width * width);
     query += place(call->query, batch, head), out += place(call->out, batch, head);
     mask = mask ? mask + place(call->mask, batch, head) : 0;
-    for (int64_t row = 0; row < call->rows; row += BLOCK) {
-        int64_t rows = least(BLOCK, call->rows - row), seen = keys_of(call, row, rows);
+    for (int64_t row = 0; row < call->length; row += BLOCK) {
+        int64_t rows = least(BLOCK, call->length - row), seen = keys_of(call, row, rows);
         float totals[BLOCK];
         score(call, query, &keys, mask, row, rows, scores);
         for (int64_t i = 0; i < rows; i++) {
             float largest, sum = totals[i] = exponentials(scores + i * width, padded(seen), &largest);
-            log_sums[(batch * call->heads + head) * call->rows + row + i] =
+            log_sums[(batch * call->heads + head) * call->length + row + i] =
                 sum == 0 ? 0 : largest + (float)logarithm(sum); /* 0 as in torch */
         }
-        multiply(rows, call->size, seen, scores, width, 1, &values, sums, size, 0);
+        multiply(rows, call->width, seen, scores, width, 1, &values, sums, size, 0);
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < size; j += WIDTH)
                 put(sums + i * size + j, at(sums + i * size + j) * (totals[i] == 0 ? 0 : 1 / totals[i]));
-        store_rows(sums, rows, call->size, out + row * call->out[2], call->out[2]);
+        store_rows(sums, rows, call->width, out + row * call->out[2], call->out[2]);
     }
 }
 
 static void backward_of_head(const Call *call, int64_t batch, int64_t head, const float *of_out, const float *query,
                              const float *key, const float *value, const float *mask, float *of_query, float *of_key,
                              float *of_value, float *own) {
-    int64_t width = padded(call->keys), size = padded(call->size), of_keys = call->keys * size;
+    int64_t width = padded(call->keys), size = padded(call->width), of_keys = call->keys * size;
     float *next = own;
     key += place(call->key, batch, head), value += place(call->value, batch, head);
-    Packed keys = pack(key, 1, call->key[2], call->keys, call->size, next);
-    Packed values = pack(value, 1, call->value[2], call->keys, call->size, next += call->size * width);
-    Packed rows_of_keys = pack(key, call->key[2], 1, call->size, call->keys, next += call->size * width);
+    Packed keys = pack(key, 1, call->key[2], call->keys, call->width, next);
+    Packed values = pack(value, 1, call->value[2], call->keys, call->width, next += call->width * width);
+    Packed rows_of_keys = pack(key, call->key[2], 1, call->width, call->keys, next += call->width * width);
     float *key_sums = next += of_keys, *value_sums = next += of_keys, *shares = next += of_keys;
     float *slopes = next += BLOCK * width, *sums = next += BLOCK * width;
     float *packed_query = next += BLOCK * size, *packed_out = next += BLOCK * size;
@@ -166,11 +159,11 @@ static void backward_of_head(const Call *call, int64_t batch, int64_t head, cons
     query += place(call->query, batch, head), of_out += place(call->of_out, batch, head);
     of_query += place(call->of_query, batch, head);
     mask = mask ? mask + place(call->mask, batch, head) : 0;
-    for (int64_t row = 0; row < call->rows; row += BLOCK) {
-        int64_t rows = least(BLOCK, call->rows - row), seen = keys_of(call, row, rows);
+    for (int64_t row = 0; row < call->length; row += BLOCK) {
+        int64_t rows = least(BLOCK, call->length - row), seen = keys_of(call, row, rows);
         const float *of_rows = of_out + row * call->of_out[2];
         score(call, query, &keys, mask, row, rows, shares);
-        multiply(rows, seen, call->size, of_rows, call->of_out[2], 1, &values, slopes, width, 0);
+        multiply(rows, seen, call->width, of_rows, call->of_out[2], 1, &values, slopes, width, 0);
         for (int64_t i = 0; i < rows; i++) {
             float *share = shares + i * width, *slope = slopes + i * width;
             float largest, sum = exponentials(share, padded(seen), &largest), by_sum = sum == 0 ? 0 : 1 / sum;
@@ -183,30 +176,32 @@ static void backward_of_head(const Call *call, int64_t batch, int64_t head, cons
             for (int64_t j = 0; j < padded(seen); j += WIDTH)
                 put(slope + j, at(share + j) * (at(slope + j) - mean) * (float)call->scale);
         }
-        multiply(rows, call->size, seen, slopes, width, 1, &rows_of_keys, sums, size, 0);
-        store_rows(sums, rows, call->size, of_query + row * call->of_query[2], call->of_query[2]);
-        Packed queries = pack(query + row * call->query[2], call->query[2], 1, call->size, rows, packed_query);
-        Packed outs = pack(of_rows, call->of_out[2], 1, call->size, rows, packed_out);
-        multiply(seen, call->size, rows, slopes, 1, width, &queries, key_sums, size, 1);
-        multiply(seen, call->size, rows, shares, 1, width, &outs, value_sums, size, 1);
+        multiply(rows, call->width, seen, slopes, width, 1, &rows_of_keys, sums, size, 0);
+        store_rows(sums, rows, call->width, of_query + row * call->of_query[2], call->of_query[2]);
+        Packed queries = pack(query + row * call->query[2], call->query[2], 1, call->width, rows, packed_query);
+        Packed outs = pack(of_rows, call->of_out[2], 1, call->width, rows, packed_out);
+        multiply(seen, call->width, rows, slopes, 1, width, &queries, key_sums, size, 1);
+        multiply(seen, call->width, rows, shares, 1, width, &outs, value_sums, size, 1);
     }
-    store_rows(key_sums, call->keys, call->size, of_key + place(call->of_key, batch, head), call->of_key[2]);
-    store_rows(value_sums, call->keys, call->size, of_value + place(call->of_value, batch, head), call->of_value[2]);
+    store_rows(key_sums, call->keys, call->width, of_key + place(call->of_key, batch, head), call->of_key[2]);
+    store_rows(value_sums, call->keys, call->width, of_value + place(call->of_value, batch, head), call->of_value[2]);
 }
 
-/* Writes `out`, and the logarithm of the sum of each row into `log_sums`, which is (batch, head, row). */
+/* Arguments are those of the functions of attention.c. There is no dropout, and keys have as many heads as queries.
+
+   Writes `out`, and the logarithm of the sum of each row into `log_sums`, which is (batch, head, row). */
 void fp32_attention_forward(const Call *call, const float *query, const float *key, const float *value, const float *mask,
-                            float *out, float *log_sums, float *scratch, int threads) {
+                            const uint8_t *kept, float *out, float *log_sums, float *scratch, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t head = 0; head < call->batch * call->heads; head++)
         forward_of_head(call, head / call->heads, head % call->heads, query, key, value, mask, out, log_sums,
                         scratch + omp_get_thread_num() * numbers_of(call, 0));
 }
 
-/* Writes the gradients of query, key and value. */
-void fp32_attention_backward(const Call *call, const float *of_out, const float *query, const float *key,
-                             const float *value, const float *mask, float *of_query, float *of_key, float *of_value,
-                             float *scratch, int threads) {
+/* Writes the gradients of query, key and value, and does not need the logarithms. */
+void fp32_attention_backward(const Call *call, const float *query, const float *key, const float *value,
+                             const float *mask, const uint8_t *kept, const float *of_out, const float *log_sums,
+                             float *of_query, float *of_key, float *of_value, float *scratch, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t head = 0; head < call->batch * call->heads; head++)
         backward_of_head(call, head / call->heads, head % call->heads, of_out, query, key, value, mask,

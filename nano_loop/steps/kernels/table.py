@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nano_loop.kernels.activation import activations
-from nano_loop.kernels.attention import attention, blocked_attention, flash_attention, fp32_attention
+from nano_loop.kernels.attention import attention, blocked_attention, flash_attention
 from nano_loop.kernels.convolution import convolution, weight_gradient
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.embedding import lookup, row_gradient
@@ -42,7 +42,7 @@ ATTENTION = Row(
         absent=_NO_ATTENTION,
     ),
     Kernels(
-        fp32_attention.KERNEL,
+        flash_attention.KERNEL,
         flash_attention.OVERRIDES,
         is_for=models.has_attention,
         says="in C where that is measured to be faster",

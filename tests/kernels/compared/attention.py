@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from kernels.compared.oracle import Row, drawn, in_fp64, rms
 from nano_loop.kernels.attention import attention as module
-from nano_loop.kernels.attention import blocked_attention, fp32_attention
+from nano_loop.kernels.attention import blocked_attention, flash_attention
+from nano_loop.kernels.override import Call
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import NO_RULES
+from nano_loop.policy.product_precision import ATTENTION
 
 ATEN = torch.ops.aten
 FLASH = ATEN._scaled_dot_product_flash_attention_for_cpu
@@ -188,8 +190,10 @@ def fp32_call(rows=40, keys=40, size=32, by_heads=True, mask=None, is_causal=Fal
 
 def in_c(call):
     query, key, value, of_out, mask, is_causal, scale = call
-    out, log_sums = fp32_attention.forward(query, key, value, mask, is_causal, scale)
-    return [out, *fp32_attention.backward(of_out, query, key, value, mask, is_causal, scale), log_sums]
+    tensors, details = (query, key, value, mask), flash_attention._Details(is_causal, scale, scale)
+    out, log_sums = flash_attention._in_c(flash_attention.KERNEL, Call(ATTENTION, tensors, details=details))
+    backward = Call(ATTENTION, (of_out, *tensors), details=details._replace(outs=(out, log_sums)))
+    return [out, *flash_attention._in_c(flash_attention.KERNEL, backward), log_sums]
 
 
 def by_flash_kernel(call):
@@ -259,5 +263,5 @@ IN_FP32 = Row(
     threads=(1, 2, 3, 4),
     ends=[sized(*each, is_causal=True) for each in ((7, 30, 65), (1, 1, 1), (60, 300, 17))],
     undefined={"NaN": undefined},
-    kernel=fp32_attention.KERNEL,
+    kernel=flash_attention.KERNEL,
 )

@@ -35,10 +35,10 @@ void layer_norm(const void *, int64_t, int64_t, int64_t, const float *, const fl
                 int);
 int layer_norm_backward(const void *, const void *, int64_t, int64_t, int64_t, const float *, const float *,
                         const float *, void *, float *, float *, int);
-void fp32_attention_forward(const void *, const float *, const float *, const float *, const float *, float *, float *, float *,
-                            int);
-void fp32_attention_backward(const void *, const float *, const float *, const float *, const float *, const float *,
-                             float *, float *, float *, float *, int);
+void fp32_attention_forward(const void *, const float *, const float *, const float *, const float *, const uint8_t *,
+                            float *, float *, float *, int);
+void fp32_attention_backward(const void *, const float *, const float *, const float *, const float *, const uint8_t *,
+                             const float *, const float *, float *, float *, float *, float *, int);
 void fp32_product(const void *, const float *, const float *, const float *, float *, int);
 int draw_bernoulli(uint64_t *, int64_t, void *, int64_t, int64_t, uint64_t, uint64_t);
 #define LOSSES(KIND, TYPE)                                                                                             \
@@ -79,8 +79,8 @@ static int call(const char *name, const Argument *arguments, int threads) {
     INT(group_norm_backward, P(0), N(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), P(9), threads)
     VOID(layer_norm, P(0), N(1), N(2), N(3), P(4), P(5), R(6), P(7), P(8), P(9), threads)
     INT(layer_norm_backward, P(0), P(1), N(2), N(3), N(4), P(5), P(6), P(7), P(8), P(9), P(10), threads)
-    VOID(fp32_attention_forward, THREE, P(3), P(4), P(5), P(6), P(7), threads)
-    VOID(fp32_attention_backward, THREE, P(3), P(4), P(5), P(6), P(7), P(8), P(9), threads)
+    VOID(fp32_attention_forward, THREE, P(3), P(4), P(5), P(6), P(7), P(8), threads)
+    VOID(fp32_attention_backward, THREE, P(3), P(4), P(5), P(6), P(7), P(8), P(9), P(10), P(11), threads)
     VOID(fp32_product, P(0), P(1), P(2), P(3), P(4), threads)
     INT(draw_bernoulli, P(0), N(1), P(2), N(3), N(4), (uint64_t)N(5), (uint64_t)N(6))
     INT(cross_entropy_float, P(0), P(1), N(2), N(3), N(4), R(5), P(6), P(7), P(8), threads)

@@ -7,11 +7,11 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from kernels.compared.attention import in_c
 from kernels.compared.losses import logits_of
 from kernels.compared.norms import EPS, IMAGES, MOMENTUM, case_of
 from kernels.compared.oracle import bounded, rms
 from nano_loop.kernels.activation import activations
-from nano_loop.kernels.attention import fp32_attention
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product
@@ -219,10 +219,9 @@ def attention(recorder, sizes, is_causal=False, has_mask=False, seed=0):
     exact, before = scores.softmax(-1) @ wide[2], torch.get_num_threads()
     gradients = torch.autograd.grad(exact, wide, of_out.double())
     torch.set_num_threads(4)  # the most by which a call is repeated, which need memory
-    out, log_sums = fp32_attention.forward(query, key, value, mask, is_causal, 0.3)
-    results = (out, log_sums, *fp32_attention.backward(of_out, query, key, value, mask, is_causal, 0.3))
+    out, *of_tensors, log_sums = in_c((query, key, value, of_out, mask, is_causal, 0.3))
     torch.set_num_threads(before)
-    for found, numbers in zip(results, (exact, scores.logsumexp(-1), *gradients), strict=True):
+    for found, numbers in zip((out, log_sums, *of_tensors), (exact, scores.logsumexp(-1), *gradients), strict=True):
         recorder.expect(
             found, numbers.detach(), DIGITS[torch.float32] * max(rms(numbers.detach()), (rows * size) ** 0.5)
         )
