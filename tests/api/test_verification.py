@@ -219,10 +219,14 @@ def test_layer_whose_output_is_off_is_named():
 @pytest.mark.skipif(not gives_kernels(), reason="fast_convolution needs torch 2.9")
 @pytest.mark.parametrize("factor", [0.95, 1.05])
 def test_gradient_that_is_off_is_named(monkeypatch, factor):
-    monkeypatch.setattr(gradient_plans, "MIN_MULTIPLICATIONS", 1)
-    original = convolution._weight_gradient
-    monkeypatch.setattr(convolution, "_weight_gradient", lambda *args: original(*args) * factor)
-    monkeypatch.setattr(gradient_plans, "_product_is_faster", lambda given: given.weight.size(1) == 16)
+    original = convolution._partly_in_fp32
+
+    def off(*args):
+        inputs, weight, bias = original(*args)
+        return inputs, weight * factor, bias
+
+    monkeypatch.setattr(convolution, "_partly_in_fp32", off)
+    monkeypatch.setattr(gradient_plans, "_weight_is_faster_in_fp32", lambda given: given.weight.size(1) == 16)
     model, batch = made(convolutional, {}, 0)
     found = verify(model, loss_of, batch, precision="bf16")
     assert found.fault == "the gradient of 3.weight"

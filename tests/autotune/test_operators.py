@@ -112,7 +112,7 @@ CASES = {
     "gradients of convolutions": (
         convolution_call,
         override.by_kernel,
-        [Plan(weight="product").name, Plan("fp32", "fp32").name, REFERENCE],
+        [Plan(weight="fp32").name, Plan("fp32", "fp32").name, REFERENCE],
         [{}, {"images": 8}, {"images": 9}, {"images": 9, "layout": torch.contiguous_format}],
         3,
     ),

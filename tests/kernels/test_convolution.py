@@ -1,6 +1,5 @@
-"""Gradients of convolutions are torch's where products are not faster, and plans give torch's; see `test_exactness`."""
+"""Gradients of convolutions are torch's where no other way is faster, and plans give torch's; see `test_exactness`."""
 
-import functools
 import itertools
 
 import pytest
@@ -50,6 +49,7 @@ def test_bias_meets_a_gradient_that_is_a_slice_of_another(in_force):
 
 
 LEFT_TO_TORCH = {
+    "bf16": (torch.bfloat16, {}, {"padding": 1}),
     "fp32": (torch.float32, {}, {"padding": 1}),
     "fp64": (torch.float64, {}, {"padding": 1}),
     "groups": (torch.bfloat16, {"groups": 2}, {"padding": 1, "groups": 2}),
@@ -66,34 +66,6 @@ def test_other_convolutions_are_torchs_to_the_bit(case):
     assert all(itertools.starmap(torch.equal, zip(ours, torchs, strict=True)))
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_images_that_are_not_in_nhwc_are_torchs(which, in_force):
-    x, weight = inputs(bias=False)
-    gradient = torch.ones(3, 6, 9, 7).bfloat16().contiguous(memory_format=NHWC)
-    tensors = [gradient, x]
-    tensors[which] = tensors[which].contiguous()
-    torch.ops.aten.convolution_backward(*tensors, weight, [6], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3)
-    assert in_force == [(True, True, True)]
-
-
-ALL, INPUT = (True, True, True), (True, False, False)
-#: A bound, the size of a kernel, and what is asked of torch where the bound is these numbers.
-BOUNDS = [
-    ("MIN_MULTIPLICATIONS", 3, {3 * 63 * 6 * 8 * 9 + 1: ALL, 3 * 63 * 6 * 8 * 9: INPUT}),
-    ("_PIXELS", 3, {188: ALL, 189: INPUT}),
-    ("_PIXELS_OF_1X1", 1, {188: ALL, 189: INPUT}),
-    ("_COLUMNS", 3, {189 * 72 - 1: ALL, 189 * 72: INPUT}),
-]
-
-
-@pytest.mark.parametrize(("bound", "kernel", "left"), BOUNDS)
-def test_small_convolutions_and_those_of_many_pixels_are_torchs(in_force, monkeypatch, bound, kernel, left):
-    for value in left:
-        monkeypatch.setattr(gradient_plans, bound, value)
-        gradients(F.conv2d, inputs(kernel=(kernel, kernel)), padding=kernel // 2)
-    assert in_force == [*left.values()]
-
-
 def test_gradients_of_few_elements_are_torchs(in_force, monkeypatch):
     function, tensors, geometry, left = call_of(**OF_GROUPS.cases["depthwise, 5x5, stride"])
     for elements in (3 * 8 * 5 * 4, 3 * 8 * 5 * 4 + 1):
@@ -102,43 +74,28 @@ def test_gradients_of_few_elements_are_torchs(in_force, monkeypatch):
     assert in_force == [*left, (True, True, True)]
 
 
-def test_a_frozen_weight_gets_no_product(in_force, monkeypatch):
-    monkeypatch.setattr(module, "_weight_gradient", None)
-    x, weight, bias = inputs()
-    x.requires_grad_()
-    F.conv2d(x, weight, bias, padding=1).float().square().sum().backward()
-    assert in_force == [(True, False, False)]
-    assert x.grad is not None
-
-
-def test_an_input_without_a_gradient_asks_nothing_of_torch(in_force):
-    x, weight, bias = inputs()
-    leaves = [weight.requires_grad_(), bias.requires_grad_()]
-    F.conv2d(x, weight, bias, padding=1).float().square().sum().backward()
-    assert in_force == []
-    assert all(each.grad is not None for each in leaves)
+TRANSPOSED = inputs(kernel=(2, 2), transposed=True)
 
 
 def test_a_backward_inside_autocast_to_another_dtype_is_torchs(in_force):
-    x, weight, bias = (each.requires_grad_() for each in inputs())
-    out = F.conv2d(x, weight, bias, padding=1).float().square().sum()
+    leaves = [each.clone().requires_grad_() for each in TRANSPOSED]
+    out = F.conv_transpose2d(*leaves).float().square().sum()
     with torch.autocast("cpu", torch.float16):
         out.backward()
     assert in_force == [(True, True, True)]
 
 
 def test_a_backward_inside_autocast_is_the_same(in_force):
-    plain = gradients(F.conv2d, inputs(), padding=1)
+    plain = gradients(F.conv_transpose2d, TRANSPOSED)
     with torch.autocast("cpu", torch.bfloat16):
-        inside = gradients(F.conv2d, inputs(), padding=1)
+        inside = gradients(F.conv_transpose2d, TRANSPOSED)
     assert all(itertools.starmap(torch.equal, zip(plain, inside, strict=True)))
-    assert in_force == 2 * [(True, False, False)]
+    assert in_force == 2 * [(True, True, False)]
 
 
 def test_compiled_callers_compute_the_same(in_force):
-    call = functools.partial(F.conv2d, padding=1)
-    eager = gradients(call, inputs())
-    compiled = gradients(torch.compile(call, backend="aot_eager"), inputs())
+    eager = gradients(F.conv_transpose2d, TRANSPOSED)
+    compiled = gradients(torch.compile(F.conv_transpose2d, backend="aot_eager"), TRANSPOSED)
     assert all(itertools.starmap(torch.equal, zip(eager, compiled, strict=True)))
     torch._dynamo.reset()
 
@@ -198,14 +155,14 @@ def test_every_plan_gives_torch_s_gradients(case):
                 assert (ours - torchs).float().norm() < 0.01 * torchs.float().norm(), plan
 
 
-def test_products_are_for_nhwc_and_fp32_for_groups_and_few_channels():
+def test_blocks_are_for_nhwc_and_fp32_for_groups_and_few_channels():
     def weights(**case):
         return {plan.weight for plan in gradient_plans.plans(backward_arguments(**case))}
 
     blocks = {"blocks"} if weight_gradient.KERNEL.unavailable is None else set()
-    assert weights() == {"torch", "product"} | blocks
+    assert weights() == {"torch"} | blocks
     assert weights(layout=torch.contiguous_format) == {"torch"}
-    assert weights(channels=4) == {"torch", "product", "fp32"} | blocks
+    assert weights(channels=4) == {"torch", "fp32"} | blocks
     assert weights(groups=8) == {"torch", "fp32"}
     assert weights(transposed=True, outputs=3) == {"torch"} | blocks
     assert weights(mask=(True, False, False)) == {"torch"}

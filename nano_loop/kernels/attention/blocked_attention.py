@@ -263,12 +263,12 @@ def _call(
     call.causal, call.scale, call.kept = is_causal, scale, 1 - dropout_p
     call.by_tiles = kernel.uses_amx
     if mask is not None:
-        call.mask, call.mask_kind = (_INT * 4)(*mask.stride()), _MASK_KINDS[mask.dtype]
+        call.mask, call.mask_kind = mask.stride(), _MASK_KINDS[mask.dtype]
     return call
 
 
 def _note(call: _Call, name: str, tensor: Tensor) -> None:
-    setattr(call, name, (_INT * 3)(*tensor.stride()[:3]))
+    setattr(call, name, tensor.stride()[:3])
 
 
 def _run(kernel: CompiledKernel, direction: str, call: _Call, *tensors: Tensor | None) -> None:

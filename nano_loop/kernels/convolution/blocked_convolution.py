@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
-from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, FARTHEST, SIZES, Geometry
+from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, FARTHEST, ConvolutionCall, Geometry
 from nano_loop.kernels.memory import BYTES, FP32, STRIDED, empty
 
 _STRIDED = FP32._replace(layout=STRIDED)
@@ -28,15 +28,8 @@ _FARTHEST_OUTPUT = 1 << 27
 _INT = ctypes.c_int64
 
 
-class _Call(ctypes.Structure):
-    """`Call` of the C file."""
-
-    _fields_ = (
-        *((name, _INT) for name in SIZES),
-        *((name, _INT * 2) for name in Geometry._fields),
-        *((name, _INT * 3) for name in ("input", "out")),
-        ("weight", _INT * 4),
-    )
+class _Call(ConvolutionCall):
+    _fields_ = (("input", _INT * 3), ("out", _INT * 3), ("weight", _INT * 4))
 
 
 def supports(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequence[int]) -> bool:
@@ -108,7 +101,7 @@ def input_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_size
     exchanged, has_stride = weight.transpose(0, 1), max(geometry.stride) > 1
     call = _call(gradient, exchanged, _turned(geometry), gradient.shape[2:] if has_stride else in_sizes)
     output, channel, row, column = exchanged.stride()
-    call.weight = (_INT * 4)(output, channel, -row, -column)  # from the last position to the first
+    call.weight = output, channel, -row, -column  # from the last position to the first
     out = empty(call.images, call.outputs, *in_sizes, layout=torch.channels_last)
     reached = out.zero_()[:, :, :: geometry.stride[0], :: geometry.stride[1]] if has_stride else out
     _compute(call, gradient, exchanged[:, :, -1:, -1:], None, reached)
@@ -123,16 +116,13 @@ def _turned(geometry: Geometry) -> Geometry:
 
 def _compute(call: _Call, inputs: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     image, _, row, column = out.stride()
-    call.out = (_INT * 3)(image, row, column)
+    call.out = image, row, column
     memory = scratch(KERNEL.bytes_of(call, torch.get_num_threads()))
     KERNEL("convolution", call, inputs, weight, bias, out, memory)
 
 
 def _call(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequence[int]) -> _Call:
-    images, channels, *sizes = inputs.shape
-    call = _Call(images, channels, weight.size(0), *sizes, *out_sizes)
-    for name, pair in zip(Geometry._fields, geometry, strict=True):
-        setattr(call, name, (_INT * 2)(*pair))
+    call = _Call.of(inputs, weight.size(0), out_sizes, geometry)
     image, _, row, column = inputs.stride()
-    call.input, call.weight = (_INT * 3)(image, row, column), (_INT * 4)(*weight.stride())
+    call.input, call.weight = (image, row, column), weight.stride()
     return call

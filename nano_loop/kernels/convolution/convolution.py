@@ -1,9 +1,8 @@
-"""Gradients of bf16 convolutions by a C function, by matrix products and sums, or in fp32, where oneDNN's are slow.
+"""Gradients of bf16 convolutions by C functions, sums, or in fp32, where oneDNN's are slow.
 
 oneDNN computes a weight's gradient image by image. The C function of `nano_loop.kernels.convolution.weight_gradient` is
-faster on CPUs with AVX-512's bf16 instructions. On others, for images with few pixels, and for 1×1 kernels, a single
-product over the pixels of all images is. For the bias of a transposed convolution, oneDNN's sum takes several times as
-long as the rest of the backward. C functions compute those of depthwise convolutions in NHWC. Others with a
+faster on CPUs with AVX-512's bf16 instructions. For the bias of a transposed convolution, oneDNN's sum takes several
+times as long as the rest of the backward. C functions compute those of depthwise convolutions in NHWC. Others with a
 stride or a large kernel, and convolutions in many groups, are up to ten times as fast in fp32, casts included.
 docs/measurements.md has the times.
 """
@@ -15,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nano_loop.kernels.convolution import blocked_convolution, depthwise, weight_gradient
@@ -123,19 +121,16 @@ def _by_plan(of: Call, plan: Plan, rounds_inputs: bool = False) -> _Gradients:
     needs_inputs, _, needs_bias = call.output_mask
     dtype, exact = call.weight.dtype, call.gradient
     ours: list[Tensor | None] = [None, None, None]
-    geometry = weight_gradient.Geometry(call.weight.shape[2:], *call[4:7])
     if plan.inputs == "depthwise":
-        ours[0] = depthwise.input_gradient(*call[:3], geometry)
+        ours[0] = depthwise.input_gradient(*call[:3], call.kernel)
     if plan.weight == "depthwise":
-        ours[1] = depthwise.weight_gradient(*call[:2], geometry)
+        ours[1] = depthwise.weight_gradient(*call[:2], call.kernel)
     fp32 = plan.inputs == "fp32", plan.weight == "fp32"
     if rounds_inputs and needs_inputs and not fp32[0]:
         ours[0] = _input_gradient_in_blocks(call)
         if ours[0] is None:
             call = call._replace(gradient=exact.bfloat16())  # which both gradients read
-    if plan.weight == "product":
-        ours[1] = _weight_gradient(call, torch.bfloat16 if rounds_inputs else dtype)
-    elif plan.weight == "blocks":
+    if plan.weight == "blocks":
         ours[1] = weight_gradient.weight_gradient(*for_blocks(call), in_nchw=call.weight.is_contiguous())
     # oneDNN computes the weight's gradient again where the bias's is asked for.
     if needs_bias and (rounds_inputs or plan.weight != "torch" or call.transposed):
@@ -157,11 +152,10 @@ def _by_plan(of: Call, plan: Plan, rounds_inputs: bool = False) -> _Gradients:
 
 def _input_gradient_in_blocks(call: Arguments) -> Tensor | None:
     """Return the inputs' gradient with rounded products by AMX, or None where it cannot compute it."""
-    gradient, inputs, weight, _, stride, padding, dilation, transposed, *_ = call
-    geometry, sizes = weight_gradient.Geometry(weight.shape[2:], stride, padding, dilation), inputs.shape[2:]
-    if transposed or not blocked_convolution.supports_gradient(gradient, weight, geometry, sizes):
+    arguments = call.gradient, call.weight, call.kernel, call.inputs.shape[2:]
+    if call.transposed or not blocked_convolution.supports_gradient(*arguments):
         return None
-    return blocked_convolution.input_gradient(gradient, weight, geometry, sizes)
+    return blocked_convolution.input_gradient(*arguments)
 
 
 def _shaped_like(inputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,22 +177,3 @@ def _partly_in_fp32(kernel: Kernel, call: Arguments, mask: tuple[bool, bool]) ->
     inputs = inputs.float() if mask[1] else _shaped_like(inputs, torch.float32)
     gradients: _Gradients = kernel(gradient.float(), inputs, weight.float(), *call.geometry, [*mask, False])
     return gradients
-
-
-def _weight_gradient(call: Arguments, dtype: torch.dtype) -> Tensor:
-    """Return the weight's gradient: the output's gradient times the unfolded input, both in this dtype."""
-    _, _, weight, _, stride, padding, dilation, *_ = call
-    gradient, inputs = (tensor.to(dtype) for tensor in call[:2])
-    outputs, channels, height, width = weight.shape
-    images = inputs.permute(0, 2, 3, 1)
-    if any(padding):
-        images = F.pad(images, (0, 0, padding[1], padding[1], padding[0], padding[0]))
-    image, row, column, channel = images.stride()
-    of_pixels = (row * stride[0], column * stride[1])
-    of_kernel = (row * dilation[0], column * dilation[1])
-    windows = images.as_strided(
-        (gradient.size(0), *gradient.shape[2:], height, width, channels), (image, *of_pixels, *of_kernel, channel)
-    )
-    columns = windows.reshape(-1, height * width * channels)
-    product = gradient.permute(0, 2, 3, 1).reshape(-1, outputs).t() @ columns
-    return product.view(outputs, height, width, channels).permute(0, 3, 1, 2)

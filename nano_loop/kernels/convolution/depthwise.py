@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.convolution.weight_gradient import Geometry
+from nano_loop.kernels.convolution.weight_gradient import ConvolutionCall, Geometry
 from nano_loop.kernels.memory import FLOATS, FP32, empty
 
 _PIXELS = FLOATS._replace(layout="strided")  # whose memory format `supports` has looked at
@@ -27,17 +27,10 @@ _WIDTHS, _MOST_POSITIONS = (3, 5, 7), 64
 #: Minimum number of output elements. Below it, the Python overhead exceeds the gain.
 MIN_ELEMENTS = 1 << 14
 _DIMENSIONS = 4
-_INT = ctypes.c_int64
 
 
-class _Call(ctypes.Structure):
-    """`Call` of the C file."""
-
-    _fields_ = (
-        *((name, _INT) for name in ("images", "channels", "rows", "columns", "out_rows", "out_columns")),
-        *((name, _INT * 2) for name in Geometry._fields),
-        ("bf16", _INT),
-    )
+class _Call(ConvolutionCall):
+    _fields_ = (("bf16", ctypes.c_int64),)
 
 
 def supports(gradient: Tensor, inputs: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> bool:
@@ -83,6 +76,6 @@ def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> Ten
 
 
 def _call(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> _Call:
-    images, channels, *sizes = inputs.shape
-    pairs = [(_INT * 2)(*pair) for pair in geometry]
-    return _Call(images, channels, *sizes, *gradient.shape[2:], *pairs, inputs.dtype is torch.bfloat16)
+    call = _Call.of(inputs, inputs.size(1), gradient.shape[2:], geometry)
+    call.bf16 = inputs.dtype is torch.bfloat16
+    return call

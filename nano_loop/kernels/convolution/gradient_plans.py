@@ -7,22 +7,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from nano_loop.kernels.convolution import depthwise, weight_gradient
+from nano_loop.kernels.convolution.weight_gradient import Geometry
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 25
-#: Maximum number of output pixels, over all images, for which a product was faster with 1×1 kernels.
-_PIXELS_OF_1X1 = 1 << 14
-#: The same for larger kernels.
-_PIXELS = 1 << 11
 #: Minimum odd number of images for blocks, which pair images: the last one counts twice.
 _ODD_IMAGES = 7
-#: Maximum number of elements of the unfolded input, with one copy per kernel position, for larger kernels: 32 MiB.
-_COLUMNS = 1 << 24
-
 #: Minimum number of kernel positions for which a depthwise weight's gradient was faster in fp32, in NHWC and in NCHW.
 _POSITIONS, _POSITIONS_IN_NCHW = 25, 49
 #: Minimum number of output elements for gradients in fp32. Below it, the Python overhead exceeds the gain.
@@ -42,9 +35,9 @@ class Plan(NamedTuple):
     ----------
     inputs : {"torch", "fp32", "depthwise"}
         The inputs' gradient.
-    weight : {"torch", "fp32", "product", "blocks", "depthwise"}
-        The weight's: by torch's kernel in bf16 or in fp32, by one product, or by C functions: in blocks, and for a
-        depthwise convolution.
+    weight : {"torch", "fp32", "blocks", "depthwise"}
+        The weight's: by torch's kernel in bf16 or in fp32, or by C functions: in blocks, and for a depthwise
+        convolution.
     """
 
     inputs: str = "torch"
@@ -76,6 +69,11 @@ class Arguments(NamedTuple):
         """All arguments between the tensors and the output mask."""
         return self[3:-1]
 
+    @property
+    def kernel(self) -> Geometry:
+        """The size of the kernel, and how it moves."""
+        return Geometry(self.weight.shape[2:], self.stride, self.padding, self.dilation)
+
 
 def first_guess(call: Arguments) -> Plan:
     """Return the plan that was the fastest on the machines of docs/measurements.md."""
@@ -87,11 +85,8 @@ def first_guess(call: Arguments) -> Plan:
     how = "torch"
     if needs_weight and _blocks_are_faster(call):
         how = "blocks"
-    elif needs_weight and not call.transposed:
-        if _product_is_faster(call):
-            how = "product"
-        elif _weight_is_faster_in_fp32(call):
-            how = "fp32"
+    elif needs_weight and not call.transposed and _weight_is_faster_in_fp32(call):
+        how = "fp32"
     return Plan("fp32" if in_fp32 else "torch", how)
 
 
@@ -106,17 +101,15 @@ def plans(call: Arguments) -> list[Plan]:
         kinds = [["torch", "depthwise"] if is_needed else ["torch"] for is_needed in (needs_inputs, needs_weight)]
         return [Plan(*pair) for pair in itertools.product(*kinds)]
     fp32 = ["fp32"] if call.groups > 1 or min(call.weight.shape[:2]) <= _FEW_CHANNELS else []
-    product = ["product"] if not call.transposed and _product_supports(call) else []
     blocks = ["blocks"] if _blocks_support(call) else []
     inputs = ["torch", *fp32] if needs_inputs else ["torch"]
-    weights = ["torch", *blocks, *product, *([] if call.transposed else fp32)] if needs_weight else ["torch"]
+    weights = ["torch", *blocks, *([] if call.transposed else fp32)] if needs_weight else ["torch"]
     return [Plan(*pair) for pair in itertools.product(inputs, weights)]
 
 
 def is_depthwise(call: Arguments) -> bool:
     """Whether the C functions for depthwise convolutions compute the gradients."""
-    geometry = weight_gradient.Geometry(call.weight.shape[2:], call.stride, call.padding, call.dilation)
-    return not call.transposed and depthwise.supports(*call[:3], geometry, call.groups)
+    return not call.transposed and depthwise.supports(*call[:3], call.kernel, call.groups)
 
 
 def pixels_of(call: Arguments) -> int:
@@ -158,36 +151,11 @@ def _blocks_are_faster(call: Arguments) -> bool:
 
 
 def _blocks_support(call: Arguments) -> bool:
-    return (
-        call.groups == 1
-        and call.weight.dim() == weight_gradient.DIMENSIONS
-        and weight_gradient.supports(*for_blocks(call))
-    )
+    is_plain = call.groups == 1 and call.weight.dim() == weight_gradient.DIMENSIONS
+    return is_plain and weight_gradient.supports(*for_blocks(call))
 
 
-def for_blocks(call: Arguments) -> tuple[Tensor, Tensor, weight_gradient.Geometry]:
+def for_blocks(call: Arguments) -> tuple[Tensor, Tensor, Geometry]:
     """Return the arguments of `weight_gradient`, for which a transposed convolution exchanges input and gradient."""
-    gradient, inputs, weight = call[:3]
-    if call.transposed:
-        gradient, inputs = inputs, gradient
-    return gradient, inputs, weight_gradient.Geometry(weight.shape[2:], call.stride, call.padding, call.dilation)
-
-
-def _product_is_faster(call: Arguments) -> bool:
-    """Whether the weight's gradient is faster as one product."""
-    if not _product_supports(call):
-        return False
-    pixels, weight = pixels_of(call), call.weight
-    if pixels * weight.numel() < MIN_MULTIPLICATIONS:
-        return False
-    return pixels <= (_PIXELS_OF_1X1 if weight.size(2) == weight.size(3) == 1 else _PIXELS)
-
-
-def _product_supports(call: Arguments) -> bool:
-    """Whether the weight's gradient can be one product. Only for NHWC images, which are rows of pixels."""
-    weight, sizes = call.weight, (call.stride, call.padding, call.dilation)
-    if call.groups > 1 or weight.dim() != 4 or any(len(size) != 2 for size in sizes):
-        return False
-    if not all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in call[:2]):
-        return False
-    return weight.size(2) == weight.size(3) == 1 or pixels_of(call) * weight[0].numel() <= _COLUMNS
+    gradient, inputs = call[:2]
+    return (inputs, gradient, call.kernel) if call.transposed else (gradient, inputs, call.kernel)

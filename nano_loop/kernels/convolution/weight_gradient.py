@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Self
 
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
 from nano_loop.kernels.memory import BYTES, FLOATS, STRIDED, empty
@@ -31,7 +32,6 @@ _MOST_POSITIONS = 25
 DIMENSIONS = 4  # images, channels, rows, columns
 
 _INT = ctypes.c_int64
-SIZES = ("images", "channels", "outputs", "rows", "columns", "out_rows", "out_columns")
 
 
 class Geometry(NamedTuple):
@@ -43,12 +43,23 @@ class Geometry(NamedTuple):
     dilation: Sequence[int]
 
 
-class _Call(ctypes.Structure):
-    """`Call` of the C file."""
+class ConvolutionCall(ctypes.Structure):
+    """The beginning of `Call` of the C files for convolutions."""
 
     _fields_ = (
-        *((name, _INT) for name in SIZES),
+        *((name, _INT) for name in ("images", "channels", "outputs", "rows", "columns", "out_rows", "out_columns")),
         *((name, _INT * 2) for name in Geometry._fields),
+    )
+
+    @classmethod
+    def of(cls, inputs: Tensor, outputs: int, out_sizes: Sequence[int], geometry: Geometry) -> Self:
+        """Return the sizes of a convolution of images, with so many outputs of these heights and widths."""
+        images, channels, *sizes = inputs.shape
+        return cls(images, channels, outputs, *sizes, *out_sizes, *map(tuple, geometry))
+
+
+class _Call(ConvolutionCall):
+    _fields_ = (
         *((name, _INT * 3) for name in ("input", "gradient")),
         ("result", _INT * 4),
         *((name, _INT) for name in ("input_is_wide", "gradient_is_wide", "is_wide", "by_tiles")),
@@ -100,19 +111,16 @@ def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry, in_nch
         columns = (0, 0, geometry.padding[1], geometry.padding[1])
         inputs = F.pad(inputs.permute(0, 2, 3, 1), columns).permute(0, 3, 1, 2)
     call = _call(gradient, inputs, geometry)
-    call.result, call.is_wide = (_INT * 4)(*result.stride()), dtype is torch.float32
+    call.result, call.is_wide = result.stride(), dtype is torch.float32
     KERNEL("weight_gradient", call, inputs, gradient, result, scratch(_bytes(call)))
     return result
 
 
 def _call(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> _Call:
-    images, outputs, *of_out = gradient.shape
-    call = _Call(images, inputs.size(1), outputs, *inputs.shape[2:], *of_out)
-    for name, pair in zip(Geometry._fields, geometry, strict=True):
-        setattr(call, name, (_INT * 2)(*pair))
+    call = _Call.of(inputs, gradient.size(1), gradient.shape[2:], geometry)
     for name, tensor in (("input", inputs), ("gradient", gradient)):
         image, _, row, column = tensor.stride()
-        setattr(call, name, (_INT * 3)(image, row, column))
+        setattr(call, name, (image, row, column))
     call.input_is_wide, call.gradient_is_wide = (tensor.dtype is torch.float32 for tensor in (inputs, gradient))
     call.by_tiles = KERNEL.uses_amx
     if inputs.size(1) < FEWEST:  # of padded inputs, what a row of the kernel covers is one pixel

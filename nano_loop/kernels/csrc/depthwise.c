@@ -13,7 +13,7 @@
 #define PARTS 16     /* into as many, images are divided, where they are fewer */
 
 typedef struct {
-    int64_t images, channels, rows, columns, out_rows, out_columns;
+    int64_t images, channels, outputs, rows, columns, out_rows, out_columns; /* as many outputs as channels */
     int64_t kernel[2], stride[2], padding[2], dilation[2]; /* of rows, and of columns */
     int64_t bf16;
 } Call;

@@ -99,12 +99,12 @@ def _is_matrix(tensor: Tensor) -> bool:
 
 def _call(a: Tensor, b: Tensor) -> _Call:
     (rows, depth), columns = a.shape[-_DIMENSIONS:], b.size(-1)
-    strides = [(_INT * 2)(*tensor.stride()[-_DIMENSIONS:]) for tensor in (a, b)]
+    strides = [tensor.stride()[-_DIMENSIONS:] for tensor in (a, b)]
     call = _Call(rows, columns, depth, *strides, columns, 1)
     call.a_is_wide, call.b_is_wide = a.dtype is torch.float32, b.dtype is torch.float32
     call.by_tiles = KERNEL.uses_amx
     if a.dim() > _DIMENSIONS:
-        call.batch, call.of_batch = a.size(0), (_INT * 3)(a.stride(0), b.stride(0))
+        call.batch, call.of_batch = a.size(0), (a.stride(0), b.stride(0), 0)
     return call
 
 

@@ -70,7 +70,7 @@ CONVOLUTION = Row(
         convolution.OVERRIDES,
         is_for=models.has_convolutions,
         says="weights' gradients in blocks, by bf16 instructions",
-        says_without_kernel="weights' gradients by plain bf16 products where oneDNN is slow, since ",
+        says_without_kernel="gradients of biases, groups and depthwise convolutions; others are torch's, since ",
         absent=SkipReason("no_convolution", "the model calls no convolution of torch", ABSENT),
     ),
 )

@@ -9,7 +9,7 @@ ROWS = {
     "gradient of inputs by AMX": convolutions.INPUT_GRADIENT,
     "gradient of weights in bf16": convolutions.WEIGHT_GRADIENT,
     "gradient of weights in bf16, few channels": convolutions.WEIGHT_GRADIENT_OF_FEW_CHANNELS,
-    "gradients of convolutions": convolution_gradients.GRADIENTS,
+    "biases of transposed convolutions": convolution_gradients.OF_BIAS,
     "gradients of depthwise convolutions in bf16": convolution_gradients.OF_DEPTHWISE,
     "gradients of groups": convolution_gradients.OF_GROUPS,
     "gradients of depthwise convolutions": convolutions.DEPTHWISE,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.kernels.convolution import convolution, gradient_plans
+from nano_loop.kernels.convolution import convolution
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from steps.kernels.cases import BY_NAME
 
@@ -14,11 +14,10 @@ gets_kernels = pytest.mark.skipif(
 
 
 @pytest.fixture
-def products(monkeypatch):
-    """Count the gradients that are computed as products."""
-    counted, of_weight = [], convolution._weight_gradient
-    monkeypatch.setattr(gradient_plans, "MIN_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(convolution, "_weight_gradient", lambda *args: counted.append(args) or of_weight(*args))
+def sums(monkeypatch):
+    """Count the gradients of biases that are computed as sums, as those of transposed convolutions are."""
+    counted, original = [], convolution._sum_of_pixels
+    monkeypatch.setattr(convolution, "_sum_of_pixels", lambda gradient: counted.append(1) or original(gradient))
     return counted
 
 
@@ -28,19 +27,19 @@ def backward(layer):
 
 
 @gets_kernels
-def test_convolutions_use_it_during_the_run_only(step, products):
+def test_convolutions_use_it_during_the_run_only(step, sums):
     made, layer, teacher = (
         step(BY_NAME["fast_convolution"], precision="bf16"),
-        *(nn.Conv2d(4, 4, 3).bfloat16() for _ in range(2)),
+        *(nn.ConvTranspose2d(4, 4, 3).bfloat16() for _ in range(2)),
     )
     parts = TrainingObjects([layer])
     assert made.skip_reason(parts) is None
     made.apply(parts)
     made.apply(parts)
     backward(layer)
-    assert len(products) == 1
+    assert len(sums) == 1
     backward(teacher)
-    assert len(products) == 1
+    assert len(sums) == 1
     made.undo()
     backward(layer)
-    assert len(products) == 1
+    assert len(sums) == 1
