@@ -93,7 +93,6 @@ class Tuner:
         self._budget = budget
         self._timer = timer
         self._is_measuring = False
-        self._of_inner = 0.0  # the seconds that measurements inside of others have taken
 
     @property
     def measured(self) -> int:
@@ -123,33 +122,27 @@ class Tuner:
             Returns the race that measures the algorithms if there is time for it.
         """
         choice = self.choices.get(key)
-        if choice is None and self.threads == torch.get_num_threads() and self._budget.left() > 0:
+        # What an algorithm calls while it is timed is measured where the loop calls it.
+        is_usual = not self._is_measuring and self.threads == torch.get_num_threads()
+        if choice is None and is_usual and self._budget.left() > 0:
             choice = self._measure(key, guess, race())
         return None if choice is None else choice.algorithm
 
     def _measure(self, key: str, guess: str, race: Race) -> Choice | None:
-        begun, of_race, outermost = self._timer(), self._time(), not self._is_measuring
-        self._is_measuring = True
+        begun, self._is_measuring = self._timer(), True
         try:
-            choice = fastest(race, guess, self._budget.left(), self._time)
+            choice = fastest(race, guess, self._budget.left(), self._timer)
         except _FAILURES:  # there may be memory for it later
             return None
         finally:
-            self._is_measuring = not outermost
-            if outermost:  # what is measured inside of another measurement is a part of it
-                seconds = self._timer() - begun
-                self.spent += seconds
-                self._budget.spend(seconds)
-            else:
-                self._of_inner += self._time() - of_race
+            self._is_measuring = False
+            seconds = self._timer() - begun
+            self.spent += seconds
+            self._budget.spend(seconds)
         if choice is not None:
             self.choices.put(key, choice)
             self.new_choices.append(choice)
         return choice
-
-    def _time(self) -> float:
-        """Return the time less that of measurements inside of others: an algorithm takes it in its first call alone."""
-        return self._timer() - self._of_inner
 
 
 def fastest(race: Race, guess: str, seconds: float, timer: Callable[[], float] = time.perf_counter) -> Choice | None:

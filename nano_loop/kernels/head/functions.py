@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -54,21 +54,26 @@ def _detached(func: Any, lazy: LazyLogits, *_: Any) -> Any:
     return lazy.detached()
 
 
-class Upcast:
-    """A cast to fp32 of what is computed before, if anything is."""
+class Applied:
+    """A method of rows of logits, ``float`` or one along the vocabulary, after what is computed before, if anything is."""
 
-    def __init__(self, before: Elementwise | None) -> None:
-        self.before = before
+    def __init__(self, name: str, before: Elementwise | None) -> None:
+        self.name, self.before = name, before
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return the cast."""
-        return (logits if self.before is None else self.before(logits)).float()
+        """Return its result."""
+        logits = logits if self.before is None else self.before(logits)
+        return logits.float() if self.name == "float" else getattr(logits, self.name)(-1)  # type: ignore[no-any-return]
+
+
+def _is_log_softmax(before: Elementwise | None) -> TypeGuard[Applied]:
+    return isinstance(before, Applied) and before.name == "log_softmax"
 
 
 @_takes_lazy
 def _cast(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """Return a cast to fp32, or the tensor itself where nothing changes."""
-    wanted = lazy.dtype
+    wanted = torch.float32 if func.__name__ == "float" else lazy.dtype
     for argument in (*args, *(kwargs.get(name) for name in ("dtype", "device"))):
         if isinstance(argument, torch.dtype):
             wanted = argument
@@ -79,76 +84,53 @@ def _cast(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return lazy if wanted is lazy.dtype else _in_fp32(lazy) if wanted is torch.float32 else NotImplemented
 
 
-@_takes_lazy
-def _float(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    return NotImplemented if args or kwargs else lazy if lazy.dtype is torch.float32 else _in_fp32(lazy)
-
-
 def _in_fp32(lazy: LazyLogits) -> LazyLogits:
-    return lazy.derived(Tensor.float, dtype=torch.float32, before=Upcast(lazy.before), is_copy=True)
-
-
-@_takes_lazy
-def _viewed(func: Any, lazy: LazyLogits, *shape: Any, **kwargs: Any) -> Any:
-    """Return a view that has the vocabulary at its end, as before."""
-    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-    if kwargs or lazy.vocabulary != lazy.dim() - 1 or not sizes or not all(type(size) is int for size in sizes):
-        return NotImplemented
-    *lead, last = sizes
-    if last == -1:
-        is_whole = -1 not in lead and torch.Size(lead).numel() == lazy.rows.numel()
-        last = lazy.head.width if is_whole else -1
-    if last != lazy.head.width:
-        return NotImplemented
-    return _reshaped(
-        lazy, getattr(lazy.rows, func.__name__)(lead), lambda tensor: getattr(tensor, func.__name__)(sizes)
-    )
-
-
-def _reshaped(lazy: LazyLogits, rows: Tensor, operation: Elementwise) -> LazyLogits:
-    """Return the same logits in other dimensions before the vocabulary's: a view where that of the rows is one."""
-    is_copy = rows.untyped_storage().data_ptr() != lazy.rows.untyped_storage().data_ptr()
-    return lazy.derived(operation, rows=rows, vocabulary=rows.dim(), is_copy=is_copy)
+    return lazy.derived(Tensor.float, dtype=torch.float32, before=Applied("float", lazy.before), is_copy=True)
 
 
 @_takes_lazy
 def _viewed_as(func: Any, lazy: LazyLogits, other: Tensor) -> Any:
-    name = func.__name__.removesuffix("_as")
-    return _viewed(getattr(Tensor, name), lazy, *other.shape)
-
-
-@_takes_lazy
-def _flattened(func: Any, lazy: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    first, last = start_dim % lazy.dim(), end_dim % lazy.dim()
-    if lazy.vocabulary != lazy.dim() - 1 or last >= lazy.vocabulary:
-        return NotImplemented
-    return _reshaped(lazy, lazy.rows.flatten(first, last), lambda tensor: tensor.flatten(first, last))
+    return _rearranged(getattr(Tensor, func.__name__.removesuffix("_as")), lazy, other.shape)
 
 
 @_takes_lazy
 def _rearranged(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Return what a function returns that changes dimensions, or takes some rows: a view, or a tuple of views.
+    """Return what a function returns that changes dimensions, or takes some rows: views, or a copy of all rows.
 
     It is asked of a tensor whose elements are the numbers of their rows, and which has no memory for the vocabulary.
+    Before that, since it might copy the vocabulary, it is asked of a tensor without any memory.
     """
-    changed = func(lazy.rows.unsqueeze(lazy.vocabulary).expand([*lazy.shape]), *args, **kwargs)
+    if any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values())):  # it shows the bits
+        return NotImplemented
 
-    def lazy_of(view: Tensor, place: int | None) -> LazyLogits | None:
-        sizes = enumerate(zip(view.shape, view.stride(), strict=True))
-        dims = [dim for dim, (size, step) in sizes if size == lazy.head.width and step == 0]
-        if len(dims) != 1:
-            return None
+    def operation(tensor: Tensor) -> Any:
+        return func(tensor, *args, **kwargs)
 
-        def operation(tensor: Tensor) -> Tensor:
-            whole = func(tensor, *args, **kwargs)
-            return whole if place is None else whole[place]  # type: ignore[no-any-return]
+    for rows, is_copy in ((lazy.rows, False), (lazy.rows.contiguous(), True)):
+        numbers = rows.unsqueeze(lazy.vocabulary).expand([*lazy.shape])
+        empty = torch.empty_strided(numbers.shape, numbers.stride(), dtype=numbers.dtype, device="meta")
+        try:
+            changed = operation(empty)
+        except RuntimeError:  # torch raises it, of the real tensor
+            return NotImplemented
+        views = [changed] if isinstance(changed, Tensor) else changed
+        dims = [dim for view in views if (dim := _vocabulary_of(view, lazy.head.width)) is not None]
+        if len(dims) < len(views):
+            continue
+        changed = operation(numbers)
+        if isinstance(changed, Tensor):
+            return lazy.derived(operation, rows=changed.select(dims[0], 0), vocabulary=dims[0], is_copy=is_copy)
+        return tuple(
+            lazy.derived(lambda tensor, place=place: operation(tensor)[place], rows=view.select(dim, 0), vocabulary=dim)
+            for place, (view, dim) in enumerate(zip(changed, dims, strict=True))
+        )
+    return NotImplemented
 
-        return lazy.derived(operation, rows=view.select(dims[0], 0), vocabulary=dims[0])
 
-    if isinstance(changed, Tensor):
-        return NotImplemented if (result := lazy_of(changed, None)) is None else result
-    results = [lazy_of(view, place) for place, view in enumerate(changed)]
-    return NotImplemented if any(result is None for result in results) else tuple(results)
+def _vocabulary_of(view: Tensor, width: int) -> int | None:
+    sizes = enumerate(zip(view.shape, view.stride(), strict=True))
+    dims = [dim for dim, (size, step) in sizes if size == width and step == 0]
+    return dims[0] if len(dims) == 1 else None
 
 
 @_takes_lazy
@@ -170,17 +152,6 @@ def _iterated(func: Any, lazy: LazyLogits) -> Any:
     return parts if parts is NotImplemented else iter(parts)
 
 
-class LogSoftmax:
-    """The logarithm of a softmax of what is computed before."""
-
-    def __init__(self, before: Elementwise | None) -> None:
-        self.before = before
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Return it."""
-        return (logits if self.before is None else self.before(logits)).log_softmax(-1)
-
-
 @_takes_lazy
 def _softmax(func: Any, lazy: LazyLogits, dim: Any = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
     """Return a softmax over the vocabulary, or its logarithm."""
@@ -190,11 +161,9 @@ def _softmax(func: Any, lazy: LazyLogits, dim: Any = None, *args: Any, dtype: An
     if dim % lazy.dim() != lazy.vocabulary or dtype not in (None, torch.float32):
         return NotImplemented
     lazy = lazy if dtype in (None, lazy.dtype) else _in_fp32(lazy)
-    before = lazy.before
-    is_log = func.__name__ == "log_softmax"
-    of_rows = LogSoftmax(before) if is_log else lambda z: (z if before is None else before(z)).softmax(-1)
+    name = func.__name__
     return lazy.derived(
-        lambda tensor: tensor.log_softmax(dim) if is_log else tensor.softmax(dim), before=of_rows, is_copy=True
+        lambda tensor: getattr(tensor, name)(dim), before=Applied(name, lazy.before), is_copy=True
     )
 
 
@@ -277,7 +246,7 @@ def _gathered(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     index = last.reshape(len(lazy.rows.flatten()), -1).clone()
     if not bool(((index >= 0) & (index < lazy.head.width)).all()):
         return NotImplemented
-    if isinstance(lazy.before, LogSoftmax) and index.size(1) == 1:
+    if _is_log_softmax(lazy.before) and index.size(1) == 1:
         (parent,) = lazy.parents
         (losses,) = parent.reduced(CrossEntropy(index.squeeze(1), _logits_before(lazy.before.before)))
         result = -losses.unsqueeze(1).to(lazy.dtype)
@@ -289,7 +258,7 @@ def _gathered(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 def _logits_before(before: Elementwise | None) -> Elementwise | None:
     """Return what the loss has to compute of logits before, which it reads in bf16, too."""
-    return None if isinstance(before, Upcast) and before.before is None else before
+    return None if isinstance(before, Applied) and (before.name, before.before) == ("float", None) else before
 
 
 @_takes_lazy
@@ -306,7 +275,7 @@ def _loss(
 ) -> Any:
     """Return cross-entropy, or the negative logarithmic likelihood of a logarithm of a softmax."""
     is_nll = func.__name__ == "nll_loss"
-    if is_nll and not isinstance(lazy.before, LogSoftmax):
+    if is_nll and not _is_log_softmax(lazy.before):
         return NotImplemented
     classes = min(1, lazy.dim() - 1)
     if lazy.vocabulary != classes or size_average is not None or reduce is not None or not 0 <= label_smoothing <= 1:
@@ -339,6 +308,9 @@ _REARRANGED = dict.fromkeys(
         "movedim",
         "unsqueeze",
         "squeeze",
+        "flatten",
+        "view",
+        "reshape",
         "select",
         "narrow",
         "split",
@@ -362,7 +334,6 @@ FUNCTIONS = MappingProxyType(
         **_ELEMENTWISE,
         **_REDUCED,
         **dict.fromkeys(("detach", "data"), _detached),
-        **dict.fromkeys(("view", "reshape"), _viewed),
         **dict.fromkeys(("view_as", "reshape_as"), _viewed_as),
         **dict.fromkeys(("softmax", "log_softmax"), _softmax),
         **dict.fromkeys(("gather", "take_along_dim"), _gathered),
@@ -370,8 +341,7 @@ FUNCTIONS = MappingProxyType(
         "cpu": _itself,
         "contiguous": _contiguous,
         "to": _cast,
-        "float": _float,
-        "flatten": _flattened,
+        "float": _cast,
         "__getitem__": _indexed,
         "__iter__": _iterated,
     }
