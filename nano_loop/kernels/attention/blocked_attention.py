@@ -21,7 +21,6 @@ from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.memory import BF16, BYTES, FLOATS, FP32, STRIDED, Pointer, empty
 
 
-
 def kernel_of(name: str, factor: Pointer, outs: Pointer, *masks: torch.dtype, is_bf16: bool) -> CompiledKernel:
     """Return the kernel of a C file, for factors, results and masks of these dtypes."""
     factor, outs = factor._replace(layout=STRIDED), outs._replace(layout=STRIDED)

@@ -96,15 +96,14 @@ def _by_torch(call: Call) -> Any:
 def _in_c(kernel: CompiledKernel, call: Call) -> tuple[Tensor, ...]:
     """Compute attention or its gradients, from factors in the dtype of the kernel."""
     (*factors, mask), details = call.tensors, call.details
-    query, key, value = factors[-3:]
-    mask = None if mask is None else blocked_attention.as_mask(mask, query, key)
     dtype = torch.float32 if kernel is KERNEL else torch.bfloat16
-    cast = [blocked_attention.with_columns(tensor.to(dtype)) for tensor in factors]
-    arguments: tuple[Any, ...] = (*cast[-3:], mask, None, 0.0, details.is_causal, details.scale)
+    *gradient, query, key, value = (blocked_attention.with_columns(tensor.to(dtype)) for tensor in factors)
+    mask = None if mask is None else blocked_attention.as_mask(mask, query, key)
+    arguments = query, key, value, mask, None, 0.0, details.is_causal, details.scale
     if not details.outs:
-        return blocked_attention.forward(kernel, *arguments, blocked_attention.laid_out_as(query, value.size(-1)))
-    gradients = [blocked_attention.laid_out_as(tensor) for tensor in (query, key, value)]
-    blocked_attention.backward(kernel, cast[0], details.outs[1].contiguous(), *arguments, gradients)
+        return blocked_attention.forward(kernel, *arguments, blocked_attention.laid_out_as(factors[0], value.size(-1)))
+    gradients = [blocked_attention.laid_out_as(tensor) for tensor in factors[1:]]
+    blocked_attention.backward(kernel, *gradient, details.outs[1].contiguous(), *arguments, gradients)
     return tuple(gradients)
 
 
@@ -133,9 +132,7 @@ def _supports_fp32(call: Call) -> bool:
 _ROUNDED = Algorithm(
     *(ROUNDED, functools.partial(_in_c, blocked_attention.KERNEL), FP32), is_exact=False, supports=_supports_rounding
 )
-_COMPILED = Algorithm(
-    *(COMPILED, functools.partial(_in_c, KERNEL), FP32), supports=_supports_fp32, kernel=KERNEL.name
-)
+_COMPILED = Algorithm(*(COMPILED, functools.partial(_in_c, KERNEL), FP32), supports=_supports_fp32, kernel=KERNEL.name)
 OVERRIDES = tuple(
     Override(
         *(operator, (_ROUNDED, _COMPILED), supports, lambda call: TORCH, _by_torch), product=ATTENTION, factors=factors

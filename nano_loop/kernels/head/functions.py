@@ -55,7 +55,7 @@ def _detached(func: Any, lazy: LazyLogits, *_: Any) -> Any:
 
 
 class Applied:
-    """A method of rows of logits, ``float`` or one along the vocabulary, after what is computed before, if anything is."""
+    """A method of rows of logits, ``float`` or one along the vocabulary, of what is computed before, if anything is."""
 
     def __init__(self, name: str, before: Elementwise | None) -> None:
         self.name, self.before = name, before
@@ -63,7 +63,7 @@ class Applied:
     def __call__(self, logits: Tensor) -> Tensor:
         """Return its result."""
         logits = logits if self.before is None else self.before(logits)
-        return logits.float() if self.name == "float" else getattr(logits, self.name)(-1)  # type: ignore[no-any-return]
+        return logits.float() if self.name == "float" else getattr(logits, self.name)(-1)
 
 
 def _is_log_softmax(before: Elementwise | None) -> TypeGuard[Applied]:
@@ -162,9 +162,7 @@ def _softmax(func: Any, lazy: LazyLogits, dim: Any = None, *args: Any, dtype: An
         return NotImplemented
     lazy = lazy if dtype in (None, lazy.dtype) else _in_fp32(lazy)
     name = func.__name__
-    return lazy.derived(
-        lambda tensor: getattr(tensor, name)(dim), before=Applied(name, lazy.before), is_copy=True
-    )
+    return lazy.derived(lambda tensor: getattr(tensor, name)(dim), before=Applied(name, lazy.before), is_copy=True)
 
 
 @_takes_lazy

@@ -94,14 +94,13 @@ class Arguments(NamedTuple):
 
 def by_operators(layer: Recurrence, tensors: Arguments) -> tuple[Tensor, ...]:
     """Return what `recurrence` does, by torch's operator for packed sequences, which has derivatives of any order."""
-    inputs, *weights, state, cells = tensors
-    weights = [weight for weight in weights if weight is not None]
-    states = [state] if cells is None else [state, cells]
+    inputs, *parameters, state, cells = tensors
+    weights = [weight for weight in parameters if weight is not None]
     directions = 1 + layer.is_reversed  # no operator computes the reversed one alone
-    expanded: Any = [each.expand(directions, *each.shape) for each in states]
-    numbers = tensors.input_bias is not None, 1, 0.0, False, layer.is_reversed
+    states: Any = [each.expand(directions, *each.shape) for each in (state, cells) if each is not None]
+    tensors_of_torch = inputs, layer.offsets.diff(), states if layer.mode == LSTM else states[0], weights * directions
     with by_rules(NO_RULES):  # else it is computed in C
         outputs, *last = _OPERATORS[layer.mode](
-            inputs, layer.offsets.diff(), expanded if layer.mode == LSTM else expanded[0], weights * directions, *numbers
+            *tensors_of_torch, tensors.input_bias is not None, 1, 0.0, False, layer.is_reversed
         )
     return outputs[:, -state.size(1) :], *(each[-1] for each in last)
