@@ -103,7 +103,7 @@ def _in_c(kernel: CompiledKernel, call: Call) -> tuple[Tensor, ...]:
     if not details.outs:
         return blocked_attention.forward(kernel, *arguments, blocked_attention.laid_out_as(factors[0], value.size(-1)))
     gradients = [blocked_attention.laid_out_as(tensor) for tensor in factors[1:]]
-    blocked_attention.backward(kernel, *gradient, details.outs[1].contiguous(), *arguments, gradients)
+    blocked_attention.backward(kernel, gradient[0], details.outs[1].contiguous(), *arguments, gradients)
     return tuple(gradients)
 
 
