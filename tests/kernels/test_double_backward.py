@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from kernels.differentiated import ROWS, modules
@@ -21,6 +22,7 @@ pytestmark = [
     # torch's own, where an operator has no rule for batches
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # in its forward mode
 ]
 
 
@@ -115,6 +117,17 @@ def jacobian(call, leaves):
     return [torch.func.jacrev(lambda x: call(x).flatten()[:3])(leaves[0].detach())]
 
 
+def of_each_batch(call, leaves):
+    of_batch = torch.func.grad(lambda x: loss_of_output(call(x)))
+    return [torch.func.vmap(of_batch)(torch.stack([leaves[0].detach(), leaves[0].detach().cos()]))]
+
+
+def tangent(call, leaves):
+    x = leaves[0].detach()
+    with forward_ad.dual_level():
+        return [forward_ad.unpack_dual(call(forward_ad.make_dual(x, x.cos()))).tangent]
+
+
 def checkpointed(way, use_reentrant):
     def checkpointed_way(call, leaves):
         return way(lambda x: checkpoint(call, x, use_reentrant=use_reentrant), leaves)
@@ -142,6 +155,8 @@ WAYS = {
     "func.grad of a gradient": of_gradient,
     "func.grad of func.grad": functional,
     "jacrev": jacobian,
+    "vmap of func.grad": of_each_batch,
+    "forward mode": tangent,
     "checkpoint": checkpointed(first, False),
     "checkpoint, create_graph": checkpointed(second, False),
     "reentrant checkpoint": checkpointed(by_backward, True),

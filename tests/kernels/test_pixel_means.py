@@ -71,19 +71,3 @@ def test_means_and_gradients_have_torch_s_bits(name, dtype):
         assert inside[1].stride()[2:] == (0, 0)  # it is not written
         for total in (inside[1] + x, x + inside[1], torch.relu(x) * inside[1]):
             assert total.is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # of forward mode
-@pytest.mark.parametrize("name", MEANS)
-def test_transforms_of_torch_compute_them(name):
-    function, x = MEANS[name], images(torch.float32).detach()
-
-    def transformed(x):
-        one = torch.func.vmap(torch.func.grad(lambda each: function(each[None]).square().sum()))(x)
-        return one, torch.func.jvp(function, (x,), (x,))[1]
-
-    found = []
-    model = Calls(lambda x: found.extend(transformed(x)))
-    with accelerated(model, channels_last=True, verbose=False):
-        model(x)
-    assert all(map(torch.equal, found, transformed(x)))

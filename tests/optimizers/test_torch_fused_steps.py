@@ -7,8 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
-from torch.optim.lr_scheduler import StepLR
+from torch.optim import SGD, Adagrad, Adam, AdamW
 from watched import FusedCalls
 
 from nano_loop import accelerated
@@ -278,22 +277,6 @@ def test_gradient_that_the_loop_assigns_is_read_as_it_lies_and_stays(name, gradi
     assert_alike(*pair(name, train))
 
 
-@OF_EACH_KIND
-def test_scheduler_made_before_the_run_does_not_bring_the_fault_back(name):
-    def train(loop):
-        for number in range(6):
-            if number == 3:
-                data_with_gaps(loop)
-            directly(loop)
-            loop.scheduler.step()
-
-    def with_scheduler(loop):
-        loop.scheduler = StepLR(loop.optimizer, 2)
-        return train(loop)
-
-    assert_alike(*pair(name, with_scheduler))
-
-
 @pytest.mark.parametrize("step", [directly, by_closure])
 @OF_EACH_KIND
 def test_steps_are_fused_and_again_once_the_tensors_lie_alike(name, step):
@@ -477,23 +460,6 @@ def test_without_the_question_torch_is_silently_wrong(name):
     assert (ours - plain).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("fused", [None, True])
-@OF_EACH_KIND
-def test_gradients_that_the_loop_assigns_to_weights_of_another_layout(name, fused):
-    weights = []
-    for is_plain in (True, False):
-        kind, settings = KINDS[name]
-        model = conv(torch.contiguous_format if is_plain else torch.channels_last)
-        optimizer = kind(model.parameters(), fused=None if is_plain else fused, **settings)
-        with contextlib.nullcontext() if is_plain else accelerated(model, optimizer, verbose=False):
-            torch.manual_seed(1)
-            for _ in range(3):
-                model.weight.grad, model.bias.grad = torch.rand(4, 3, 3, 3), torch.rand(4)
-                optimizer.step()
-        weights.append(model.weight)
-    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
-
-
 @OF_EACH_KIND
 def test_channels_last_weights_are_stepped_by_the_kernel(name):
     kind, settings = KINDS[name]
@@ -505,35 +471,6 @@ def test_channels_last_weights_are_stepped_by_the_kernel(name):
 
 
 # --- what is torch's ---
-
-
-@pytest.mark.parametrize(
-    ("kind", "keys"),
-    [
-        (Rprop, {"weight_decay": 0.1}),
-        *((kind, {"decoupled_weight_decay": True, "weight_decay": 0.1}) for kind in (RMSprop, Adamax, Adadelta, Rprop)),
-        (NAdam, {"amsgrad": True}),
-        (RAdam, {"momentum": 0.5}),
-        (SGD, {"eps": 1.0, "betas": (0.1, 0.2)}),
-        (Adagrad, {"momentum": 0.9}),
-        (Adam, {"momentum": 0.9, "nesterov": True}),
-    ],
-    ids=str,
-)
-def test_settings_that_torch_ignores_and_infinite_parameters_train_as_in_the_plain_loop(kind, keys):
-    results = []
-    for is_plain in (True, False):
-        torch.manual_seed(0)
-        model, mask = nn.Linear(4, 3), nn.Parameter(torch.tensor([0.0, float("-inf"), 1.0]))
-        optimizer = kind([{"params": [*model.parameters(), mask], **keys}], lr=0.01)
-        with contextlib.nullcontext() if is_plain else accelerated(model, optimizer, verbose=False):
-            for _ in range(8):
-                optimizer.zero_grad()
-                (model(torch.ones(2, 4)) + mask).softmax(1)[:, 0].log().sum().backward()
-                optimizer.step()
-        results.append([*model.parameters(), mask])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")

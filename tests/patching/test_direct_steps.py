@@ -141,16 +141,6 @@ def test_groups_of_several_settings_and_missing_gradients_are_torchs_too(kind, s
     assert_equal(direct, plain)
 
 
-# torch's fused SGD raises where some momenta are missing; the fused_optimizer step adds them.
-@pytest.mark.parametrize("name", [name for name, (_, settings) in KINDS.items() if "momentum" not in settings])
-def test_parameter_whose_gradient_comes_late_is_stepped_by_torch(name):
-    direct, plain = build(*KINDS[name]), build(*KINDS[name])
-    with stepped_directly(direct):
-        for seed, skip in enumerate(((0,), (0,), (), ())):
-            step(direct, plain, seed=seed, skip=skip)
-    assert_equal(direct, plain)
-
-
 UNUSUAL = {
     "amsgrad": {"amsgrad": True},
     "a tensor as lr": {"lr": torch.tensor(0.01)},
@@ -252,17 +242,6 @@ def test_classes_are_restored_and_other_optimizers_of_a_class_are_torchs(refused
     assert {kind: dict(vars(kind)) for kind in (Adam, AdamW, SGD)} == before
     with by_torch():
         twin.step()
-
-
-def test_both_classes_of_a_family_can_be_direct_and_hooks_run_once():
-    counted = []
-    adam, adamw = build(Adam, {}), build(AdamW, {})
-    with stepped_directly(adam), stepped_directly(adamw):
-        for each in (adam, adamw):
-            each.register_step_pre_hook(lambda *given: counted.append(1))
-        for seed in range(3):  # the first is torch's own
-            step(adam, adamw, seed=seed)
-    assert len(counted) == 6
 
 
 def test_step_that_somebody_else_has_wrapped_is_left_alone(monkeypatch):

@@ -92,13 +92,16 @@ class Arguments(NamedTuple):
     cells: Tensor | None
 
 
-def by_operators(layer: Recurrence, tensors: Arguments) -> tuple[Tensor, ...]:
-    """Return what `recurrence` does, by torch's operator for packed sequences, which has derivatives of any order."""
+def by_operators(layer: Recurrence, sizes: Tensor, tensors: Arguments) -> tuple[Tensor, ...]:
+    """Return what `recurrence` does, by torch's operator for packed sequences, which has derivatives of any order.
+
+    `sizes` are the numbers of sequences of the steps. What a transform of `torch.func` makes of offsets has no memory.
+    """
     inputs, *parameters, state, cells = tensors
     weights = [weight for weight in parameters if weight is not None]
     directions = 1 + layer.is_reversed  # no operator computes the reversed one alone
     states: Any = [each.expand(directions, *each.shape) for each in (state, cells) if each is not None]
-    tensors_of_torch = inputs, layer.offsets.diff(), states if layer.mode == LSTM else states[0], weights * directions
+    tensors_of_torch = inputs, sizes, states if layer.mode == LSTM else states[0], weights * directions
     with by_rules(NO_RULES):  # else it is computed in C
         outputs, *last = _OPERATORS[layer.mode](
             *tensors_of_torch, tensors.input_bias is not None, 1, 0.0, False, layer.is_reversed

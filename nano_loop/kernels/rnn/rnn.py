@@ -7,8 +7,9 @@ those the faster algorithm is chosen.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +20,9 @@ from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import computes_now, has_tangent, is_plain
 from nano_loop.kernels.override import COMPILED, FP32, REFERENCE, ROUNDED, TORCH, Algorithm, Call, Override, choose
 from nano_loop.kernels.rnn import recurrence
-from nano_loop.kernels.rnn.operator_call import OperatorCall, are_shapes_right, offsets_of, offsets_of_equal
-from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Recurrence
+from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Arguments, Recurrence
 from nano_loop.patching.operators.operators import Kernel, overridden
-from nano_loop.patching.ownership import NO_RULES, Rules, belongs_to_set_up_model, rules_now
+from nano_loop.patching.ownership import NO_RULES, belongs_to_set_up_model, rules_now
 from nano_loop.patching.torch_private import below_autocast, below_torch_functions
 from nano_loop.policy import product_precision
 
@@ -42,37 +42,94 @@ _FEWEST_BESIDE_ONEDNN = 4
 #: Most multiplications of a step of one sequence without a backward: to pack more weights for it takes too long.
 _MOST_OF_ONE = 1 << 16
 _DTYPES = torch.float32, torch.bfloat16
+_MATRIX, _SEQUENCES = 2, 3
 #: Operators of which torch composes a step under autocast, and which a user may want in another dtype.
 _COMPOSED = ("linear", "sigmoid", "sigmoid_", "tanh", "tanh_", "relu")
 
 
-class _Details:
-    """What a call is besides its tensors: the arguments, and what its layers have in common.
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of one of torch's operators.
 
-    Parameters
+    Attributes
     ----------
-    arguments : OperatorCall
-        The arguments of torch's operator.
-    layer : Recurrence, optional
-        What the layers have in common, if that is known.
+    mode : int
+        One of those of `Recurrence`.
+    inputs : torch.Tensor
+        Of shape (steps, batch, input size), or (batch, steps, input size) if `batch_first`; packed, of shape (rows,
+        input size).
+    batch_sizes : torch.Tensor or None
+        How many sequences the steps of packed inputs have.
+    states : tuple of torch.Tensor
+        The states before the first step, and the cells of an LSTM.
+    weights : tuple of torch.Tensor
+        Those of the directions of all layers.
+    is_trained : bool
+        Whether there will be a backward.
     """
 
-    def __init__(self, arguments: OperatorCall, layer: Recurrence | None = None) -> None:
-        self.arguments = arguments
-        if layer is not None:
-            self.layer = layer
+    mode: int
+    inputs: Tensor
+    batch_sizes: Tensor | None
+    states: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool = False
+    is_trained: bool = False
 
     @functools.cached_property
     def layer(self) -> Recurrence | None:
-        """The layer, or None where torch computes the call. The first who asks is inside the call."""
-        return _layer(self.arguments, rules_now() or NO_RULES)
+        """What all layers have in common, or None where torch computes the call. The first who asks is inside it."""
+        return _layer(self)
+
+    @property
+    def is_projected(self) -> bool:
+        """Whether the outputs of an LSTM are a projection of its units."""
+        return self.states[0].size(-1) != self.states[-1].size(-1)
+
+    @property
+    def is_onednns(self) -> bool:
+        """Whether torch leaves the layers to oneDNN."""
+        return self.mode == LSTM and self.batch_sizes is None and not self.is_projected
+
+    @property
+    def multiplications(self) -> int:
+        """Those of one layer and direction of an LSTM of sequences of equal length; 0 of all else."""
+        if self.mode != LSTM or self.batch_sizes is not None or self.inputs.dim() != _SEQUENCES:
+            return 0
+        first, second, _ = self.inputs.shape
+        return first * second * sum(weight.numel() for weight in self.weights[:_MATRIX])
+
+    @property
+    def layers(self) -> list[Arguments]:
+        """The tensors of the directions of all layers, each with the operator's inputs."""
+        count = _MATRIX * (1 + self.has_biases) + self.is_projected
+        layers = []
+        for at, states in enumerate(zip(*(state.unbind(0) for state in self.states), strict=True)):
+            input_weight, hidden_weight, *others = self.weights[at * count : (at + 1) * count]
+            input_bias, hidden_bias = others[:2] if self.has_biases else (None, None)
+            projection = others[-1] if self.is_projected else None
+            cells = states[1] if self.mode == LSTM else None
+            weights = input_weight, hidden_weight, input_bias, hidden_bias, projection
+            layers.append(Arguments(self.inputs, *weights, states[0], cells))
+        return layers
+
+    def of(self, tensors: Sequence[Tensor]) -> _Arguments:
+        """Return the arguments with other inputs, states and weights."""
+        inputs, *others = tensors
+        count = len(self.states)
+        return replace(self, inputs=inputs, states=(*others[:count],), weights=(*others[count:],))
 
 
 def _supports(mode: int, is_packed: bool, kernel: Kernel, inputs: Tensor, *args: Any) -> Call:
     batch_sizes, (states, weights, *numbers) = (args[0], args[1:]) if is_packed else (None, args)
     states = tuple(states) if mode == LSTM else (states,)
     is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights))
-    call = OperatorCall(mode, inputs, batch_sizes, states, tuple(weights), *numbers)._replace(is_trained=is_trained)
+    call = replace(_Arguments(mode, inputs, batch_sizes, states, tuple(weights), *numbers), is_trained=is_trained)
     tensors = inputs, *states, *weights
     return Call(
         "lstm",
@@ -80,7 +137,7 @@ def _supports(mode: int, is_packed: bool, kernel: Kernel, inputs: Tensor, *args:
         (call.batch_first, call.has_biases, call.bidirectional, call.num_layers, is_trained),
         kernel,
         call.multiplications,
-        _Details(call),
+        call,
         len(tensors) if is_trained else 0,
         rough=(0, 1),
         timed=_timed,
@@ -89,7 +146,7 @@ def _supports(mode: int, is_packed: bool, kernel: Kernel, inputs: Tensor, *args:
 
 def _computed(of: Call) -> tuple[Tensor, ...] | None:
     """Compute one of torch's operators, or return None where torch's kernel has to."""
-    call, layer = of.details.arguments, of.details.layer
+    call, layer = of.details, of.details.layer
     if layer is None:
         return None
     if call.is_onednns:
@@ -112,36 +169,29 @@ def _can_round(of: Call) -> bool:
     """Whether an LSTM in fp32 is computed in C from rounded factors."""
     layer = of.details.layer
     is_fp32 = layer is not None and not layer.in_bf16
-    return is_fp32 and of.details.arguments.is_onednns and product.KERNEL.unavailable is None
+    return is_fp32 and of.details.is_onednns and product.KERNEL.unavailable is None
 
 
 def _rounded(of: Call) -> tuple[Tensor, ...]:
-    details = _Details(of.details.arguments, of.details.layer._replace(in_bf16=True))
     with below_torch_functions():
-        return _by_layers(of._replace(details=details))
-
-
-def _arguments(of: Call) -> OperatorCall:
-    call, (inputs, *others) = of.details.arguments, of.tensors
-    count = len(call.states)
-    arguments: OperatorCall = call._replace(inputs=inputs, states=(*others[:count],), weights=(*others[count:],))
-    return arguments
+        return _by_layers(of, in_bf16=True)
 
 
 def _timed(of: Call) -> Call | None:
     """Return some steps of a call, without the dropout, which draws from the generator."""
-    call, layer = _arguments(of), of.details.layer
+    call: _Arguments = of.details
     time = 1 if call.batch_first else 0
     steps = max(_TIMED_STEPS, _TIMED_MULTIPLICATIONS * call.inputs.size(time) // of.multiplications)
-    call = call._replace(inputs=call.inputs.narrow(time, 0, min(steps, call.inputs.size(time))), dropout=0.0)
-    details = _Details(call, layer._replace(offsets=offsets_of_equal(call)))
-    of = of._replace(tensors=(call.inputs, *of.tensors[1:]), details=details)
+    call = replace(call, inputs=call.inputs.narrow(time, 0, min(steps, call.inputs.size(time))), dropout=0.0)
+    of = of._replace(tensors=(call.inputs, *of.tensors[1:]), details=call)
     return of if GATES[LSTM] * max(tensor.numel() for tensor in of.tensors) <= override.MOST_ELEMENTS else None
 
 
 def _by_torch(of: Call) -> Any:
     assert of.kernel is not None
-    return of.kernel(*_arguments(of).of_torch)
+    call: _Arguments = of.details.of(of.tensors)
+    numbers = call.has_biases, call.num_layers, call.dropout, call.train, call.bidirectional, call.batch_first
+    return of.kernel(call.inputs, [*call.states], [*call.weights], *numbers)
 
 
 def _by_torch_in_fp32(of: Call) -> Any:
@@ -188,8 +238,9 @@ OVERRIDES = tuple(
 )
 
 
-def _by_layers(of: Call) -> tuple[Tensor, ...]:
-    call, layer = _arguments(of), of.details.layer
+def _by_layers(of: Call, in_bf16: bool = False) -> tuple[Tensor, ...]:
+    call, layer = of.details.of(of.tensors), of.details.layer
+    layer = layer._replace(in_bf16=layer.in_bf16 or in_bf16)
     outputs = call.inputs.transpose(0, 1) if call.batch_first else call.inputs
     shape, directions = outputs.shape[:-1], 1 + call.bidirectional
     layers, states = call.layers, []
@@ -210,8 +261,7 @@ def _by_layers(of: Call) -> tuple[Tensor, ...]:
     return outputs, *map(torch.ops.aten.stack, zip(*states, strict=True))
 
 
-def _layer(call: OperatorCall, rules: Rules) -> Recurrence | None:
-    """Return what all layers of a call have in common, or None where torch computes it."""
+def _layer(call: _Arguments) -> Recurrence | None:
     tensors = (call.inputs, *call.states, *call.weights)
     if not computes_now() or any(map(has_tangent, tensors)):
         return None
@@ -222,16 +272,47 @@ def _layer(call: OperatorCall, rules: Rules) -> Recurrence | None:
     if autocast not in (None, torch.bfloat16) or (autocast is None and len(dtypes) > 1):
         return None
     in_bf16 = autocast is not None or dtypes == {torch.bfloat16}
-    if in_bf16 and not rules.operators.keys().isdisjoint(_COMPOSED):
+    if in_bf16 and not (rules_now() or NO_RULES).operators.keys().isdisjoint(_COMPOSED):
         return None
-    offsets = offsets_of(call)
-    if offsets is None or not are_shapes_right(call) or not is_large(call, offsets.numel() - 1):
+    offsets = _offsets_of(call)
+    if offsets is None or not _are_shapes_right(call) or not is_large(call, offsets.numel() - 1):
         return None
     is_packed = call.batch_sizes is not None
     return Recurrence(call.mode, offsets, is_packed, False, in_bf16, _dtypes(call, in_bf16))
 
 
-def _dtypes(call: OperatorCall, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
+def _offsets_of(call: _Arguments) -> Tensor | None:
+    """Return the rows at which the steps begin, and their number; None for steps that torch refuses."""
+    if call.inputs.dim() != (_SEQUENCES if call.batch_sizes is None else _MATRIX) or not call.inputs.numel():
+        return None
+    if call.states[0].dim() != _SEQUENCES:
+        return None
+    batch = call.states[0].size(1)
+    if call.batch_sizes is None:
+        count, steps = call.inputs.shape[:2] if call.batch_first else call.inputs.shape[1::-1]
+        rows = torch.arange(0, steps * batch + 1, batch, dtype=torch.int64, device="cpu")
+        return rows if count == batch else None
+    sizes = call.batch_sizes.tolist()
+    if sizes != sorted(sizes, reverse=True) or sizes[0] != batch or sizes[-1] < 1 or sum(sizes) != len(call.inputs):
+        return None
+    return torch.tensor([0, *sizes], dtype=torch.int64, device="cpu").cumsum(0)
+
+
+def _are_shapes_right(call: _Arguments) -> bool:
+    """Whether the shapes are those of torch's modules: the C function reads what they say."""
+    directions, (_, batch, outputs), hidden = 1 + call.bidirectional, call.states[0].shape, call.states[-1].size(-1)
+    count, gates = call.num_layers * directions, GATES[call.mode] * hidden
+    if any(state.shape[:-1] != (count, batch) for state in call.states) or not min(outputs, hidden):
+        return False
+    of_biases: list[Sequence[int]] = [(gates,)] * (2 * call.has_biases)
+    shapes = []
+    for at in range(count):
+        size = call.inputs.size(-1) if at < directions else outputs * directions
+        shapes += [(gates, size), (gates, outputs), *of_biases, *[(outputs, hidden)] * call.is_projected]
+    return [weight.shape for weight in call.weights] == shapes
+
+
+def _dtypes(call: _Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of outputs and cells: under autocast, those of torch's products and what is added to them."""
     if not in_bf16:
         return torch.float32, torch.float32
@@ -242,14 +323,14 @@ def _dtypes(call: OperatorCall, in_bf16: bool) -> tuple[torch.dtype, torch.dtype
     return (torch.bfloat16 if is_product else of_state), of_state
 
 
-def is_large(call: OperatorCall, steps: int) -> bool:
+def is_large(call: _Arguments, steps: int) -> bool:
     """Whether a call is large enough that it is faster in C."""
     hidden, batch = call.weights[1].numel(), call.states[0].size(1)
     fewest = _FEWEST_BESIDE_ONEDNN if call.is_onednns else _FEWEST_STEPS[call.mode][not call.is_trained]
     return steps >= fewest and (call.is_trained or batch > 1 or hidden <= _MOST_OF_ONE)
 
 
-def is_faster_than_onednn(call: OperatorCall) -> bool:
+def is_faster_than_onednn(call: _Arguments) -> bool:
     """Whether an LSTM in fp32 that is not measured is faster in C."""
     steps, (_, batch, units) = call.inputs.size(1 if call.batch_first else 0), call.states[-1].shape
     if not call.is_trained or steps < _FEWEST_STEPS[LSTM][0]:
