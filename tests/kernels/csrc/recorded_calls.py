@@ -260,8 +260,10 @@ def recurrence_of(kind, size, hidden, lengths, *, is_reversed=False, in_bf16=Fal
         results = compute(layer, recurrent_layer.Arguments(*tensors))
         return [*results, *torch.autograd.grad(sum(result.square().sum() for result in results), leaves)]
 
-    by_operators = functools.partial(recurrent_layer.by_operators, sizes=offsets.diff())
-    exact = computed(lambda layer, given: by_operators(layer, tensors=given), [None if tensor is None else tensor.double() for tensor in tensors])
+    def by_operators(layer, tensors):
+        return recurrent_layer.by_operators(layer, offsets.diff(), tensors)
+
+    exact = computed(by_operators, [None if tensor is None else tensor.double() for tensor in tensors])
     for ours, right in zip(computed(recurrence.recurrence, tensors), exact, strict=True):
         assert rms(ours.double() - right) <= (0.1 if in_bf16 else 1e-6) * max(rms(right), 1)
 
