@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from nano_loop.kernels.convolution.pixel_means import gradients_in_nhwc
+from nano_loop.kernels.convolution import pixel_means
 from nano_loop.kernels.dropout.bernoulli import same_draws
 from nano_loop.kernels.dropout.drawing_order import drawn_as_nchw, in_call, is_converted, mark
 from nano_loop.patching.attributes import replaced
@@ -80,7 +80,8 @@ class ChannelsLast(Step):
         self.undoing.enter_context(replaced(torch, "group_norm", _in_nchw_without_gradient))
         for convolution in _CONVOLUTIONS:
             self.undoing.enter_context(replaced(convolution, "forward", _converting_its_input))
-        self.undoing.enter_context(gradients_in_nhwc())
+        for means in pixel_means.OVERRIDES * gives_kernels():
+            self.undoing.enter_context(means.in_force())
         models = _unscripted(parts)
         if self.options.channels_last == "auto":
             for model in models:

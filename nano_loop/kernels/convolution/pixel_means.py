@@ -8,37 +8,36 @@ then expanded, as torch does for a sum: it has the same bits, and is added in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_loop.kernels.memory import computes_now
-from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
-from nano_loop.patching.ownership import belongs_to_set_up_model
+from nano_loop.kernels.override import BF16, FP32, Algorithm, Call, Override
+from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.torch_private_autograd import in_forward_mode
 
 
-def gradients_in_nhwc() -> AbstractContextManager[None]:
-    """Return a context in which means of set-up models' images have such gradients, with torch 2.9 and later."""
-    return overridden("mean.dim", _with_channels_last, "AutogradCPU") if gives_kernels() else nullcontext()
+def _supports(
+    kernel: Kernel, x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, **kwargs: Any
+) -> Call | None:
+    if not _is_image(x) or not dim or sorted(dimension % 4 for dimension in dim) != [2, 3]:
+        return None
+    return Call("means over pixels", (x,), (keepdim, kwargs.get("dtype")))
 
 
-def _with_channels_last(original: Kernel | None) -> Callable[..., Tensor]:
-    assert original is not None
+def _computed(call: Call) -> Tensor:
+    return _Means.apply(*call.tensors, *call.numbers)  # type: ignore[no-any-return, no-untyped-call]
 
-    def mean(
-        keys: torch.DispatchKeySet, x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, **kwargs: Any
-    ) -> Tensor:
-        if _is_image(x) and dim and sorted(dimension % 4 for dimension in dim) == [2, 3] and belongs_to_set_up_model():
-            means: Tensor = _Means.apply(x, keepdim, kwargs.get("dtype"))  # type: ignore[no-untyped-call]
-            return means
-        result: Tensor = original(keys, x, dim, keepdim, **kwargs)
-        return result
 
-    return mean
+OVERRIDES = (
+    Override(
+        *("mean.dim", (Algorithm("expanded", _computed, (*BF16, *FP32), is_raced=False),), _supports),
+        dispatch_key="AutogradCPU",
+    ),
+)
 
 
 class _Means(torch.autograd.Function):
@@ -62,7 +61,7 @@ class _Means(torch.autograd.Function):
 
 def _is_image(x: Tensor) -> bool:
     """Whether a tensor has a gradient, and lies in NHWC and not also in NCHW."""
-    if x.dim() != 4 or x.dtype not in (torch.bfloat16, torch.float32) or not x.requires_grad or x.is_contiguous():
+    if x.dim() != 4 or not x.requires_grad or x.is_contiguous():
         return False
     if in_forward_mode() or not computes_now():
         return False

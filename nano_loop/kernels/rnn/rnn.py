@@ -7,8 +7,7 @@ those the faster algorithm is chosen.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +20,8 @@ from nano_loop.kernels.memory import computes_now, has_tangent, is_plain
 from nano_loop.kernels.override import COMPILED, FP32, REFERENCE, ROUNDED, TORCH, Algorithm, Call, Override, choose
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Arguments, Recurrence
-from nano_loop.patching.operators.operators import Kernel, overridden
-from nano_loop.patching.ownership import NO_RULES, belongs_to_set_up_model, rules_now
+from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.ownership import NO_RULES, rules_now
 from nano_loop.patching.torch_private import below_autocast, below_torch_functions
 from nano_loop.policy import product_precision
 
@@ -199,42 +198,40 @@ def _by_torch_in_fp32(of: Call) -> Any:
         return _by_torch(of)
 
 
-def denormals_flushed() -> AbstractContextManager[None]:
-    """Return a context in which oneDNN's backward of set-up models' LSTMs flushes denormals, as that in C does."""
-    return overridden("mkldnn_rnn_layer_backward", _without_denormals, "CPU")
+def _with_denormals_flushed(of: Call) -> Any:
+    """Call oneDNN's backward of an LSTM, in which gradients that vanish become 0, as in that in C."""
+    threads = denormals.count_of_threads()
+    try:
+        denormals.flush(threads)
+        return override.by_kernel(of)
+    finally:
+        denormals.restore(threads)
 
 
-def _without_denormals(original: Kernel | None) -> Callable[..., Any]:
-    """Return oneDNN's backward of an LSTM, in which gradients that vanish become 0."""
-    assert original is not None
-
-    def backward(*args: Any) -> Any:
-        threads = denormals.count_of_threads() if belongs_to_set_up_model() else 0
-        try:
-            denormals.flush(threads)
-            return original(*args)
-        finally:
-            denormals.restore(threads)
-
-    return backward
+def _onednns_backward(kernel: Kernel, *args: Any) -> Call:
+    return Call("gradients of lstm", args[:1], args[1:], kernel)
 
 
 _ROUNDED = Algorithm(ROUNDED, _rounded, FP32, is_exact=False, supports=_can_round, kernel=recurrence.KERNEL.name)
+_FLUSHED = Algorithm("flushed", _with_denormals_flushed, _DTYPES, is_raced=False)
 #: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
-OVERRIDES = tuple(
-    Override(
-        f"{name}.{overload}",
-        (
-            *([_ROUNDED] if mode == LSTM and overload == "input" else []),
-            Algorithm(COMPILED, _computed, _DTYPES, kernel=recurrence.KERNEL.name, is_raced=False),
-        ),
-        functools.partial(_supports, mode, overload == "data"),
-        by_torch=_by_torch,
-        dispatch_key="AutogradCPU",
-        product=product_precision.LSTM if mode == LSTM and overload == "input" else "",
-    )
-    for name, mode in (("rnn_relu", RELU), ("rnn_tanh", TANH), ("gru", GRU), ("lstm", LSTM))
-    for overload in ("input", "data")
+OVERRIDES = (
+    *(
+        Override(
+            f"{name}.{overload}",
+            (
+                *([_ROUNDED] if mode == LSTM and overload == "input" else []),
+                Algorithm(COMPILED, _computed, _DTYPES, kernel=recurrence.KERNEL.name, is_raced=False),
+            ),
+            functools.partial(_supports, mode, overload == "data"),
+            by_torch=_by_torch,
+            dispatch_key="AutogradCPU",
+            product=product_precision.LSTM if mode == LSTM and overload == "input" else "",
+        )
+        for name, mode in (("rnn_relu", RELU), ("rnn_tanh", TANH), ("gru", GRU), ("lstm", LSTM))
+        for overload in ("input", "data")
+    ),
+    Override("mkldnn_rnn_layer_backward", (_FLUSHED,), _onednns_backward),
 )
 
 

@@ -128,7 +128,6 @@ _RNN = Kernels(
     is_for=models.has_recurrent_layers,
     says="recurrences in C, products over all steps",
     absent=SkipReason("no_rnn", "the model has no RNN, GRU or LSTM", ABSENT),
-    contexts=(rnn.denormals_flushed,),
 )
 RNN = Row("fast_rnn", _RNN, _RNN)
 
