@@ -110,7 +110,7 @@ def test_no_heads_and_no_columns_divide_nothing():
         assert module._supports(None, query, none, none, enable_gqa=True) is None
     assert blocked_attention.scale_of(query[..., :0], None) == 1
     if blocked_attention.KERNEL.unavailable is None:
-        out, log_sums = blocked_attention.forward(none, none, none, None, None, 0.0, False, 1.0)
+        out, log_sums = blocked_attention.forward(blocked_attention.KERNEL, blocked_attention.Inputs(none, none, none))
         assert (out.shape, log_sums.shape) == (none.shape, none.shape[:-1])
 
 

@@ -153,16 +153,6 @@ def made():
     return compiled.compiled("bernoulli", False).draw_bernoulli
 
 
-@same_draws
-def test_library_is_compiled_once_into_a_private_folder(compiled_here):
-    assert made()
-    (library,) = compiled_here.iterdir()
-    compiled_at = library.stat().st_mtime_ns
-    assert compiled_here.stat().st_mode & 0o077 == 0
-    assert made()
-    assert library.stat().st_mtime_ns == compiled_at
-
-
 DAMAGES = {
     "other bytes": lambda library, content: library.write_bytes(b"damaged"),
     "cut off": lambda library, content: library.write_bytes(content[:4096]),

@@ -200,6 +200,7 @@ def test_filled_cache_folder_works_without_a_compiler(compiled_here, monkeypatch
     assert build.level() is NATIVE
     libraries = {path.name.partition("-")[0]: path.read_bytes() for path in compiled_here.iterdir()}
     assert libraries.keys() == {"cross_entropy", "openmp"}
+    assert compiled_here.stat().st_mode & 0o077 == 0
     assert not any(b"libgomp" in content for content in libraries.values())  # torch's is the only runtime
     forget_libraries()
     monkeypatch.setenv("PATH", "/nowhere")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,32 @@ class _Call(ctypes.Structure):
     )
 
 
+class Inputs(NamedTuple):
+    """What attention is computed from.
+
+    Attributes
+    ----------
+    query, key, value : torch.Tensor
+        bfloat16 or, for the kernel of fp32 tensors, float32. Of four dimensions: (batch, heads, rows, columns), with
+        columns side by side. That kernel is for equal sizes of the three.
+    mask : torch.Tensor or None
+        bool, bfloat16 or float32, of shape (batch, heads, L, S); for the other kernel, float32.
+    kept : torch.Tensor or None
+        uint8, of the same shape: 0 where the dropout has dropped a probability.
+    dropout_p, is_causal, scale
+        As in `blocked_attention`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    kept: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float = 1.0
+
+
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel supports these tensors, which suit `nano_loop.kernels.attention.attention.attention`."""
     if query.size(-1) % _PAIR or value.size(-1) % _PAIR or KERNEL.unavailable:
@@ -63,7 +89,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def fits(kernel: CompiledKernel, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the memory that a backward takes, which grows with the number of keys, is within the bound."""
-    return _bytes(kernel, _call(kernel, query, key, value), "backward") <= SCRATCH_BOUND
+    return _bytes(kernel, _call(kernel, Inputs(query, key, value)), "backward") <= SCRATCH_BOUND
 
 
 def share_heads(query: Tensor, key: Tensor) -> bool:
@@ -113,7 +139,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        out, log_sums = forward(KERNEL, *args[:-1])
+        out, log_sums = forward(KERNEL, Inputs(*args[:-1]))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*args[:5], log_sums)
         ctx.numbers, ctx.are_four = args[5:-1], args[-1]
@@ -121,86 +147,58 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, kept, log_sums = ctx.saved_tensors
-        inputs, numbers = (query, key, value), ctx.numbers
+        *tensors, log_sums = ctx.saved_tensors
+        inputs = Inputs(*tensors, *ctx.numbers)
+        others = inputs.mask, *ctx.numbers, inputs.kept
 
         def compute() -> list[Tensor]:
-            gradients = [laid_out_as(tensor) for tensor in inputs]
-            backward(KERNEL, with_columns(gradient), log_sums, *inputs, mask, kept, *[*numbers, gradients])
+            gradients = [laid_out_as(tensor) for tensor in inputs[:3]]
+            backward(KERNEL, inputs, with_columns(gradient), log_sums, gradients)
             return gradients
 
         def by_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if ctx.are_four:
-                return torch_attention.by_torch(query, key, value, mask, *[*numbers, kept])
+                return torch_attention.by_torch(query, key, value, *others)
             # Of other dimensions, torch computes single operators, which have more derivatives.
-            return torch_attention.by_torch(query[None], key[None], value[None], mask, *[*numbers, kept])[0]
+            return torch_attention.by_torch(query[None], key[None], value[None], *others)[0]
 
-        return gradients_of(ctx, inputs, (gradient,), compute, by_torch)
+        return gradients_of(ctx, inputs[:3], (gradient,), compute, by_torch)
 
 
-def forward(
-    kernel: CompiledKernel,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    kept: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(kernel: CompiledKernel, inputs: Inputs, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the output of attention, and the logarithm of the sum of the exponentials of each row.
 
     Parameters
     ----------
     kernel : CompiledKernel
-        What computes it: `KERNEL`, or that of fp32 tensors, which is for equal sizes of query, key and value.
-    query, key, value : torch.Tensor
-        bfloat16 or, for the other kernel, float32. Of four dimensions: (batch, heads, rows, columns), with columns side
-        by side.
-    mask : torch.Tensor or None
-        bool, bfloat16 or float32, of shape (batch, heads, L, S); for the other kernel, float32.
-    kept : torch.Tensor or None
-        uint8, of the same shape: 0 where the dropout has dropped a probability.
-    dropout_p, is_causal, scale
-        As in `blocked_attention`.
+        What computes it: `KERNEL`, or that of fp32 tensors.
+    inputs : Inputs
+        What it is computed from.
     out : torch.Tensor, optional
         bfloat16 or float32. The output is written to it.
     """
+    batch, heads, rows, _ = inputs.query.shape
     if out is None:
-        out = by_rows(query.size(0), query.size(1), query.size(2), value.size(3))
-    log_sums = empty(*query.shape[:3])
-    call = _call(kernel, query, key, value, mask, dropout_p, is_causal, scale)
+        out = by_rows(batch, heads, rows, inputs.value.size(3))
+    log_sums, call = empty(batch, heads, rows), _call(kernel, inputs)
     call.is_wide = out.dtype is torch.float32
     _note(call, "out", out)
-    _run(kernel, "forward", call, query, key, value, mask, kept, out, log_sums)
+    _run(kernel, "forward", call, *inputs[:5], out, log_sums)
     return out, log_sums
 
 
 def backward(
-    kernel: CompiledKernel,
-    gradient: Tensor,
-    log_sums: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    kept: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    gradients: Sequence[Tensor],
+    kernel: CompiledKernel, inputs: Inputs, gradient: Tensor, log_sums: Tensor, gradients: Sequence[Tensor]
 ) -> None:
     """Write the gradients of query, key and value, from that of the output, into the three tensors of `gradients`.
 
     They are bfloat16 or float32, and all else is as for `forward`.
     """
-    call = _call(kernel, query, key, value, mask, dropout_p, is_causal, scale)
+    call = _call(kernel, inputs)
     call.is_wide = gradients[0].dtype is torch.float32
     for name, tensor in zip(("of_query", "of_key", "of_value", "of_out"), (*gradients, gradient), strict=True):
         _note(call, name, tensor)
-    _run(kernel, "backward", call, query, key, value, mask, kept, gradient, log_sums, *gradients)
+    _run(kernel, "backward", call, *inputs[:5], gradient, log_sums, *gradients)
 
 
 def drawn(query: Tensor, key: Tensor, dropout_p: float) -> Tensor | None:
@@ -245,16 +243,8 @@ def laid_out_as(tensor: Tensor, columns: int | None = None) -> Tensor:
     return tensor.new_empty(batch, heads, rows, columns)
 
 
-def _call(
-    kernel: CompiledKernel,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float = 1.0,
-) -> _Call:
+def _call(kernel: CompiledKernel, inputs: Inputs) -> _Call:
+    query, key, value, mask, _, dropout_p, is_causal, scale = inputs
     batch, heads, length, width = query.shape
     call = _Call(batch, key.size(1), heads // max(key.size(1), 1), length, key.size(2), width, value.size(3))
     for name, tensor in (("query", query), ("key", key), ("value", value)):

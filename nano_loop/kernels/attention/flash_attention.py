@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nano_loop.kernels import memory
 from nano_loop.kernels.attention import blocked_attention
+from nano_loop.kernels.attention.blocked_attention import Inputs
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.override import COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
@@ -99,11 +100,11 @@ def _in_c(kernel: CompiledKernel, call: Call) -> tuple[Tensor, ...]:
     dtype = torch.float32 if kernel is KERNEL else torch.bfloat16
     *gradient, query, key, value = (blocked_attention.with_columns(tensor.to(dtype)) for tensor in factors)
     mask = None if mask is None else blocked_attention.as_mask(mask, query, key)
-    arguments = query, key, value, mask, None, 0.0, details.is_causal, details.scale
+    inputs = Inputs(query, key, value, mask, is_causal=details.is_causal, scale=details.scale)
     if not details.outs:
-        return blocked_attention.forward(kernel, *arguments, blocked_attention.laid_out_as(factors[0], value.size(-1)))
+        return blocked_attention.forward(kernel, inputs, blocked_attention.laid_out_as(factors[0], value.size(-1)))
     gradients = [blocked_attention.laid_out_as(tensor) for tensor in factors[1:]]
-    blocked_attention.backward(kernel, gradient[0], details.outs[1].contiguous(), *arguments, gradients)
+    blocked_attention.backward(kernel, inputs, gradient[0], details.outs[1].contiguous(), gradients)
     return tuple(gradients)
 
 
