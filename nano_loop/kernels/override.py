@@ -8,13 +8,13 @@ the first guess. Otherwise, and where an algorithm does not take the tensors, to
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
-from nano_loop.kernels.fp16 import to_fp16s_numbers
 from nano_loop.kernels.memory import attempt, is_plain
 from nano_loop.patching.operators.operators import Kernel, overridden
 from nano_loop.patching.ownership import Rules, rules_now
@@ -27,6 +27,8 @@ REFERENCE = "reference"
 BF16, FP32 = (torch.bfloat16,), (torch.float32,)
 #: Maximum number of elements of a tensor that is measured: algorithms take memory several times its size.
 MOST_ELEMENTS = 1 << 24
+#: The largest exponent of a factor that is no denormal number in fp32, and neither is one divided by it.
+_MOST_EXPONENT = 126
 
 
 class Call(NamedTuple):
@@ -254,6 +256,17 @@ def choose(rules: Rules, call: Call, algorithms: Callable[[], Mapping[str, Compu
     `algorithms` returns them by name, and `REFERENCE` where torch's kernel is not it.
     """
     return guess if rules.chooser is None else rules.chooser.algorithm(call, algorithms, guess)
+
+
+def to_fp16s_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in fp32 whose numbers are those of fp16, times the power of two of the largest finite one.
+
+    So none overflows, and small gradients are not zero: those are that are 2⁻²⁵ of the largest, or less.
+    """
+    largest = float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if tensor.numel() else 0.0
+    exponent = math.frexp(largest)[1] - 1 if largest else 0
+    factor = 2.0 ** min(max(exponent, -_MOST_EXPONENT), _MOST_EXPONENT)
+    return tensor.mul(1 / factor).half().float().mul_(factor)
 
 
 @functools.cache
