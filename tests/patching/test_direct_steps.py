@@ -141,26 +141,6 @@ def test_groups_of_several_settings_and_missing_gradients_are_torchs_too(kind, s
     assert_equal(direct, plain)
 
 
-UNUSUAL = {
-    "amsgrad": {"amsgrad": True},
-    "a tensor as lr": {"lr": torch.tensor(0.01)},
-    "foreach": {"fused": False, "foreach": True},
-    "not fused": {"fused": False, "differentiable": False},
-}
-
-
-@pytest.mark.parametrize("change", UNUSUAL.values(), ids=UNUSUAL)
-def test_unusual_settings_are_left_to_torch(change, refused):
-    direct, plain = (AdamW(model().parameters(), **{"lr": 0.01, "fused": True, **change}) for _ in range(2))
-    with stepped_directly(direct):
-        for seed in range(3):
-            step(direct, plain, seed=seed)
-        assert_equal(direct, plain)
-        refused(AdamW)
-        with by_torch():
-            direct.step()
-
-
 def test_mixture_of_dtypes_and_a_gradient_scale_are_left_to_torch(refused):
     def mixed():
         first, second = model()
