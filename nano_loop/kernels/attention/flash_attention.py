@@ -37,8 +37,6 @@ class _Details(NamedTuple):
 
     is_causal: bool
     scale: float
-    #: The factor of the scores as the program has passed it.
-    given_scale: float | None
     #: In a backward, what the forward has returned.
     outs: tuple[Tensor, ...] = ()
 
@@ -54,7 +52,7 @@ def _forward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Call | None:
-    details = _Details(is_causal, blocked_attention.scale_of(query, scale), scale)
+    details = _Details(is_causal, blocked_attention.scale_of(query, scale))
     return None if dropout_p else _call(ATTENTION, kernel, (query, key, value, attn_mask), details)
 
 
@@ -72,7 +70,7 @@ def _backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Call | None:
-    details = _Details(is_causal, blocked_attention.scale_of(query, scale), scale, (out, logsumexp))
+    details = _Details(is_causal, blocked_attention.scale_of(query, scale), (out, logsumexp))
     tensors = grad_out, query, key, value, attn_mask
     return None if dropout_p else _call(f"gradients of {ATTENTION}", kernel, tensors, details)
 
@@ -90,8 +88,7 @@ def _call(name: str, kernel: Kernel, tensors: tuple[Any, ...], details: _Details
 def _by_torch(call: Call) -> Any:
     (*factors, mask), details = call.tensors, call.details
     assert call.kernel is not None
-    scale = details.given_scale
-    return call.kernel(*factors, *details.outs, 0.0, details.is_causal, attn_mask=mask, scale=scale)
+    return call.kernel(*factors, *details.outs, 0.0, details.is_causal, attn_mask=mask, scale=details.scale)
 
 
 def _in_c(kernel: CompiledKernel, call: Call) -> tuple[Tensor, ...]:

@@ -190,7 +190,7 @@ def fp32_call(rows=40, keys=40, size=32, by_heads=True, mask=None, is_causal=Fal
 
 def in_c(call):
     query, key, value, of_out, mask, is_causal, scale = call
-    tensors, details = (query, key, value, mask), flash_attention._Details(is_causal, scale, scale)
+    tensors, details = (query, key, value, mask), flash_attention._Details(is_causal, scale)
     out, log_sums = flash_attention._in_c(flash_attention.KERNEL, Call(ATTENTION, tensors, details=details))
     backward = Call(ATTENTION, (of_out, *tensors), details=details._replace(outs=(out, log_sums)))
     return [out, *flash_attention._in_c(flash_attention.KERNEL, backward), log_sums]
