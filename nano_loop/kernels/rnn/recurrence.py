@@ -77,7 +77,7 @@ class _RecurrentLayer(torch.autograd.Function):
         tensors, layer = Arguments(*args[:-1]), args[-1]
         with below_autocast():
             kept, states = _forward(layer, tensors, any(ctx.needs_input_grad))
-        ctx.layer, ctx.sizes = layer, layer.offsets.diff()
+        ctx.layer = layer
         save(ctx, tensors, kept, _BIASES if ctx.needs_input_grad[0] else (_INPUT_WEIGHT, *_BIASES))
         ctx.set_materialize_grads(False)
         outputs, state, *cells = states
@@ -99,7 +99,7 @@ class _RecurrentLayer(torch.autograd.Function):
 
         def by_torch(*tensors: Any) -> tuple[Tensor, ...]:
             wide: list[Any] = [None if tensor is None else tensor.float() for tensor in tensors]
-            return by_operators(ctx.layer, ctx.sizes, Arguments(*wide))
+            return by_operators(ctx.layer, Arguments(*wide))
 
         return gradients_of(ctx, tensors, gradients, compute, by_torch)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +11,10 @@ from torch import Tensor
 
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import empty
-from nano_loop.patching.ownership import NO_RULES, by_rules
 
 #: torch's numbers of the kinds of layers, and how many gates a unit of each has.
 RELU, TANH, LSTM, GRU = range(4)
 GATES = (1, 1, 4, 3)
-_OPERATORS = (torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru)
 
 
 class Recurrence(NamedTuple):
@@ -92,18 +91,29 @@ class Arguments(NamedTuple):
     cells: Tensor | None
 
 
-def by_operators(layer: Recurrence, sizes: Tensor, tensors: Arguments) -> tuple[Tensor, ...]:
-    """Return what `recurrence` does, by torch's operator for packed sequences, which has derivatives of any order.
-
-    `sizes` are the numbers of sequences of the steps. What a transform of `torch.func` makes of offsets has no memory.
-    """
-    inputs, *parameters, state, cells = tensors
-    weights = [weight for weight in parameters if weight is not None]
-    directions = 1 + layer.is_reversed  # no operator computes the reversed one alone
-    states: Any = [each.expand(directions, *each.shape) for each in (state, cells) if each is not None]
-    tensors_of_torch = inputs, sizes, states if layer.mode == LSTM else states[0], weights * directions
-    with by_rules(NO_RULES):  # else it is computed in C
-        outputs, *last = _OPERATORS[layer.mode](
-            *tensors_of_torch, tensors.input_bias is not None, 1, 0.0, False, layer.is_reversed
-        )
-    return outputs[:, -state.size(1) :], *(each[-1] for each in last)
+def by_operators(layer: Recurrence, tensors: Arguments) -> tuple[Tensor, ...]:
+    """Return what `recurrence` does, step by step, of tensors in one dtype."""
+    inputs, input_weight, hidden_weight, input_bias, hidden_bias, projection, state, cells = tensors
+    offsets = layer.offsets.tolist()
+    steps = [*itertools.pairwise(offsets)]
+    input_products, outputs = F.linear(inputs, input_weight, input_bias), {}
+    for begin, end in reversed(steps) if layer.is_reversed else steps:
+        count = end - begin
+        x, before = input_products[begin:end], state[:count]
+        h = F.linear(before, hidden_weight, hidden_bias)
+        if layer.mode == GRU:
+            (r, z, n), (of_r, of_z, of_n) = x.chunk(3, 1), h.chunk(3, 1)
+            new = (n + (r + of_r).sigmoid() * of_n).tanh()
+            output = new + (z + of_z).sigmoid() * (before - new)
+        elif cells is not None:
+            i, f, g, o = (x + h).chunk(4, 1)
+            now = f.sigmoid() * cells[:count] + i.sigmoid() * g.tanh()
+            output = o.sigmoid() * now.tanh()
+            output = output if projection is None else F.linear(output, projection)
+            cells = torch.cat([now, cells[count:]])
+        else:
+            output = (x + h).tanh() if layer.mode == TANH else (x + h).relu()
+        state = torch.cat([output, state[count:]])
+        outputs[begin] = output
+    all_outputs = torch.cat([outputs[begin] for begin, _ in steps])
+    return (all_outputs, state) if cells is None else (all_outputs, state, cells)
