@@ -1,15 +1,12 @@
 """Autograd functions, and replaced operators, have torch's derivatives in each way in which these are asked for."""
 
 import contextlib
-import copy
 import functools
 import re
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -297,32 +294,6 @@ def test_derivatives_of_what_is_called_twice_are_torchs(everything_in_c, called,
 @EACH_ROW
 def test_second_derivatives_of_two_models_are_torchs(everything_in_c, name):
     assert not [*differences(row_of(name), "create_graph", "in two models")]
-
-
-class Penalized(nn.Linear):
-    """Returns the second derivatives of a loss by logits that are a copy, by a view of them, and by the weight."""
-
-    def forward(self, x):
-        logits = super().forward(x)
-        copied = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        view = copied.view(2, 2, -1)
-        loss = F.cross_entropy(view.flatten(0, 1), torch.tensor([3, 0, 999, 7]))
-        (slope,) = torch.autograd.grad(loss, copied, create_graph=True)
-        assert slope.dtype is copied.dtype
-        return torch.autograd.grad(slope.square().sum(), [copied, view, self.weight])
-
-
-def test_logits_that_are_a_copy_have_second_derivatives(everything_in_c, called):
-    torch.manual_seed(0)
-    model, x = Penalized(6, 1000), torch.randn(4, 6)
-    exact = copy.deepcopy(model).double()(x.double())
-    with torch.autocast("cpu", torch.bfloat16):
-        torchs = model(x)
-    with accelerated(model, verbose=False, precision="bf16", tune_operators=False):
-        ours = model(x)
-    assert "cross_entropy_float" in called
-    for found, reference, right in zip(ours, torchs, exact, strict=True):
-        assert error_of(found.double(), right) <= 3 * error_of(reference.double(), right)
 
 
 @pytest.mark.slow
