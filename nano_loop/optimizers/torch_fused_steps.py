@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from nano_loop.patching.objects.optimizers import is_dense, lies_as
 from nano_loop.patching.patch_table import process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import groups_prepared
 
-if TYPE_CHECKING:
-    from nano_loop.optimizers.split_steps import SplitSteps
-
 _Function = Callable[..., Any]
 _Group = dict[str, Any]
 
@@ -39,12 +36,22 @@ _SIZE, _IS_CPU = Tensor.size, attrgetter("is_cpu")
 _prepared: dict[int, tuple[list[Tensor], _Group, int]] = process_wide("groups that are stepped", {})
 
 
+class OwnSteps(Protocol):
+    """Steps of an optimizer by another kernel than torch's."""
+
+    def prepare(self, optimizer: Optimizer, lists: Sequence[list[Any]]) -> None:
+        """Change the states in the lists of a group, and in the optimizer, for the step."""
+
+    def step(self, original: _Function, group: _Group, lists: Sequence[list[Any]], settings: dict[str, Any]) -> Any:
+        """Step a group with what torch's function takes, or call that."""
+
+
 #: By the ids of the optimizers whose steps are fused: what steps them instead of torch's kernels, or None.
-_fused: dict[int, SplitSteps | None] = process_wide("optimizers whose steps are fused", {})
+_fused: dict[int, OwnSteps | None] = process_wide("optimizers whose steps are fused", {})
 
 
 @contextmanager
-def steps_fused(optimizer: Optimizer, own: SplitSteps | None = None) -> Iterator[None]:
+def steps_fused(optimizer: Optimizer, own: OwnSteps | None = None) -> Iterator[None]:
     """Step this Adam, AdamW, SGD or Adagrad by fused kernels, where its own ``step()`` and a group's flags allow it.
 
     The context does not hold the optimizer, and is to be left when it is freed.
@@ -53,8 +60,8 @@ def steps_fused(optimizer: Optimizer, own: SplitSteps | None = None) -> Iterator
     ----------
     optimizer : torch.optim.Optimizer
         The optimizer.
-    own : SplitSteps, optional
-        What steps its groups in C instead.
+    own : OwnSteps, optional
+        What steps its groups instead of torch's kernels.
     """
     kind, number = type(optimizer), id(optimizer)
     del optimizer
@@ -69,7 +76,7 @@ def steps_fused(optimizer: Optimizer, own: SplitSteps | None = None) -> Iterator
 
 
 @contextmanager
-def _entered(number: int, own: SplitSteps | None) -> Iterator[None]:
+def _entered(number: int, own: OwnSteps | None) -> Iterator[None]:
     before = {number: _fused[number]} if number in _fused else {}  # of a run around this one
     _fused[number] = own
     try:
