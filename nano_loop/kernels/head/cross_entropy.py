@@ -20,7 +20,7 @@ from nano_loop.kernels import override
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.head.chunks import Elementwise, RowFunction
-from nano_loop.kernels.memory import BF16, FP32, INT64, computes_now, empty, is_plain
+from nano_loop.kernels.memory import BF16, FP32, INT64, computes_now, empty, has_tangent, is_plain
 from nano_loop.kernels.override import COMPILED, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.ownership import Rules, rules_now, rules_of_node
@@ -166,6 +166,7 @@ def supports(logits: Tensor, target: Tensor) -> bool:
         is_plain(logits, tuple(_KINDS))
         and is_plain(target, (torch.int64,))
         and computes_now()
+        and not has_tangent(logits)
         and logits.dim() >= 2
         and (*logits.shape[:1], *logits.shape[2:]) == target.shape
         and logits.numel() > 0
