@@ -146,7 +146,7 @@ def pickled(error: BaseException) -> bytes:
 def flush_output() -> None:
     """Write out what standard output and standard error hold back."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # the loop may have closed or replaced it
+        with contextlib.suppress(Exception):  # the loop may have closed it, or put its own object there
             stream.flush()
 
 

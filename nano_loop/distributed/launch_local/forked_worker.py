@@ -22,9 +22,6 @@ from nano_loop.distributed.launch.worker import work
 from nano_loop.distributed.launch_local import stack_dump
 from nano_loop.integrations.fabric.rank_zero import note_rank
 
-#: The exit code of a worker that has returned from the loop, and cannot say so.
-CUT_OFF = 113
-
 
 def work_for(start: dict[str, Any], stream: Stream, output: int, errors: int) -> None:
     """Do the work of a rank in this process, and end it.
@@ -45,7 +42,7 @@ def work_for(start: dict[str, Any], stream: Stream, output: int, errors: int) ->
     folder = Path(start["folder"])
     work(reporter, folder, functools.partial(_joined, reporter), payload=folder)
     # Threads of the user's may be running; there is nothing to clean up that rank 0 does not.
-    os._exit(CUT_OFF if reporter.is_cut_off else 0)
+    os._exit(0)
 
 
 def _take_over(start: dict[str, Any]) -> None:

@@ -16,14 +16,12 @@ from nano_loop.distributed.launch.failure import Failure, Kind, died
 from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch.workers import Worker
 from nano_loop.distributed.launch_local import stack_dump
-from nano_loop.distributed.launch_local.forked_worker import CUT_OFF
 from nano_loop.distributed.launch_local.output import Output, pipe
 from nano_loop.distributed.launch_local.server import HELLO, Server, socket_pair
 from nano_loop.distributed.launch_local.start import start_of
 
 _ENDED_BY_OTHERS = "End no Python by its name (pkill); where memory runs out, the kernel ends processes: see dmesg"
-_ENDING = 10.0  # seconds that a killed process may take to end
-_EXCEPTION = 1.0  # seconds that a failure waits for the exception itself
+_ENDING = 3.0  # seconds that a killed process may take to end, before the one that has forked it is ended too
 
 
 class WorkerProcess(Worker):
@@ -45,8 +43,6 @@ class WorkerProcess(Worker):
         self._server = server
         self._outputs: list[Output] = []
         self._failure: Failure | None = None
-        self._failed_at = 0.0
-        self._has_output = True
         self._end: dict[str, Any] | None = None  # how it has ended, or why it could not begin
         # The other ends are the worker's alone.
         with contextlib.ExitStack() as own, contextlib.ExitStack() as others:
@@ -75,12 +71,9 @@ class WorkerProcess(Worker):
         self._server.read_replies()
         ended = self._has_ended  # asked first: what it has written then is all that there will be
         self._read()
-        if self._failure is not None:
-            waits = self._stream.is_open and time.monotonic() < self._failed_at + _EXCEPTION
-            return None if waits else self._failure
-        if self.finished:
-            return None
-        return self._death() if ended else self._unsaid()
+        if self._failure is None and ended and not self.finished:
+            return self._death()
+        return self._failure
 
     def stack_dump(self) -> str:
         """See `Worker.stack_dump`."""
@@ -99,8 +92,7 @@ class WorkerProcess(Worker):
         self.kill()
         began = time.monotonic()
         while not self._has_ended:
-            waited = time.monotonic() - began
-            if waited > _ENDING or (waited > HELLO and not self._server.answers()):
+            if time.monotonic() > began + _ENDING:
                 self._server.end()
                 break
             wait([self._stream.fileno()], 0.1)
@@ -134,25 +126,8 @@ class WorkerProcess(Worker):
         self.finished = self.finished or kind == "finished"
         if kind == "failed":
             self._failure = pickle.loads(content)
-            self._failed_at = time.monotonic()
-        elif kind == "exception" and self._failure is not None:
-            self._failure.pickled = content
-            self._failed_at = 0.0  # complete
         elif kind in ("exited", "refused"):
             self._end = header
-
-    def _unsaid(self) -> Failure | None:
-        """Return the failure of a process whose output has ended, where who has forked it does not say more."""
-        if not self._has_output or any(output.is_open for output in self._outputs):
-            return None
-        self._has_output = False  # it is asked once: a loop may close its standard streams
-        return None if self._server.answers() or self._server.gone else self._silence()
-
-    def _silence(self) -> Failure:
-        """Return the failure of a process that could not report."""
-        what = "has closed its connection to rank 0, or ended"
-        advice = "Close only descriptors that the loop has opened itself (see os.closerange, subprocess.Popen)"
-        return Failure(self.rank, Kind.CAUSE, what, advice, traceback=self._outputs[-1].last_words or None)
 
     def _death(self) -> Failure:
         """Return the failure of a process that has ended without a report."""
@@ -164,8 +139,6 @@ class WorkerProcess(Worker):
             advice = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
             return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
         exitcode = end.get("exitcode", self._server.exitcode)
-        if exitcode == CUT_OFF:
-            return self._silence()
         words = self._outputs[-1].last_words or self._server.last_words
         if exitcode is None and self._server.pid is not None:
             server = f" ({self._server.pid})" if self._server.gone else ""

@@ -155,8 +155,6 @@ class _Outcome:
             self._store.set(self._ready, "")
         elif kind == "failed":
             self.failure = pickle.loads(content)
-        elif kind == "exception" and self.failure is not None:
-            self.failure.pickled = content
 
 
 def _say_where(store: Store, rank: int, thread: int) -> None:
