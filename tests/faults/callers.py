@@ -15,7 +15,7 @@ from torch import nn
 from faults.fault import BEFORE, EPOCH, STARTING, Fault
 from faults.runs import Arriving, at, collective, line_from, on_each, python, raising, script, train, with_argument
 from nano_loop import NanoError, nano
-from nano_loop.distributed.launch_local import kept_server as servers
+from nano_loop.distributed.launch_local import server as servers
 
 
 def _in_a_thread(do):

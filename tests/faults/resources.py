@@ -15,7 +15,7 @@ from faults.runs import OPTIONS, at, attribute, python, temporary, train
 from nano_loop import NanoError, nano
 from nano_loop.distributed.comm import system_limits
 from nano_loop.distributed.launch import shared_folder
-from nano_loop.distributed.launch_local import kept_server as servers
+from nano_loop.distributed.launch_local import server as servers
 
 _PR_CAPBSET_DROP, _CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 24, 21, 24  # from linux/prctl.h and capability.h
 _CAPS_OF_FILES = (1, 2)  # with which root opens what it has no rights to

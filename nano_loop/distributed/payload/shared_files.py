@@ -1,7 +1,4 @@
-"""Files in a private shared-memory folder: how large buffers are written once, and mapped by every process.
-
-Memory of this process that others can map already is not written: shared mappings of files, of memory or of a disk.
-"""
+"""How memory is pickled: as buffers. Large ones are files that every process maps, or are mapped where they are."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import FileIO
@@ -21,12 +19,95 @@ from typing import Any
 import numpy as np
 import torch
 
+from nano_loop.distributed.comm.raw_bytes import memory_of
 from nano_loop.distributed.comm.system_limits import limit_in_words
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.torch_private import bytes_of
+
+Reduction = tuple[Any, ...]
+
+
+def reduced(value: Any) -> Any:
+    """Return what plain pickling makes of `value`."""
+    return value.__reduce_ex__(5)
+
+
+# --- storages ---
+
+
+def reduce_storage(storage: torch.UntypedStorage, changing: bool) -> Reduction:
+    """Pickle a storage as a buffer; one that is `changing` is loaded into private memory."""
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return _storage, (PickleBuffer(memory_of(whole)), changing)
+
+
+def _storage(buffer: Any, changing: bool) -> torch.UntypedStorage:
+    if not len(buffer):
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+    view = torch.frombuffer(buffer, dtype=torch.uint8)
+    # A small one comes as a bytearray, which is not aligned as torch aligns.
+    return (view.clone() if changing or isinstance(buffer, bytearray) else view).untyped_storage()
+
+
+def reduce_typed_storage(storage: torch.TypedStorage) -> Reduction | None:
+    """Pickle a storage of another class by way of its bytes."""
+    return _typed_storage, (bytes_of(storage), storage.dtype)
+
+
+def typed_storages(arguments: Any) -> Any:
+    """Wrap the bare storages that uint16 and float8 tensors are pickled by, and that only `torch.load` can rebuild."""
+    if isinstance(arguments, torch.UntypedStorage):
+        return _typed_storage(arguments, torch.uint8)
+    return tuple(map(typed_storages, arguments)) if type(arguments) is tuple else arguments
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    with warnings.catch_warnings():  # the class is deprecated, and is what tensors are pickled by
+        warnings.simplefilter("ignore")
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype)  # type: ignore[no-untyped-call]
+
+
+# --- arrays ---
+
+
+def reduce_array(array: np.ndarray[Any, Any]) -> Reduction | None:
+    """Let a memory-mapped file be mapped again, and give arrays with gaps and of dates a buffer too."""
+    if isinstance(array, np.memmap):
+        return _reduce_memmap(array)
+    if type(array) is not np.ndarray or array.dtype.hasobject:
+        return None
+    if array.dtype.kind in "mM":  # numpy gives no buffers of dates
+        return np.ndarray.view, (array.view(np.int64), array.dtype)
+    if array.flags.c_contiguous or array.flags.f_contiguous:
+        return None
+    copied = array.copy()
+    copied.flags.writeable = array.flags.writeable
+    return tuple(reduced(copied))
+
+
+def _reduce_memmap(array: np.memmap[Any, Any]) -> Reduction:
+    root: Any = array
+    while isinstance(root.base, np.ndarray):  # a part of the file
+        root = root.base
+    if not isinstance(root, np.memmap) or root.mode == "c" or not root.filename or not os.path.exists(root.filename):
+        return np.ndarray.view, (np.array(array), np.memmap)
+    start = array.__array_interface__["data"][0] - root.__array_interface__["data"][0] + root.offset
+    place = (str(root.filename), root.nbytes + root.offset, start)
+    return _memmap, (*place, array.shape, array.strides, array.dtype, array.flags.writeable)
+
+
+def _memmap(path: str, size: int, start: int, shape: Any, strides: Any, dtype: Any, writable: bool) -> Any:
+    """Map a file that this process may write to for itself alone: the file is the caller's."""
+    whole = np.memmap(path, np.uint8, "c" if writable else "r", shape=(size,))
+    array: Any = np.ndarray.__new__(np.memmap, shape, dtype, whole, start, strides)
+    array.__array_finalize__(whole)  # the file's name, and what keeps it mapped
+    return array
+
 
 #: Bytes from which a buffer gets its own file.
 LARGE = 2**20
-_ELSEWHERE = ".mapped"  # of a file that says where the memory is
+#: The suffix of a file that says where the memory is.
+ELSEWHERE = ".mapped"
 _ROW_PARTS = 6  # of /proc/self/maps: addresses, permissions, offset, device, inode, path
 
 
@@ -73,7 +154,7 @@ class SharedFiles:
         path = self._folder / str(next(self._numbers))
         place = mapped(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes)
         if place is not None:  # others can map it where it is
-            self._write_all(path.with_suffix(_ELSEWHERE), memoryview(json.dumps(asdict(place)).encode()))
+            self._write_all(path.with_suffix(ELSEWHERE), memoryview(json.dumps(asdict(place)).encode()))
             return False
         self._write_all(path, view)
         self.copied += view.nbytes
@@ -116,30 +197,18 @@ def mapped_buffers(folder: Path) -> Iterator[Any]:
     """
     for number in itertools.count():
         path = folder / str(number)
-        elsewhere = path.with_suffix(_ELSEWHERE)
+        elsewhere = path.with_suffix(ELSEWHERE)
         if elsewhere.exists():
-            yield whole_buffer(elsewhere)[1]
+            yield load_elsewhere(elsewhere)
             continue
         size = path.stat().st_size
         yield torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu").numpy()
 
 
-def whole_buffer(path: Path) -> tuple[bool, np.ndarray[Any, Any]]:
-    """Return whether a file only says where the memory of a buffer is, and the bytes of the buffer, or of the file.
-
-    Parameters
-    ----------
-    path : Path
-        One of the files that `SharedFiles` has written.
-
-    Returns
-    -------
-    bool, numpy.ndarray
-        The array is uint8.
-    """
-    if path.suffix == _ELSEWHERE:
-        return True, Mapped(**json.loads(path.read_text())).load().numpy()
-    return False, np.fromfile(path, np.uint8)
+def load_elsewhere(path: Path) -> np.ndarray[Any, Any]:
+    """Return the bytes of a buffer of which a file, with the suffix `ELSEWHERE`, only says where they are."""
+    array: np.ndarray[Any, Any] = Mapped(**json.loads(path.read_text())).load().numpy()
+    return array
 
 
 # --- memory that others can map where it is ---
