@@ -169,7 +169,7 @@ FAULTS = [
         "the shared-memory folder has no room for the arguments",
         BEFORE,
         _no_room,
-        words=("4,194,304 bytes", "has 2,097,152 bytes", "Enlarge it (docker run --shm-size", "share_memory_()"),
+        words=("4,194,304 bytes", "has 2,097,152 bytes", "Enlarge it (docker run --shm-size", "numpy.memmap"),
         rank=0,
         as_root=True,
         quick=True,

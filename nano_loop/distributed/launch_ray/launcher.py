@@ -26,7 +26,6 @@ from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import join_run
 from nano_loop.distributed.launch_ray.caller import changes_undone_by, for_actors
 from nano_loop.distributed.launch_ray.worker import deleted_with_this_process, meeting_at, threads_for, versions
-from nano_loop.distributed.payload.shared_files import ELSEWHERE, load_elsewhere
 from nano_loop.errors import error_message
 
 _OLDEST = (2, 51)  # it places by the labels of nodes
@@ -96,11 +95,9 @@ class RayLauncher(Launcher):
 
 
 def _files_of(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the names of the files below a folder, and what they hold: of a mapping of other memory, that memory."""
+    """Yield the names of the files below a folder, and what they hold."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        is_elsewhere = path.suffix == ELSEWHERE
-        content = load_elsewhere(path) if is_elsewhere else np.fromfile(path, np.uint8)
-        yield str((path.with_suffix("") if is_elsewhere else path).relative_to(folder)), content
+        yield str(path.relative_to(folder)), np.fromfile(path, np.uint8)
 
 
 def _placed(options: Options) -> Options:

@@ -125,8 +125,8 @@ class RankWorker:
                 # By this variable the step for threads knows a process of Ray, whose OMP_NUM_THREADS nobody has chosen.
                 os.environ.pop("RAY_RAYLET_PID", None)
             threads = threads_for(machine, setting["share"])
-            join_options: Any = {"address": setting["address"], "threads": threads, "parent": self._folder}
-            with join_run(store, assignment.options, machine, Launch("ray", rank, assignment.size), **join_options) as slot:
+            options: Any = {"address": setting["address"], "threads": threads, "parent": self._folder}
+            with join_run(store, assignment.options, machine, Launch("ray", rank, assignment.size), **options) as slot:
                 discard(self._copy)  # all ranks have joined, and so have read it
                 yield slot
 

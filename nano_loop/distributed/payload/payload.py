@@ -27,9 +27,8 @@ _MAIN_OF_SPAWNED = "__mp_main__"  # in a child that multiprocessing has spawned
 def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
     """Write `call` and the data of the modules that it reaches to ``folder/payload``, and large storages beside it.
 
-    Nothing of `call` is changed, and no large storage or contiguous array is copied in this process's memory. One that
-    others can map where it is (a tensor after ``share_memory_()``, a mapped file) is not copied at all. After an error
-    the folder may hold a part.
+    Nothing of `call` is changed, and no large storage or contiguous array is copied in this process's memory. After an
+    error the folder may hold a part.
 
     Parameters
     ----------
@@ -43,7 +42,7 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
     Returns
     -------
     int
-        The bytes of the large storages and arrays that were copied; what is shared memory already is not.
+        The bytes of the large storages and arrays that were copied; a mapped file is not.
 
     Raises
     ------

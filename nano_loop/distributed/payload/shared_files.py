@@ -1,15 +1,12 @@
-"""How memory is pickled: as buffers. Large ones are files that every process maps, or are mapped where they are."""
+"""How memory is pickled: as buffers, of which large ones are files that every process maps."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from pickle import PickleBuffer
@@ -106,9 +103,6 @@ def _memmap(path: str, size: int, start: int, shape: Any, strides: Any, dtype: A
 
 #: Bytes from which a buffer gets its own file.
 LARGE = 2**20
-#: The suffix of a file that says where the memory is.
-ELSEWHERE = ".mapped"
-_ROW_PARTS = 6  # of /proc/self/maps: addresses, permissions, offset, device, inode, path
 
 
 class SharedFiles:
@@ -131,7 +125,7 @@ class SharedFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._free = shutil.disk_usage(folder).free
-        #: Bytes of large buffers that were written; the rest of them is mapped where it is.
+        #: Bytes of large buffers that were written.
         self.copied = 0
         self._numbers = itertools.count()
         self._payload = self._opened(folder / "payload", 0)
@@ -151,18 +145,10 @@ class SharedFiles:
         view = buffer.raw()
         if view.nbytes < LARGE:
             return True
-        path = self._folder / str(next(self._numbers))
-        place = mapped(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes)
-        if place is not None:  # others can map it where it is
-            self._write_all(path.with_suffix(ELSEWHERE), memoryview(json.dumps(asdict(place)).encode()))
-            return False
-        self._write_all(path, view)
+        with self._opened(self._folder / str(next(self._numbers)), view.nbytes) as file:
+            self._write(file, view)
         self.copied += view.nbytes
         return False
-
-    def _write_all(self, path: Path, view: memoryview) -> None:
-        with self._opened(path, view.nbytes) as file:
-            self._write(file, view)
 
     def _opened(self, path: Path, size: int) -> FileIO:
         try:
@@ -197,91 +183,5 @@ def mapped_buffers(folder: Path) -> Iterator[Any]:
     """
     for number in itertools.count():
         path = folder / str(number)
-        elsewhere = path.with_suffix(ELSEWHERE)
-        if elsewhere.exists():
-            yield load_elsewhere(elsewhere)
-            continue
         size = path.stat().st_size
         yield torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu").numpy()
-
-
-def load_elsewhere(path: Path) -> np.ndarray[Any, Any]:
-    """Return the bytes of a buffer of which a file, with the suffix `ELSEWHERE`, only says where they are."""
-    array: np.ndarray[Any, Any] = Mapped(**json.loads(path.read_text())).load().numpy()
-    return array
-
-
-# --- memory that others can map where it is ---
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """A range of a file that another process of this user can open, as long as this one has it mapped.
-
-    Parameters
-    ----------
-    path : str
-        The file's; of one without a name, that of a descriptor of this process.
-    start, size : int
-        The range, in bytes.
-    device, inode : int
-        Which file it is.
-    """
-
-    path: str
-    start: int
-    size: int
-    device: int
-    inode: int
-
-    def load(self) -> torch.Tensor:
-        """Map the range, for this process alone where it writes; a NanoError if the file is not there any more."""
-        size = self.start + self.size
-        try:
-            status = os.stat(self.path)
-        except OSError as error:
-            raise NanoError(self._lost(str(error))) from error
-        if (status.st_dev, status.st_ino) != (self.device, self.inode) or status.st_size < size:
-            raise NanoError(self._lost("it is another file, or shorter"))
-        return torch.from_file(self.path, shared=False, size=size, dtype=torch.uint8, device="cpu")[self.start :]
-
-    def _lost(self, why: str) -> str:
-        got = f"an argument has its memory in {self.path}, which this process cannot map ({why})"
-        hint = "Keep the file unchanged until the run has started, or pass a copy (tensor.clone(), array.copy())"
-        return error_message(got, "memory that is shared with a file is mapped, not copied", hint)
-
-
-def mapped(address: int, size: int) -> Mapped | None:
-    """Return the file behind a range of this process's memory; None if it is not shared with a file's.
-
-    Pages of a private mapping may have been written to, and are then this process's alone.
-    """
-    if not sys.platform.startswith("linux"):
-        return None
-    with open("/proc/self/maps") as rows:
-        for row in rows:
-            parts = row.split(maxsplit=_ROW_PARTS - 1)
-            first, last = (int(end, 16) for end in parts[0].split("-"))
-            if first <= address and address + size <= last:
-                return _file(parts, address - first, size) if parts[1].endswith("s") else None
-    return None
-
-
-def _file(parts: list[str], offset: int, size: int) -> Mapped | None:
-    device = os.makedev(*(int(part, 16) for part in parts[3].split(":")))
-    inode = int(parts[4])
-    name = parts[5].rstrip("\n") if len(parts) == _ROW_PARTS else ""
-    for path in [name, *_descriptors()]:
-        try:
-            status = os.stat(path)
-        except OSError:
-            continue
-        if status.st_ino == inode and (status.st_dev == device or path != name):
-            return Mapped(path, int(parts[2], 16) + offset, size, status.st_dev, inode)
-    return None
-
-
-def _descriptors() -> list[str]:
-    """Return the paths by which other processes open this one's files; one that is open may have no other name."""
-    folder = Path(f"/proc/{os.getpid()}/fd")
-    return [str(folder / name) for name in os.listdir(folder)]
