@@ -9,10 +9,12 @@ import contextlib
 import itertools
 import os
 import pickle
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -47,6 +49,7 @@ _INTERVAL = 0.1  # seconds between two looks for Ctrl-C
 _LONGEST = 2000  # characters of what Ray says
 _ANSWER = 3.0  # seconds that a rank has to say where it is
 _ENDING = 10.0  # seconds that a killed process may take to end
+_TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 class Node(NamedTuple):
@@ -70,10 +73,27 @@ def connected() -> Iterator[None]:
         raise NanoConfigError(error_message(got, expected, "Start the script with `ray job submit`, or on a node"))
     with ExitStack() as stack:
         if not ray.is_initialized():
+            _own_token(stack)
             stack.callback(ray.shutdown)  # also where Ctrl-C comes on the way
             with changes_undone_by(stack):
                 ray.init(log_to_driver=True)
         yield
+
+
+def _own_token(stack: ExitStack) -> None:
+    """Let a cluster that Ray starts for this run have a token in memory; by itself Ray would write one to ~/.ray."""
+    if {_TOKEN, _TOKEN_FILE} & os.environ.keys() or (Path.home() / ".ray" / "auth_token").exists():
+        return
+    stack.callback(_forget_token)
+    with changes_undone_by(stack):
+        os.environ[_TOKEN] = secrets.token_hex(32)
+
+
+def _forget_token() -> None:
+    """Let the next `ray.init` look for a token again; Ray remembers this one in C++, and has no public name for it."""
+    loader = getattr(ray._raylet, "AuthenticationTokenLoader", None)  # from 2.52 on
+    if loader is not None:
+        loader.instance().reset_cache()
 
 
 def nodes() -> list[Node]:

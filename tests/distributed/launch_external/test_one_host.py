@@ -112,16 +112,7 @@ def test_presence_arrives_as_it_was_sent():
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "{}",
-        "[" * 100_000,
-        "[1, 2, 3, 4]",
-        '[["a", "b", "c", 1], [], 1]',
-        '[["a", "b", 1, 1], ["x"], 1]',
-        '[["a", "b", 1, 1], [0], ""]',
-        "x" * (1 << 21),
-    ],
+    ["", "{}", "[1, 2, 3, 4]", '[["a", "b", 1], [0], 1]', "x" * (1 << 21)],
     ids=lambda text: text[:20],
 )
 def test_what_is_no_presence_is_an_error_that_names_the_rank(text):
