@@ -19,6 +19,7 @@ from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.worker import PAYLOAD, WORKER_INIT, Assignment, State, write_payload
 from nano_loop.distributed.launch.workers import Workers, running_together
+from nano_loop.distributed.launch_local.output import standard_streams_open
 from nano_loop.distributed.launch_local.process import WitnessProcess, forked
 from nano_loop.distributed.launch_local.server import Server, keep, server_for, start_early
 
@@ -40,6 +41,7 @@ class Local(Launcher):
         refuse_existing_group()
         with Interrupts() as interrupts, ExitStack() as stack:
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
+                stack.enter_context(standard_streams_open())
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(workers_files(folder))
                 stack.enter_context(cache_folders_made())

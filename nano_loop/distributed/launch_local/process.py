@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch.workers import Worker
 from nano_loop.distributed.launch_local.fork_server import read_stacks
 from nano_loop.distributed.launch_local.output import Output, pipe
-from nano_loop.distributed.launch_local.server import HELLO, Server, socket_pair
+from nano_loop.distributed.launch_local.server import HELLO, Server
 from nano_loop.distributed.launch_local.start import start_of
 
 _ENDED_BY_OTHERS = "End no Python by its name (pkill); where memory runs out, the kernel ends processes: see dmesg"
@@ -49,7 +50,7 @@ class WorkerProcess(Worker):
         self._end: dict[str, Any] | None = None  # how it has ended, or why it could not begin
         # The other ends are the worker's alone.
         with contextlib.ExitStack() as own, contextlib.ExitStack() as others:
-            ours, other = socket_pair()
+            ours, other = socket.socketpair()
             own.callback(ours.close)
             others.callback(other.close)
             self._stream = Stream(ours)

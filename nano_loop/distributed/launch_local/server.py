@@ -20,7 +20,7 @@ from typing import Any
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.system_limits import limit_in_words
 from nano_loop.distributed.launch.stream import Stream
-from nano_loop.distributed.launch_local.output import Output, above_stdio, pipe
+from nano_loop.distributed.launch_local.output import Output, pipe, standard_streams_open
 from nano_loop.distributed.launch_local.start import cpus_of, origin_of
 from nano_loop.errors import NanoWorkerError, error_message
 from nano_loop.patching.torch_private_compiler import COMPILER_PACKAGE
@@ -94,7 +94,7 @@ class Server:
         self._reading = threading.RLock()
         setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": idle}
         with contextlib.ExitStack() as stack:
-            ours, other = socket_pair()
+            ours, other = socket.socketpair()
             self._control = Stream(ours)
             stack.callback(self._control.close)
             with other:
@@ -216,13 +216,6 @@ class Server:
         self._resources.close()
 
 
-def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets, clear of the standard streams."""
-    ends = [end.detach() for end in socket.socketpair()]
-    first, second = above_stdio(*ends)
-    return socket.socket(fileno=first), socket.socket(fileno=second)
-
-
 def _popen(origin: dict[str, Any], control: int, errors: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [*origin["command"], "-c", BOOTSTRAP, str(control)],
@@ -295,7 +288,7 @@ def start_early(slot: RankSlot) -> None:
     """
     if _kept or not sys.executable or _torch_makes_a_folder():
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), standard_streams_open():
         _keep(Server(origin_of(slot), cpus_of(slot), None, IDLE, [*_imported(), COMPILER_PACKAGE]))
 
 
