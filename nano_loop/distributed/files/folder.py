@@ -1,4 +1,4 @@
-"""The folder of a run for what its workers write: made and deleted by rank 0, and filled by each worker."""
+"""The folder of a run for what its workers write, made and deleted by rank 0; and the folders of caches."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _being_deleted(folder: str | Path) -> str:
     return f"{folder}.gone"
 
 
-# --- cache folders, which are the caller's ---
+# --- cache folders, which several programs may write at the same time: workers use the caller's ---
 
 # Of compilers, of downloads and of fonts.
 _VARIABLES = (

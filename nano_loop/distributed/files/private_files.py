@@ -205,6 +205,8 @@ def _keep_temporary_files_in(folder: str) -> Callable[[], None]:
 
 
 # --- the boundary that the kernel draws ---
+# Compiled code cannot change the caller's files behind it. Linux has it since 5.13, by the name of Landlock. It holds
+# for the thread that draws it and all that it starts, to their ends.
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # the numbers of the calls, the same for all processors
 _VERSION, _BENEATH = 1, 1

@@ -1,4 +1,4 @@
-"""The contract of a launcher, and of the work that it has every rank do."""
+"""The contract of a launcher, and of the work that it has every rank do; and the run of one process alone."""
 
 from __future__ import annotations
 

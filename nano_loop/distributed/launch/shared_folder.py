@@ -79,6 +79,9 @@ def shared_memory_device() -> int:
 
 
 # --- folders of processes that were killed ---
+# Other processes delete them, those of the same run or of the next one. A process holds a lock on its folder, which the
+# system releases when it ends. The number in the folder's name alone does not tell: containers that share memory number
+# their processes independently.
 
 _ENDED = ("Z", "X")  # states of processes
 _locks: set[int] = set()  # the descriptors of this process

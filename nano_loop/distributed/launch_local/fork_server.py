@@ -326,7 +326,7 @@ def _take_streams(output: int, errors: int) -> None:
     os.close(errors)
 
 
-# --- where its threads are ---
+# --- where its threads are: it writes that to a file when a signal comes, whatever it is doing then ---
 
 #: Not one that a loop handles; handled in C, so also where Python's lock is held.
 _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 1

@@ -166,7 +166,9 @@ _PATIENCE = 20.0  # seconds that rank 0 waits for it, and N times as many as it 
 
 
 class WitnessProcess(WorkerProcess):
-    """The witness, as rank 0 has it. Nobody else watches it: whatever becomes of it, the run goes on.
+    """The witness of a run that splits batches, as rank 0 has it: it computes whole batches, as one process does.
+
+    Nobody else watches it: whatever becomes of it, the run goes on.
 
     Its number is the one after the last rank's, by which its files have a place. It may use the CPUs of all ranks,
     which wait for it.

@@ -229,6 +229,9 @@ def _popen(origin: dict[str, Any], control: int, errors: int) -> subprocess.Pope
 
 
 # --- the one that is kept for the next run ---
+# Starting Python and importing torch takes seconds; forking takes milliseconds. So the first run starts it, or before
+# that a script that is going to need it. The kept process uses no CPU, and ends by itself after a minute without a run,
+# with the caller, or when a run needs another environment.
 
 _IS_PYTHON = "every rank but the first is a Python process that nano_loop starts"
 _HAS_NANO_LOOP = "Point sys.executable to a Python that has nano_loop"
