@@ -238,8 +238,8 @@ FAULTS = (
     ),
     Fault(
         "distributed/files/functions.py",
-        "            return _descriptor(overlay.new(key), flags | os.O_CREAT, S_IMODE(status.st_mode))",
-        "            return _descriptor(key, flags | os.O_CREAT, S_IMODE(status.st_mode))",
+        "            return original_os.open(overlay.new(key), flags | os.O_CREAT, S_IMODE(status.st_mode))",
+        "            return original_os.open(key, flags | os.O_CREAT, S_IMODE(status.st_mode))",
         "tests/distributed/files/test_writers.py",
     ),
     Fault(
@@ -249,7 +249,7 @@ FAULTS = (
         "tests/distributed/files/test_shards.py",
     ),
     Fault(
-        "distributed/launch/ending.py",
+        "distributed/launch/workers.py",
         "    if failure is not None and failure.kind <= Kind.LATE:",
         "    if False:",
         "tests/distributed/launch/test_workers.py",
@@ -303,7 +303,7 @@ FAULTS = (
         "tests/distributed/payload",
     ),
     Fault(
-        "distributed/payload/reductions.py",
+        "distributed/payload/faithful_pickler.py",
         '        kept["grad"] = tensor.grad\n',
         "        pass\n",
         "tests/distributed/payload",

@@ -16,7 +16,7 @@ from nano_loop.config.declarations import Declarations
 from nano_loop.config.protocol import INSTALL, is_json
 from nano_loop.config.signatures import with_options
 from nano_loop.distributed.launch.active_runs import innermost
-from nano_loop.distributed.launch.alone import Alone
+from nano_loop.distributed.launch.launcher import Alone
 from nano_loop.distributed.launch_external.environment import found_launch, local_size
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.patching.patch_table import until_undone

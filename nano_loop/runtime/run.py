@@ -22,11 +22,9 @@ from typing_extensions import override
 from nano_loop.config.protocol import take_command
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Loop, Ranks
-from nano_loop.distributed.launch.active_runs import RunScope
-from nano_loop.distributed.launch.alone import Alone
-from nano_loop.distributed.launch.forked_children import forked_children_ending
+from nano_loop.distributed.launch.active_runs import RunScope, forked_children_ending
 from nano_loop.distributed.launch.join_run import joined
-from nano_loop.distributed.launch.launcher import Launcher, Task
+from nano_loop.distributed.launch.launcher import Alone, Launcher, Task
 from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, error_message
 from nano_loop.kernels.build import compilation_announced
 from nano_loop.patching.calls.calls import CallInterceptors

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from nano_loop.distributed.launch import active_runs
-from nano_loop.distributed.launch_local import kept_server as servers
+from nano_loop.distributed.launch_local import server as servers
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch import nn
 from faults.fault import BEFORE, EPOCH, STARTING, Fault
 from faults.runs import Arriving, at, collective, line_from, on_each, python, raising, script, train, with_argument
 from nano_loop import NanoError, nano
-from nano_loop.distributed.launch_local import kept_server as servers
+from nano_loop.distributed.launch_local import server as servers
 
 
 def _in_a_thread(do):
@@ -277,13 +277,6 @@ def _while_a_worker_starts(number):
     return with_argument(Arriving(do))
 
 
-def _dies_a_little_later(rank):
-    if rank == 1:
-        time.sleep(0.5)
-        os._exit(5)
-    collective()
-
-
 def _of_a_program(what, text, printed, when=STARTING, **settings):
     return Fault(what, when, _program(text, printed), None, seconds=40, **settings)
 
@@ -388,14 +381,6 @@ FAULTS = [
         EPOCH,
         _in_a_run(signal.SIGSTOP),
         None,
-        begins=True,
-    ),
-    Fault(
-        "the process that workers are forked from is stopped in a run, and a worker dies",
-        EPOCH,
-        _in_a_run(signal.SIGSTOP, _dies_a_little_later),
-        words=("rank 1 has closed its connection to rank 0, or ended",),
-        rank=1,
         begins=True,
     ),
 ]

@@ -40,16 +40,6 @@ def _refuse():
     raise TypeError("cannot be unpickled here")
 
 
-class SlowError(Exception):
-    def __reduce__(self):
-        time.sleep(60)
-
-
-class FatalError(Exception):
-    def __reduce__(self):
-        os._exit(9)
-
-
 class MuteError(Exception):
     def __str__(self):
         raise ValueError("no words")
@@ -192,8 +182,6 @@ FAULTS = [
         "OneWayError: one way",
         quick=True,
     ),
-    _raised("an exception of a worker takes a minute to be pickled", raising(SlowError, "slow"), "SlowError: slow"),
-    _raised("a worker dies while it pickles its exception", raising(FatalError, "fatal"), "FatalError: fatal"),
     _raised(
         "the message of an exception raises", raising(MuteError), "raised MuteError", "its message raises ValueError"
     ),

@@ -15,7 +15,7 @@ from faults.runs import OPTIONS, at, attribute, python, temporary, train
 from nano_loop import NanoError, nano
 from nano_loop.distributed.comm import system_limits
 from nano_loop.distributed.launch import shared_folder
-from nano_loop.distributed.launch_local import kept_server as servers
+from nano_loop.distributed.launch_local import server as servers
 
 _PR_CAPBSET_DROP, _CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 24, 21, 24  # from linux/prctl.h and capability.h
 _CAPS_OF_FILES = (1, 2)  # with which root opens what it has no rights to
@@ -169,7 +169,7 @@ FAULTS = [
         "the shared-memory folder has no room for the arguments",
         BEFORE,
         _no_room,
-        words=("4,194,304 bytes", "has 2,097,152 bytes", "Enlarge it (docker run --shm-size", "share_memory_()"),
+        words=("4,194,304 bytes", "has 2,097,152 bytes", "Enlarge it (docker run --shm-size", "numpy.memmap"),
         rank=0,
         as_root=True,
         quick=True,

@@ -6,7 +6,7 @@ import sys
 import time
 
 from faults.fault import EPOCH, STARTING, Fault
-from faults.runs import LAST_STEP, at, attribute, raising, script, train
+from faults.runs import at, attribute, script, train
 
 
 class Raising:
@@ -107,14 +107,6 @@ def _written(content, times):
     return commit
 
 
-def _closes_from(first, then=lambda: None):
-    def do():
-        os.closerange(first, 1 << 12)
-        then()
-
-    return do
-
-
 def _closes_its_streams():
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.close()
@@ -158,19 +150,5 @@ FAULTS = [
     Fault("a worker writes 50 MB without the end of a line", EPOCH, _written(b"x" * _MEGABYTE, 50), **_LAST_WORDS),
     Fault("a worker writes binary noise", EPOCH, _written(bytes(range(256)) * 40, 100), **_LAST_WORDS),
     Fault("a worker closes its standard streams", EPOCH, at(1, 3, _closes_its_streams), None),
-    *(
-        Fault(
-            f"a worker closes descriptors that it has not opened{what}",
-            EPOCH,
-            at(1, step, do),
-            words=("rank 1 has closed its connection to rank 0", "Close only descriptors that the loop has opened"),
-            rank=1,
-        )
-        for what, step, do in (
-            (", and returns from the loop", LAST_STEP, _closes_from(3)),
-            (", standard streams too, and goes on", 3, _closes_from(0)),
-            (", and raises", 3, _closes_from(3, raising(ValueError, "a bad batch"))),
-        )
-    ),
     Fault("a worker asks for input", EPOCH, at(1, 3, _reads_input), words=("rank 1 raised EOFError",), rank=1),
 ]

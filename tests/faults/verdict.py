@@ -21,7 +21,7 @@ from leaks import affinity_masks, changes, moved_threads, process_state
 from faults.fault import Fault
 from faults.runs import train
 from nano_loop import NanoError, NanoWorkerError
-from nano_loop.distributed.launch_local import kept_server as servers
+from nano_loop.distributed.launch_local import server as servers
 
 _PARTS = re.compile(r"(?s).+: .+\. .+[.?]")
 _SOON = 30.0  # seconds in which the process trains again, where that takes another process to fork from

@@ -22,8 +22,7 @@ from nano_loop.cpu.tree import Tree
 from nano_loop.data.images.store import Store
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
 from nano_loop.distributed.comm.system_limits import SHARED_MEMORY
-from nano_loop.distributed.launch.abandoned import delete_abandoned, held
-from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
+from nano_loop.distributed.launch.shared_folder import delete_abandoned, held, refuse_foreign_folder
 from nano_loop.errors import NanoError
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.storage.trusted_files import make_folder, open_folder, resolved

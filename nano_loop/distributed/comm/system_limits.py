@@ -15,7 +15,7 @@ from nano_loop.errors import NanoError, error_message
 SHARED_MEMORY = Path("/dev/shm")
 # What makes a file system that has refused a file one without inodes: what was made before may have been deleted since.
 _FEW_INODES, _ROOM = 16, 1 << 20
-_NO_COPY = "a numpy.memmap, or a tensor after share_memory_(), is sent without a copy"
+_NO_COPY = "a numpy.memmap is sent without a copy"
 
 
 def limit_in_words(error: OSError, folder: Path) -> tuple[str, str] | None:

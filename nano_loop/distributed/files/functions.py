@@ -131,29 +131,29 @@ class Functions:
 
     # --- opening ---
 
-    def _open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+    def _open(self, path: Any, flags: int, mode: int = 0o777) -> Any:
         overlay = self._overlay
         path, exclusive = os.fspath(path), flags & os.O_CREAT and flags & os.O_EXCL
         if not flags & _WRITING:
-            return _descriptor(overlay.reading(path, not flags & os.O_NOFOLLOW), flags, mode)
+            return original_os.open(overlay.reading(path, not flags & os.O_NOFOLLOW), flags, mode)
         key = overlay.key(path, not (exclusive or flags & os.O_NOFOLLOW))
         if overlay.is_shared(key):
-            return _descriptor(key, flags, mode)
+            return original_os.open(key, flags, mode)
         if exclusive:
             self._must_be_new(key, path)
         place, status = overlay.at(key) if not exclusive else (None, None)
         if status is None:
             if not flags & os.O_CREAT:
                 raise missing(path)
-            return _descriptor(overlay.new(key), flags, mode)
+            return original_os.open(overlay.new(key), flags, mode)
         # A device, a pipe, or the folder of a file without a name; another raises.
         if not S_ISREG(status.st_mode) or overlay.shards.own(key, status):
-            return overlay.past_kernel(partial(_descriptor, place, flags, mode))
+            return overlay.past_kernel(partial(original_os.open, place, flags, mode))
         if flags & os.O_TRUNC:
-            return _descriptor(overlay.new(key), flags | os.O_CREAT, S_IMODE(status.st_mode))
-        return _descriptor(overlay.copy_up(key), flags, mode)
+            return original_os.open(overlay.new(key), flags | os.O_CREAT, S_IMODE(status.st_mode))
+        return original_os.open(overlay.copy_up(key), flags, mode)
 
-    def _opener(self, path: Any, flags: int) -> int:
+    def _opener(self, path: Any, flags: int) -> Any:
         with naming(path):
             return self._open(path, flags, 0o666)
 
@@ -174,27 +174,6 @@ class Functions:
         if overlay.root and not is_real and not isinstance(file, int):
             opener = opener or self._opener
         return original_os.open_file(file, mode, buffering, encoding, errors, newline, closefd, opener)
-
-    def file_io(self) -> type:
-        """Return the replacement of `io.FileIO`, the class of every unbuffered file."""
-        functions = self
-
-        class Kind(type):
-            def __instancecheck__(cls, instance: Any) -> bool:
-                if cls is FileIO:
-                    return isinstance(instance, original_os.FileIO)
-                return super().__instancecheck__(instance)
-
-        class FileIO(original_os.FileIO, metaclass=Kind):  # type: ignore[misc]
-            def __init__(
-                self, file: Any, mode: str = "r", closefd: bool = True, opener: _Function | None = None
-            ) -> None:
-                if functions._overlay.root and not isinstance(file, int):
-                    opener = opener or functions._opener
-                super().__init__(file, mode, closefd, opener)
-
-        FileIO.__module__, FileIO.__qualname__ = "io", "FileIO"
-        return FileIO
 
     # --- making, changing, removing and renaming ---
 
@@ -362,11 +341,6 @@ class _DirEntries(contextlib.AbstractContextManager["_DirEntries"], Iterator[Any
 
     def close(self) -> None:
         self._entries = iter(())
-
-
-def _descriptor(place: Any, flags: int, mode: int) -> int:
-    descriptor: int = original_os.open(place, flags, mode)
-    return descriptor
 
 
 def _bare(path: Any) -> str:

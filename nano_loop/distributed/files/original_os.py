@@ -21,7 +21,6 @@ _NAMES = (
 original_os: Any = SimpleNamespace(
     **{name: getattr(os, name) for name in _NAMES if hasattr(os, name)},
     open_file=io.open,
-    FileIO=io.FileIO,
     rmtree=shutil.rmtree,
 )
 

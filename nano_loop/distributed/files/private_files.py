@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
 import functools
 import io
 import os
 import shutil
+import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from functools import wraps
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
+from urllib.parse import quote
 
-from nano_loop.distributed.files.caches import cache_folders
-from nano_loop.distributed.files.compiled import COMPILED, replacements_in
-from nano_loop.distributed.files.folder import began, discard, folders_of, place_of
-from nano_loop.distributed.files.functions import Functions
-from nano_loop.distributed.files.landlock import keep_writes_in
+from nano_loop.distributed.files.folder import began, cache_folders, discard, folders_of, place_of
+from nano_loop.distributed.files.functions import Functions, naming
 from nano_loop.distributed.files.original_os import Replacement, original_os
 from nano_loop.distributed.files.overlay import Overlay
 from nano_loop.distributed.files.refused import explaining_files
@@ -144,7 +145,6 @@ def _of_python() -> Iterator[tuple[Any, str, Any, Any]]:
         yield os, name, getattr(original_os, name), Replacement(function, getattr(original_os, name), "os")
     opening = Replacement(functions.open_file, original_os.open_file, "io")
     yield from ((owner, "open", original_os.open_file, opening) for owner in (builtins, io))
-    yield io, "FileIO", original_os.FileIO, functions.file_io()
     yield shutil, "rmtree", original_os.rmtree, Replacement(functions.remove_tree, original_os.rmtree, "shutil")
 
 
@@ -202,3 +202,119 @@ def _keep_temporary_files_in(folder: str) -> Callable[[], None]:
 
     setattr(tempfile, _sanitize, sanitized)
     return lambda: setattr(tempfile, _sanitize, original)
+
+
+# --- the boundary that the kernel draws ---
+# Compiled code cannot change the caller's files behind it. Linux has it since 5.13, by the name of Landlock. It holds
+# for the thread that draws it and all that it starts, to their ends.
+
+_CREATE, _ADD, _RESTRICT = 444, 445, 446  # the numbers of the calls, the same for all processors
+_VERSION, _BENEATH = 1, 1
+_NO_NEW_PRIVILEGES = 38  # of prctl
+# What is kept to the folders: to write a file, to remove, make and link one. A folder that compiled code makes is real.
+_WRITE, _REMOVE, _MAKE, _LINK = 1 << 1, 1 << 5, 1 << 8, 1 << 12
+_MOVE, _TRUNCATE = 1 << 13, 1 << 14  # since versions 2 and 3
+
+
+def keep_writes_in(folders: Iterable[str]) -> bool:
+    """Refuse to this thread, and to what it starts, to change files outside of folders.
+
+    Returns
+    -------
+    bool
+        Whether the kernel does so.
+    """
+    if sys.platform != "linux":
+        return False
+    call = ctypes.CDLL(None).syscall
+    call.restype = ctypes.c_long
+    version = call(_CREATE, None, ctypes.c_size_t(0), _VERSION)
+    if version < 1:
+        return False
+    rights = _WRITE | _REMOVE | _MAKE | _LINK | _MOVE * (version >= 2) | _TRUNCATE * (version >= 3)
+    handled = struct.pack("=Q", rights)
+    rules = call(_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
+    if rules < 0:
+        return False
+    try:
+        for folder in folders:
+            _allow(call, rules, folder, rights)
+        ctypes.CDLL(None).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+        return bool(call(_RESTRICT, rules, 0) == 0)
+    finally:
+        os.close(rules)
+
+
+def _allow(call: Any, rules: int, folder: str, rights: int) -> None:
+    try:
+        descriptor = original_os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # it is not there
+        return
+    call(_ADD, rules, _BENEATH, struct.pack("=Qi", rights, descriptor), 0)
+    os.close(descriptor)
+
+
+# --- functions of compiled code: a rank gives each its private path ---
+
+_Function = Callable[..., Any]
+_Replacing = Callable[[Overlay, _Function], _Function]  # makes the replacement of a function
+
+
+def _at(position: int, parameter: str, opened: Callable[[Overlay, Any], Any]) -> _Replacing:
+    """Return what makes the replacement of a function that takes a path at a position, or by a name."""
+
+    def replacing(overlay: Overlay, original: _Function) -> _Function:
+        def function(*args: Any, **options: Any) -> Any:
+            path = args[position] if len(args) > position else options.get(parameter)
+            if not overlay.root or not isinstance(path, (str, bytes, os.PathLike)):
+                return original(*args, **options)
+            with naming(path):
+                if len(args) > position:
+                    place = opened(overlay, path)
+                    return original(*args[:position], place, *args[position + 1 :], **options)
+                return original(*args, **options | {parameter: opened(overlay, path)})
+
+        return function
+
+    return replacing
+
+
+def _connect_function(overlay: Overlay, original: _Function) -> _Function:
+    """Return what opens the caller's databases for reading alone: SQLite refuses to write to one, or to make it."""
+
+    def connect(database: Any, *args: Any, **options: Any) -> Any:
+        name = os.fsdecode(database)
+        if not overlay.root or name in ("", ":memory:") or options.get("uri"):
+            return original(database, *args, **options)
+        key = overlay.key(name)
+        if overlay.is_shared(key) or overlay.at(key)[0] != key:
+            return original(overlay.writing(name), *args, **options)
+        overlay.databases.add(key)
+        return original(f"file:{quote(key)}?mode=ro", *args, **options | {"uri": True})
+
+    return connect
+
+
+#: The functions by their modules and names, with what makes the replacement of each.
+COMPILED: dict[str, dict[str, _Replacing]] = {
+    "torch": {"save": _at(1, "f", Overlay.writing), "load": _at(0, "f", Overlay.reading)},
+    "torch.autograd.profiler": {"profile.export_chrome_trace": _at(1, "path", Overlay.writing)},
+    "safetensors": {
+        "serialize_file": _at(1, "filename", Overlay.writing),
+        "safe_open": _at(0, "filename", Overlay.reading),
+    },
+    "sqlite3": {"connect": _connect_function},
+}
+
+
+def replacements_in(overlay: Overlay, module: ModuleType) -> Iterator[tuple[Any, str, Any, Any]]:
+    """Yield what is to be replaced in a module: owners, names, originals and replacements."""
+    for name, replacing in COMPILED[module.__name__].items():
+        *owners, own = name.split(".")
+        owner: Any = module
+        for step in owners:
+            owner = getattr(owner, step)
+        original = getattr(owner, own)
+        function = replacing(overlay, original)
+        replacement = wraps(original)(function) if owners else Replacement(function, original, module.__name__)
+        yield owner, own, original, replacement

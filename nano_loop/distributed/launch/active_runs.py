@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -12,6 +13,7 @@ import torch
 from nano_loop.data.workers import advice_of_plain_run
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.launch.failure import flush_output
 from nano_loop.distributed.launch.launcher import Task
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.patch_table import process_wide
@@ -144,3 +146,24 @@ def _refusal(option: str, holder: _Holder) -> str:
     taken = f"thread {holder.thread.name!r} is in {holder.what}"
     hint = "Start this run when that one has ended, or in a separate process"
     return error_message(f"{option} in thread {here!r}", taken, hint)
+
+
+@contextmanager
+def forked_children_ending() -> Iterator[None]:
+    """End a process that the body forks as it leaves the body. Else it would end the run and go on with the script."""
+    process = os.getpid()
+    code = 0
+    try:
+        yield
+    except SystemExit as error:
+        if os.getpid() == process:
+            raise
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # whatever it is, it is the child's own
+        if os.getpid() == process:
+            raise
+        traceback.print_exc()
+        code = 1
+    if os.getpid() != process:
+        flush_output()
+        os._exit(code & 0xFF)

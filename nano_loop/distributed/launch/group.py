@@ -98,7 +98,9 @@ def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: s
     """
     timeout = timedelta(seconds=ranks.timeout)
     try:
-        with _through_interface_of(address), _same_excepthook(), without_greeting():
+        with _through_interface_of(address), without_greeting(), ExitStack() as stack:
+            # torch puts a hook in its place that marks every line with the rank.
+            stack.callback(setattr, sys, "excepthook", sys.excepthook)
             distributed.init_process_group(
                 backend or "gloo", store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout
             )
@@ -196,16 +198,6 @@ def _interface_of(address: str | None) -> str | None:
         if any(entry.address == address for entry in addresses):
             return str(name)
     return None
-
-
-@contextmanager
-def _same_excepthook() -> Iterator[None]:
-    """Keep the hook that shows exceptions: torch puts one in its place that marks every line with the rank."""
-    hook = sys.excepthook
-    try:
-        yield
-    finally:
-        sys.excepthook = hook
 
 
 @contextmanager

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-_PATIENCE = 2.0  # seconds that Python has to hear of a signal by itself
 _ECHO = 0.5  # seconds in which another interrupt is the same Ctrl-C, pressed twice or sent by another process
 
 
@@ -23,22 +21,13 @@ class Interrupts:
     cleaned up is raised when that is done; a second one comes through at once.
 
     In other threads, which are never interrupted, it does nothing.
-
-    Attributes
-    ----------
-    source : int or None
-        What is readable when a signal has come; see `noticed`.
     """
 
     def __init__(self) -> None:
-        self.source: int | None = None
         self._user: Any = None  # the handler in whose place this one is
         self._holds = True
         self._held: list[FrameType | None] = []
         self._at = float("-inf")  # when one came last that was not an echo
-        self._called = False  # since `are_unheard` has looked
-        self._unheard_since = float("inf")
-        self._pipe: tuple[int, ...] = ()
 
     def __enter__(self) -> Interrupts:
         self.hold()
@@ -47,9 +36,7 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for descriptor in self._pipe:
-            os.close(descriptor)
-        if self._is_in_place:
+        if signal.getsignal(signal.SIGINT) is self:
             if self._user is signal.default_int_handler:  # which would hear the same Ctrl-C again, in what follows
                 time.sleep(max(0.0, self._at + _ECHO - time.monotonic()))
             signal.signal(signal.SIGINT, self._user)
@@ -58,7 +45,6 @@ class Interrupts:
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         """Handle one interrupt."""
-        self._called = True
         is_echo = time.monotonic() < self._at + _ECHO
         # Twice would be too often: an exception just where contexts begin to be left would have them not left at all.
         if is_echo and self._user is signal.default_int_handler:
@@ -69,11 +55,6 @@ class Interrupts:
             if is_echo or len(self._held) == 1:
                 return None
         return self._user(number, frame)
-
-    @property
-    def _is_in_place(self) -> bool:
-        """Whether it is the handler; the calls of one that the loop has installed are not known."""
-        return signal.getsignal(signal.SIGINT) is self
 
     def hold(self) -> None:
         """Hold interrupts back from now on, also where the loop has installed another handler."""
@@ -100,37 +81,3 @@ class Interrupts:
             self._held.clear()
             self._at = time.monotonic()
             self._user(signal.SIGINT, frame)
-
-    @contextmanager
-    def noticed(self) -> Iterator[None]:
-        """Let another thread ask `are_unheard` whenever `source` is readable, also after this, until that has ended.
-
-        A handler runs between two bytecodes of the main thread, so never while that waits for a collective in C++.
-        Where another library has set a wake-up descriptor (as asyncio and notebooks do), this does nothing.
-        """
-        if self._is_in_place:
-            self._pipe = reading, writing = os.pipe()
-            for descriptor in self._pipe:
-                os.set_blocking(descriptor, False)
-            taken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-            if taken == -1:
-                self.source = reading
-            else:
-                signal.set_wakeup_fd(taken)
-        try:
-            yield
-        finally:
-            if self.source is not None:
-                signal.set_wakeup_fd(-1)
-
-    def are_unheard(self) -> bool:
-        """Return whether one has come a while ago, and the main thread has not called its handler."""
-        now = time.monotonic()
-        with suppress(BlockingIOError):
-            signals = os.read(self.source, 64) if self.source is not None else b""
-            # A loader's processes have inherited the descriptor, and Ctrl-C is a signal to all.
-            if signal.SIGINT in signals and not self._called and now > self._at + _ECHO:
-                self._unheard_since = min(now, self._unheard_since)
-        if self._called:
-            self._called, self._unheard_since = False, float("inf")
-        return now > self._unheard_since + _PATIENCE and self._is_in_place

@@ -11,8 +11,7 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.active_runs import innermost, of_process, of_ranks, running, whole_process
-from nano_loop.distributed.launch.alone import Alone
-from nano_loop.distributed.launch.launcher import Launcher, Task
+from nano_loop.distributed.launch.launcher import Alone, Launcher, Task
 from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoError, error_message
 

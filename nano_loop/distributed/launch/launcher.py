@@ -1,15 +1,16 @@
-"""The contract of a launcher, and of the work that it has every rank do."""
+"""The contract of a launcher, and of the work that it has every rank do; and the run of one process alone."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from nano_loop.config.options import Options
-from nano_loop.cpu import Machine
-from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.cpu import Machine, bound, restricted
+from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Loop, Ranks
 
 
@@ -59,7 +60,7 @@ class Launcher(ABC):
     - *files*: a rank other than 0 writes to a private folder, which is deleted with the run
       (`nano_loop.distributed.files.folder`);
     - *watching*: a launcher that starts processes describes each as a
-      `nano_loop.distributed.launch.workers.Worker`. `nano_loop.distributed.launch.ending.running_together` watches
+      `nano_loop.distributed.launch.workers.Worker`. `nano_loop.distributed.launch.workers.running_together` watches
       them, and turns the first failure into the `NanoWorkerError` that rank 0 raises;
     - *ending*: when the body of `joined` is left, in whatever way, every rank has ended, and processes, process group,
       files, environment variables and affinity masks are as they were before.
@@ -125,3 +126,36 @@ class Launcher(ABC):
     def needs_whole_process(self) -> bool:
         """Whether the run takes what a process has once: the default process group, or the CPUs of all threads."""
         return self.expected_ranks().size > 1 or self.options.cpu_for_each_process is not None
+
+
+class Alone(Launcher):
+    """One rank, this process. Only with ``cpu_for_each_process`` is it bound to CPUs.
+
+    Parameters
+    ----------
+    options : Options
+        The options of the run.
+    processes : int
+        How many such runs share the machine, each in a process that somebody else has started.
+    """
+
+    def __init__(self, options: Options, processes: int = 1) -> None:
+        super().__init__(options)
+        self._processes = processes
+
+    def expected_ranks(self) -> Ranks:
+        """See `Launcher.expected_ranks`."""
+        return Ranks()
+
+    @contextmanager
+    def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:
+        """See `Launcher.joined`."""
+        if self.options.cpu_for_each_process is None:
+            shared = self._processes > 1
+            part = replace(machine, quota=machine.num_threads / self._processes) if shared else machine
+            yield RankSlot(Ranks(), part, machine)
+            return
+        (share,) = shares_of(self.options, machine, [0])
+        with bound(share.cpus):
+            ranks = Ranks(shares=(share.cpus,), loader_cpus=share.loader_cpus)
+            yield RankSlot(ranks, restricted(machine, share, 1), machine)

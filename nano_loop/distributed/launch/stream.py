@@ -6,6 +6,7 @@ it is known who has sent it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import signal
@@ -95,8 +96,6 @@ class Stream:
 class Reporter:
     """What a worker says of its task: "ready" when it has read its payload, and at the end "finished" or "failed".
 
-    The exception itself comes after "failed", in "exception": to pickle it may fail, or take long.
-
     Parameters
     ----------
     rank : int
@@ -108,15 +107,11 @@ class Reporter:
     def __init__(self, rank: int, send: Callable[..., object]) -> None:
         self.rank = rank
         self._send = send
-        #: Whether a report could not be sent: rank 0 is gone, or the loop has closed what it did not open.
-        self.is_cut_off = False
 
     def report(self, kind: str, content: bytes = b"", **header: Any) -> None:
         """Send a report, if rank 0 is still there."""
-        try:
+        with contextlib.suppress(OSError):
             self._send(kind, content, **header)
-        except OSError:
-            self.is_cut_off = True
 
     def report_failure(self, error: BaseException, where: str) -> None:
         """Report the exception that has ended the task, in its handler; see `failure.raised`."""
@@ -124,6 +119,7 @@ class Reporter:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         trim_tracebacks(error)
         text = "".join(traceback.format_exception(error))
-        self.report("failed", pickle.dumps(raised(self.rank, error, text, where)))
+        failure = raised(self.rank, error, text, where)
+        failure.pickled = pickled(error)
         flush_output()
-        self.report("exception", pickled(error))
+        self.report("failed", pickle.dumps(failure))

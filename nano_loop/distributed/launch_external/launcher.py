@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import distributed
@@ -17,11 +18,11 @@ from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks, by_host
 from nano_loop.distributed.files.private_files import private_files, shards
+from nano_loop.distributed.launch.failure import died
 from nano_loop.distributed.launch.group import gradient_group, local_group, process_group, shared_channel
 from nano_loop.distributed.launch.launcher import Launcher, Task
-from nano_loop.distributed.launch.shared_folder import folder_of_process
+from nano_loop.distributed.launch.shared_folder import folder_of_process, has_ended
 from nano_loop.distributed.launch_external.environment import Launch, local_size
-from nano_loop.distributed.launch_external.liveness import watching_each_other
 from nano_loop.distributed.launch_external.rendezvous import (
     BEGAN,
     Presence,
@@ -31,35 +32,11 @@ from nano_loop.distributed.launch_external.rendezvous import (
     gather_in_group,
     this_host,
 )
+from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.rank_zero import note_rank
 
 _Mask = tuple[int, ...]  # the CPUs that a rank may use
-
-
-@dataclass(frozen=True)
-class JoinOptions:
-    """What a launcher gives a process besides its place.
-
-    Attributes
-    ----------
-    check : callable
-        See `Ranks`.
-    address : str or None
-        See `process_group`.
-    threads : int or None
-        Compute threads of this process, which is not bound then. None: the ranks of a host divide it.
-    watched : bool
-        Whether rank 0 sees how the other processes end. By default, the ranks of a host watch each other.
-    parent : Path or None
-        See `common_folder`. None: what this process writes is private during the run, unless it is rank 0.
-    """
-
-    check: Callable[[], None] = lambda: None
-    address: str | None = None
-    threads: int | None = None
-    watched: bool = False
-    parent: Path | None = None
 
 
 class External(Launcher):
@@ -109,9 +86,16 @@ def join_run(
     options: Options,
     machine: Machine,
     launch: Launch,
-    join_options: JoinOptions = JoinOptions(),
+    *,
+    check: Callable[[], None] = lambda: None,
+    address: str | None = None,
+    threads: int | None = None,
+    parent: Path | None = None,
 ) -> Iterator[RankSlot]:
     """Join the other processes of a launch, whoever has started them, and divide this host among its ranks. Collective.
+
+    By default the ranks of a host watch each other, and what one above rank 0 writes is private during the run. A
+    launcher that gives them `parent` sees to both.
 
     Parameters
     ----------
@@ -124,21 +108,27 @@ def join_run(
         What this process may use, which the launcher may have restricted already.
     launch : Launch
         The place of this process.
-    join_options : JoinOptions
-        What the launcher gives besides.
+    check : callable
+        See `Ranks`.
+    address : str or None
+        See `process_group`.
+    threads : int or None
+        Compute threads of this process, which is not bound then. None: the ranks of a host divide it.
+    parent : Path or None
+        See `common_folder`.
     """
-    everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=join_options.check)
+    everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=check)
     gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
     own = Presence(this_host(), machine.allowed, os.getpid())
     presences = [Presence.from_text(text, rank) for rank, text in enumerate(gather(own.as_text()))]
     members = by_host([presence.host for presence in presences])
     here = next(ranks for ranks in members if launch.rank in ranks)
     masks = [presences[rank].cpus for rank in here]
-    shares = _shares(options, machine, here, masks) if join_options.threads is None else ()
+    shares = _shares(options, machine, here, masks) if threads is None else ()
     share = shares[here.index(launch.rank)] if shares else None
     with ExitStack() as stack:
-        folder = stack.enter_context(common_folder(launch.rank, gather, here, join_options.parent))
-        if join_options.parent is None and launch.rank:
+        folder = stack.enter_context(common_folder(launch.rank, gather, here, parent))
+        if parent is None and launch.rank:
             since = (folder / BEGAN).stat().st_ctime_ns
             stack.enter_context(private_files(launch.rank, folder_of_process(os.getpid()), since, folder))
         ranks = Ranks(
@@ -146,7 +136,7 @@ def join_run(
             launch.size,
             local_rank=here.index(launch.rank),
             local_size=len(here),
-            check=join_options.check,
+            check=check,
             timeout=options.timeout,
             shares=tuple(share.cpus for share in shares),
             loader_cpus=share.loader_cpus if share else (),
@@ -154,20 +144,20 @@ def join_run(
         )
         backend = options.process_group_backend
         if ranks.folder is not None:
-            if not join_options.watched:
+            if parent is None:
                 stack.enter_context(watching_each_other(ranks, [presence.process for presence in presences]))
             local = shared_channel(ranks, ranks.folder) if store is None else local_group(ranks, backend)
             stack.enter_context(local)
         else:
             if store is not None:
                 group = PrefixStore("group", store)
-                stack.enter_context(process_group(group, ranks, backend, address=join_options.address))
-            stack.enter_context(gradient_group(ranks, address=join_options.address))
+                stack.enter_context(process_group(group, ranks, backend, address=address))
+            stack.enter_context(gradient_group(ranks, address=address))
             ranks.channel = ProcessGroupChannel(ranks)
             ranks.context.after_averaging.append(lambda _: shards().move_latest())
         if share is not None:
             stack.enter_context(bound(share.cpus))
-        part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, join_options.threads)
+        part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, threads)
         stack.callback(note_rank, note_rank(launch.rank))
         yield RankSlot(ranks, part, machine)
         if ranks.folder is None:
@@ -192,3 +182,44 @@ def _undivided(machine: Machine, masks: list[_Mask], threads: int | None) -> Mac
         return replace(machine, quota=float(min(threads, machine.num_threads)))
     shared = machine.num_threads if all(mask == machine.allowed for mask in masks) else machine.quota
     return machine if shared is None else replace(machine, quota=shared / len(masks))
+
+
+# --- how ranks of one host see that another's process has ended ---
+
+_INTERVAL = 0.2  # seconds between two looks at the others
+
+
+@contextmanager
+def watching_each_other(ranks: Ranks, processes: Sequence[int]) -> Iterator[None]:
+    """Let every wait of the ranks of one host see that another's process has ended without leaving the run.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        Who they are. Their ``check`` raises a `NanoWorkerError` then.
+    processes : sequence of int
+        The numbers of their processes, by rank.
+    """
+    launcher_s, looked = ranks.check, time.monotonic()
+
+    def check() -> None:
+        nonlocal looked
+        launcher_s()
+        if time.monotonic() < looked + _INTERVAL:
+            return
+        looked = time.monotonic()
+        for rank, process in enumerate(processes):
+            # It may have left, and ended, since we looked at its process.
+            if has_ended(process) and not _has_left(ranks, rank):
+                raise died(rank).as_error()
+
+    ranks.check = check
+    try:
+        yield
+    finally:
+        ranks.check = launcher_s
+
+
+def _has_left(ranks: Ranks, rank: int) -> bool:
+    channel = ranks.channel if ranks.have_joined else None
+    return isinstance(channel, SharedChannel) and channel.segment.has_left(rank)

@@ -1,4 +1,4 @@
-"""The rendezvous of an external launch: where its processes meet, and what they tell each other there, as JSON."""
+"""The rendezvous of an external launch: where its processes meet, and what they tell each other there, as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -21,7 +21,6 @@ from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.errors import NanoError, RankLateError, error_message
 
 _INTERVAL = 0.01  # seconds between two looks at a store, which may be on another host
-_LONGEST = 1 << 20  # characters of a text
 #: A file that is newer than what was there before the run, and older than all that a rank does in the run.
 BEGAN = "began"
 
@@ -117,10 +116,14 @@ class Presence(NamedTuple):
         NanoError
             If it is something else.
         """
-        match _read(text, rank):
-            case [[str(), str(), int(), int()] as host, [*cpus], int(process)] if {*map(type, cpus)} <= {int}:
-                return cls(Host(*host), tuple(cpus), process)
-        raise NanoError(_malformed(text, rank))
+        try:
+            host, cpus, process = json.loads(text)
+            return cls(Host(*host), tuple(cpus), process)
+        except (TypeError, ValueError) as error:
+            got = f"rank {rank} has sent {text[:100]!r}"
+            expected = "a rank begins with its host and its CPUs, as nano_loop writes them"
+            hint = "Run the same version of nano_loop on every host"
+            raise NanoError(error_message(got, expected, hint)) from error
 
 
 def this_host() -> Host:
@@ -175,8 +178,7 @@ def common_folder(rank: int, gather: Gather, here: list[int], parent: Path | Non
         A private folder of this process, in which the folder is made.
     """
     with _made(parent) if rank == here[0] else nullcontext() as made:
-        name = _read(gather(json.dumps(made and str(made)))[here[0]], here[0])
-        folder = Path(name if isinstance(name, str) else "")
+        folder = Path(gather(str(made or ""))[here[0]])
         refuse_foreign_folder(folder)
         yield folder
 
@@ -191,22 +193,6 @@ def _made(parent: Path | None) -> Iterator[Path]:
     with private_folder() as folder:
         (folder / BEGAN).touch()
         yield folder
-
-
-def _read(text: str, rank: int) -> Any:
-    """Return what is in the JSON that a rank has sent; raise a NanoError if it is none."""
-    try:
-        if len(text) > _LONGEST:
-            raise ValueError("too long")
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise NanoError(_malformed(text, rank)) from error
-
-
-def _malformed(text: str, rank: int) -> str:
-    got = f"rank {rank} has sent {text[:100]!r}"
-    expected = "a rank begins with its host and its CPUs, as nano_loop writes them"
-    return error_message(got, expected, "Run the same version of nano_loop on every host")
 
 
 def _is_late(rank: int, ranks: Ranks) -> str:

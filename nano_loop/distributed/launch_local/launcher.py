@@ -12,19 +12,16 @@ from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.system_limits import SHARED_MEMORY, limits_in_words
-from nano_loop.distributed.files.caches import cache_folders_made
-from nano_loop.distributed.files.folder import place_of, workers_files
-from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment, State, write_payload
-from nano_loop.distributed.launch.ending import running_together
+from nano_loop.distributed.files.folder import cache_folders_made, place_of, workers_files
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.launch.shared_folder import private_folder
-from nano_loop.distributed.launch.workers import Workers
-from nano_loop.distributed.launch_local.kept_server import keep, server_for, start_early
-from nano_loop.distributed.launch_local.process import forked
-from nano_loop.distributed.launch_local.server import Server
-from nano_loop.distributed.launch_local.witness_process import WitnessProcess
+from nano_loop.distributed.launch.worker import PAYLOAD, WORKER_INIT, Assignment, State, write_payload
+from nano_loop.distributed.launch.workers import Workers, running_together
+from nano_loop.distributed.launch_local.output import standard_streams_open
+from nano_loop.distributed.launch_local.process import WitnessProcess, forked
+from nano_loop.distributed.launch_local.server import Server, keep, server_for, start_early
 
 
 class Local(Launcher):
@@ -44,6 +41,7 @@ class Local(Launcher):
         refuse_existing_group()
         with Interrupts() as interrupts, ExitStack() as stack:
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
+                stack.enter_context(standard_streams_open())
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(workers_files(folder))
                 stack.enter_context(cache_folders_made())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
+from collections.abc import Iterator
 from typing import Any
 
 _LAST_WORDS = 4000  # characters that are kept for a message
@@ -84,21 +84,21 @@ def _shortened(line: str) -> str:
     return line if len(line) <= 2 * half else f"{line[:half]}[...]{line[-half:]}"
 
 
-def above_stdio(*descriptors: int) -> list[int]:
-    """Return copies that are clear of the standard streams, which a caller may have closed; close the originals."""
-    with contextlib.ExitStack() as originals, contextlib.ExitStack() as undoing:
-        for descriptor in descriptors:
-            originals.callback(os.close, descriptor)
-        copies = []
-        for descriptor in descriptors:
-            copies.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _STANDARD))
-            undoing.callback(os.close, copies[-1])
-        undoing.pop_all()
-    return copies
+@contextlib.contextmanager
+def standard_streams_open() -> Iterator[None]:
+    """Have something open in place of standard streams that the caller has closed.
+
+    Else what is opened in the body gets their numbers, and what is written to the streams goes there.
+    """
+    with contextlib.ExitStack() as stack:
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) < _STANDARD:
+            stack.callback(os.close, descriptor)
+        os.close(descriptor)
+        yield
 
 
 def pipe() -> tuple[int, int]:
-    """Return a pipe, its first end non-blocking, clear of the standard streams."""
-    reading, writing = above_stdio(*os.pipe())
+    """Return a pipe, its first end non-blocking."""
+    reading, writing = os.pipe()
     os.set_blocking(reading, False)
     return reading, writing

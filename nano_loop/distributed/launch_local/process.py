@@ -5,25 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
+from typing_extensions import override
+
 from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.failure import Failure, Kind, died
 from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch.workers import Worker
-from nano_loop.distributed.launch_local import stack_dump
-from nano_loop.distributed.launch_local.forked_worker import CUT_OFF
+from nano_loop.distributed.launch_local.fork_server import read_stacks
 from nano_loop.distributed.launch_local.output import Output, pipe
-from nano_loop.distributed.launch_local.server import HELLO, Server, socket_pair
+from nano_loop.distributed.launch_local.server import HELLO, Server
 from nano_loop.distributed.launch_local.start import start_of
 
 _ENDED_BY_OTHERS = "End no Python by its name (pkill); where memory runs out, the kernel ends processes: see dmesg"
-_ENDING = 10.0  # seconds that a killed process may take to end
-_EXCEPTION = 1.0  # seconds that a failure waits for the exception itself
+_ENDING = 3.0  # seconds that a killed process may take to end, before the one that has forked it is ended too
 
 
 class WorkerProcess(Worker):
@@ -45,12 +47,10 @@ class WorkerProcess(Worker):
         self._server = server
         self._outputs: list[Output] = []
         self._failure: Failure | None = None
-        self._failed_at = 0.0
-        self._has_output = True
         self._end: dict[str, Any] | None = None  # how it has ended, or why it could not begin
         # The other ends are the worker's alone.
         with contextlib.ExitStack() as own, contextlib.ExitStack() as others:
-            ours, other = socket_pair()
+            ours, other = socket.socketpair()
             own.callback(ours.close)
             others.callback(other.close)
             self._stream = Stream(ours)
@@ -75,17 +75,14 @@ class WorkerProcess(Worker):
         self._server.read_replies()
         ended = self._has_ended  # asked first: what it has written then is all that there will be
         self._read()
-        if self._failure is not None:
-            waits = self._stream.is_open and time.monotonic() < self._failed_at + _EXCEPTION
-            return None if waits else self._failure
-        if self.finished:
-            return None
-        return self._death() if ended else self._unsaid()
+        if self._failure is None and ended and not self.finished:
+            return self._death()
+        return self._failure
 
     def stack_dump(self) -> str:
         """See `Worker.stack_dump`."""
         self._ask("stack")
-        return "" if self._has_ended else stack_dump.read(self._folder, self.rank, time.monotonic() + HELLO)
+        return "" if self._has_ended else read_stacks(self._folder, self.rank, time.monotonic() + HELLO)
 
     def kill(self) -> None:
         """See `Worker.kill`."""
@@ -99,8 +96,7 @@ class WorkerProcess(Worker):
         self.kill()
         began = time.monotonic()
         while not self._has_ended:
-            waited = time.monotonic() - began
-            if waited > _ENDING or (waited > HELLO and not self._server.answers()):
+            if time.monotonic() > began + _ENDING:
                 self._server.end()
                 break
             wait([self._stream.fileno()], 0.1)
@@ -134,25 +130,8 @@ class WorkerProcess(Worker):
         self.finished = self.finished or kind == "finished"
         if kind == "failed":
             self._failure = pickle.loads(content)
-            self._failed_at = time.monotonic()
-        elif kind == "exception" and self._failure is not None:
-            self._failure.pickled = content
-            self._failed_at = 0.0  # complete
         elif kind in ("exited", "refused"):
             self._end = header
-
-    def _unsaid(self) -> Failure | None:
-        """Return the failure of a process whose output has ended, where who has forked it does not say more."""
-        if not self._has_output or any(output.is_open for output in self._outputs):
-            return None
-        self._has_output = False  # it is asked once: a loop may close its standard streams
-        return None if self._server.answers() or self._server.gone else self._silence()
-
-    def _silence(self) -> Failure:
-        """Return the failure of a process that could not report."""
-        what = "has closed its connection to rank 0, or ended"
-        advice = "Close only descriptors that the loop has opened itself (see os.closerange, subprocess.Popen)"
-        return Failure(self.rank, Kind.CAUSE, what, advice, traceback=self._outputs[-1].last_words or None)
 
     def _death(self) -> Failure:
         """Return the failure of a process that has ended without a report."""
@@ -164,8 +143,6 @@ class WorkerProcess(Worker):
             advice = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
             return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
         exitcode = end.get("exitcode", self._server.exitcode)
-        if exitcode == CUT_OFF:
-            return self._silence()
         words = self._outputs[-1].last_words or self._server.last_words
         if exitcode is None and self._server.pid is not None:
             server = f" ({self._server.pid})" if self._server.gone else ""
@@ -183,3 +160,73 @@ def forked(server: Server, slots: Sequence[RankSlot], verbose: bool = False) -> 
             stack.callback(workers[-1].close)
         stack.pop_all()
     return workers
+
+
+_PATIENCE = 20.0  # seconds that rank 0 waits for it, and N times as many as it has run itself
+
+
+class WitnessProcess(WorkerProcess):
+    """The witness of a run that splits batches, as rank 0 has it: it computes whole batches, as one process does.
+
+    Nobody else watches it: whatever becomes of it, the run goes on.
+
+    Its number is the one after the last rank's, by which its files have a place. It may use the CPUs of all ranks,
+    which wait for it.
+
+    Parameters
+    ----------
+    server : Server
+        Forks it.
+    first : RankSlot
+        That of rank 0.
+
+    Attributes
+    ----------
+    why : str
+        Why there is nothing to compare with; empty where there may be.
+    """
+
+    def __init__(self, server: Server, first: RankSlot) -> None:
+        ranks = first.ranks
+        shares = (tuple(sorted({cpu for share in ranks.shares for cpu in share})),) if ranks.shares else ()
+        own = Ranks(ranks.size, ranks.size + 1, shares=shares, folder=ranks.folder)
+        self.why = ""
+        self._told: list[dict[str, Any]] = []
+        self._began = time.monotonic()
+        self._size, self._timeout = ranks.size, ranks.timeout
+        super().__init__(server, RankSlot(own, first.machine, first.host), verbose=None)
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has read the payload, for as long as this process has waited for the others."""
+        self._wait(lambda: self.ready, lambda: None)
+
+    def next(self, check: Callable[[], None]) -> dict[str, Any] | None:
+        """Return what it says of its next backward, or None where it has nothing more to say; see `why`."""
+        self._wait(lambda: bool(self._told), check)
+        return self._told.pop(0) if self._told else None
+
+    def _wait(self, done: Callable[[], bool], check: Callable[[], None]) -> None:
+        came_in = time.monotonic() - self._began
+        # The other ranks, which wait meanwhile, do so no longer than the timeout.
+        deadline = time.monotonic() + min(_PATIENCE + self._size * came_in, self._timeout / 2)
+        while True:
+            self._read()
+            if self.why or done():
+                return
+            if self._failure is not None:
+                self.why = f"it {self._failure.what}"
+            elif self.finished or self._has_ended:
+                self.why = "it has ended before"
+            elif time.monotonic() > deadline:
+                self.why = f"it has taken {deadline - self._began:.0f} s"
+            else:
+                check()
+                wait([*self.sources], 0.1)
+
+    @override
+    def _take(self, header: dict[str, Any], content: bytes) -> None:
+        if header["kind"] == "backward":
+            self._told.append(header)
+        elif header["kind"] == "ends":
+            self.why = header["why"]
+        super()._take(header, content)

@@ -10,7 +10,7 @@ from typing import Any
 
 from nano_loop.config.exports import is_exported
 from nano_loop.distributed.comm.rank_slot import RankSlot
-from nano_loop.distributed.files.caches import working_folder
+from nano_loop.distributed.files.folder import working_folder
 from nano_loop.distributed.launch_external.environment import without_launch
 
 #: Variables that would put every process on the same CPUs, or stop a worker at a prompt.

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nano_loop.config.environment import KERNELS
-from nano_loop.distributed.files.caches import working_folder
+from nano_loop.distributed.files.folder import working_folder
 from nano_loop.distributed.launch_external.environment import NAMES, PREFIXES
 from nano_loop.distributed.launch_local.start import NOT_FOR_WORKERS
 

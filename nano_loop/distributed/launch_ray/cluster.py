@@ -74,18 +74,10 @@ def connected() -> Iterator[None]:
     with ExitStack() as stack:
         if not ray.is_initialized():
             _own_token(stack)
+            stack.callback(ray.shutdown)  # also where Ctrl-C comes on the way
             with changes_undone_by(stack):
-                _initialize()
-            stack.callback(ray.shutdown)
+                ray.init(log_to_driver=True)
         yield
-
-
-def _initialize() -> None:
-    try:
-        ray.init(log_to_driver=True)
-    except BaseException:  # also Ctrl-C, on the way
-        ray.shutdown()
-        raise
 
 
 def _own_token(stack: ExitStack) -> None:

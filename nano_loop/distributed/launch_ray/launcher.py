@@ -9,23 +9,23 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.system_limits import SHARED_MEMORY, limits_in_words
-from nano_loop.distributed.launch.assignment import Assignment, State, write_payload
-from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.launch.shared_folder import private_folder
-from nano_loop.distributed.launch.workers import Workers
+from nano_loop.distributed.launch.worker import Assignment, State, write_payload
+from nano_loop.distributed.launch.workers import Workers, running_together
 from nano_loop.distributed.launch_external.environment import Launch
-from nano_loop.distributed.launch_external.launcher import JoinOptions, join_run
+from nano_loop.distributed.launch_external.launcher import join_run
 from nano_loop.distributed.launch_ray.caller import changes_undone_by, for_actors
 from nano_loop.distributed.launch_ray.worker import deleted_with_this_process, meeting_at, threads_for, versions
-from nano_loop.distributed.payload.shared_files import whole_buffer
 from nano_loop.errors import error_message
 
 _OLDEST = (2, 51)  # it places by the labels of nodes
@@ -85,9 +85,8 @@ class RayLauncher(Launcher):
                 actor.run()
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[RankSlot]:
-                options = JoinOptions(check, here.address, threads, watched=True, parent=folder)
-                launch = Launch("ray", 0, assignment.size)
-                return join_run(store, assignment.options, machine, launch, options)
+                join_options: Any = {"check": check, "address": here.address, "threads": threads, "parent": folder}
+                return join_run(store, assignment.options, machine, Launch("ray", 0, assignment.size), **join_options)
 
             workers = Workers([*actors.values()], interrupts, _LATEST_NEWS)
             with running_together(workers, connect, options.timeout, task.loop) as slot:
@@ -96,10 +95,9 @@ class RayLauncher(Launcher):
 
 
 def _files_of(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the names of the files below a folder, and what they hold: of a mapping of other memory, that memory."""
+    """Yield the names of the files below a folder, and what they hold."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        is_elsewhere, content = whole_buffer(path)
-        yield str((path.with_suffix("") if is_elsewhere else path).relative_to(folder)), content
+        yield str(path.relative_to(folder)), np.fromfile(path, np.uint8)
 
 
 def _placed(options: Options) -> Options:

@@ -24,15 +24,13 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
-from nano_loop.distributed.files.caches import cache_folders_made
-from nano_loop.distributed.files.folder import discard, place_of, workers_files
-from nano_loop.distributed.launch.assignment import Assignment
+from nano_loop.distributed.files.folder import cache_folders_made, discard, place_of, workers_files
 from nano_loop.distributed.launch.failure import Failure, Kind
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.stream import Reporter
-from nano_loop.distributed.launch.worker import work
+from nano_loop.distributed.launch.worker import Assignment, work
 from nano_loop.distributed.launch_external.environment import Launch
-from nano_loop.distributed.launch_external.launcher import JoinOptions, join_run
+from nano_loop.distributed.launch_external.launcher import join_run
 from nano_loop.version import __version__
 
 #: Keys of the store: that a rank has read its payload; rank 0's questions where it is, and the answers.
@@ -127,36 +125,26 @@ class RankWorker:
                 # By this variable the step for threads knows a process of Ray, whose OMP_NUM_THREADS nobody has chosen.
                 os.environ.pop("RAY_RAYLET_PID", None)
             threads = threads_for(machine, setting["share"])
-            options = JoinOptions(address=setting["address"], threads=threads, watched=True, parent=self._folder)
-            with join_run(store, assignment.options, machine, Launch("ray", rank, assignment.size), options) as slot:
+            options: Any = {"address": setting["address"], "threads": threads, "parent": self._folder}
+            with join_run(store, assignment.options, machine, Launch("ray", rank, assignment.size), **options) as slot:
                 discard(self._copy)  # all ranks have joined, and so have read it
                 yield slot
 
-        outcome = _Outcome(rank, store)
-        work(Reporter(rank, outcome.take), self._folder, join, payload=Path(own))
-        return outcome.failure
+        reports: dict[str, bytes] = {}
+
+        def take(kind: str, content: bytes, **header: Any) -> None:
+            reports[kind] = content
+            if kind == "ready":
+                store.set(READY.format(rank), "")
+
+        work(Reporter(rank, take), self._folder, join, payload=Path(own))
+        return pickle.loads(reports["failed"]) if "failed" in reports else None
 
 
 def meeting_at(host: str, port: int, timeout: float, *, is_master: bool = False) -> TCPStore:
     """Return a connection to the store where the ranks meet. While one waits, it takes no other call."""
     waiting = timedelta(seconds=timeout)
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=waiting)
-
-
-class _Outcome:
-    """Takes what a `Reporter` sends, for the actor to return. When the payload is read, it tells the store."""
-
-    def __init__(self, rank: int, store: Store) -> None:
-        self.failure: Failure | None = None
-        self._ready, self._store = READY.format(rank), store
-
-    def take(self, kind: str, content: bytes, **header: Any) -> None:
-        if kind == "ready":
-            self._store.set(self._ready, "")
-        elif kind == "failed":
-            self.failure = pickle.loads(content)
-        elif kind == "exception" and self.failure is not None:
-            self.failure.pickled = content
 
 
 def _say_where(store: Store, rank: int, thread: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from nano_loop.distributed.payload.buffers import Reduction, reduced
+from nano_loop.distributed.payload.shared_files import Reduction, reduced
 from nano_loop.patching.torch_private_compiler import compile_call, compile_context, compiled_call, uncompiled
 from nano_loop.patching.walk import named_attributes_of
 

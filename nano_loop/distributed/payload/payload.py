@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -17,7 +19,6 @@ from nano_loop.distributed.payload.module_state import ModuleState, StatePickler
 from nano_loop.distributed.payload.places import take_state
 from nano_loop.distributed.payload.reached_modules import ReachedModules
 from nano_loop.distributed.payload.shared_files import SharedFiles, mapped_buffers
-from nano_loop.distributed.payload.unpicklable import find_unpicklable
 from nano_loop.errors import NanoError, NanoWarning, error_message
 
 _MAIN_OF_SPAWNED = "__mp_main__"  # in a child that multiprocessing has spawned
@@ -26,9 +27,8 @@ _MAIN_OF_SPAWNED = "__mp_main__"  # in a child that multiprocessing has spawned
 def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
     """Write `call` and the data of the modules that it reaches to ``folder/payload``, and large storages beside it.
 
-    Nothing of `call` is changed, and no large storage or contiguous array is copied in this process's memory. One that
-    others can map where it is (a tensor after ``share_memory_()``, a mapped file) is not copied at all. After an error
-    the folder may hold a part.
+    Nothing of `call` is changed, and no large storage or contiguous array is copied in this process's memory. After an
+    error the folder may hold a part.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
     Returns
     -------
     int
-        The bytes of the large storages and arrays that were copied; what is shared memory already is not.
+        The bytes of the large storages and arrays that were copied; a mapped file is not.
 
     Raises
     ------
@@ -50,17 +50,16 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
         If something in `call` cannot be pickled, with the argument's name and the first steps down to it, if the folder
         has no room, or if a worker would import other code.
     """
+    _send_main()
     try:
-        with _main_by_value():
-            reached = ReachedModules([call])
-            reached.refuse_edited()
-            state = ModuleState(reached)
-            copied = _write(call, state, folder)
+        reached = ReachedModules([call])
+        reached.refuse_edited()
+        state = ModuleState(reached)
+        copied = _write(call, state, folder)
     except NanoError:
         raise
     except Exception as error:  # what a user's __reduce__ may raise is anything
-        with _main_by_value():
-            raise NanoError(_refusal(call, names, error)) from error
+        raise NanoError(_refusal(call, names, error)) from error
     if state.not_compared:
         got = "; ".join(f"{name} {why}" for name, why in state.not_compared.items())
         expected, hint = "worker processes have it as after a new import", "If they need more, set it in worker_init"
@@ -120,18 +119,10 @@ def _memoizing(count: int) -> bytes:
     return b"".join(put + pickle.MEMOIZE + pickle.POP for put in puts) + pickle.NONE + pickle.STOP
 
 
-@contextmanager
-def _main_by_value() -> Iterator[None]:
+def _send_main() -> None:
     """Send what the program has defined as it is, also where multiprocessing has given `__main__` another name."""
-    main = sys.modules.get(_MAIN_OF_SPAWNED)
-    if main is None or _MAIN_OF_SPAWNED in cloudpickle.list_registry_pickle_by_value():
-        yield
-        return
-    cloudpickle.register_pickle_by_value(main)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(main)
+    if _MAIN_OF_SPAWNED in sys.modules:
+        cloudpickle.register_pickle_by_value(sys.modules[_MAIN_OF_SPAWNED])
 
 
 def _refusal(call: Any, names: Mapping[str, Any], error: Exception) -> str:
@@ -139,3 +130,76 @@ def _refusal(call: Any, names: Mapping[str, Any], error: Exception) -> str:
     where = find_unpicklable({**arguments, "the call": call}) or f"the call cannot be pickled ({error!r})"
     expected = "every argument is sent to the worker processes by cloudpickle"
     return error_message(where, expected, "Create it inside train, or omit it from the call")
+
+
+# --- which argument cannot be pickled, and the first steps down to what in it is to blame ---
+
+_STEPS = 3  # such as: its attribute `_modules`, its item 'encoder', its attribute `cache`
+_OF_CALLABLES = ("__self__", "__defaults__", "__kwdefaults__", "func", "args", "keywords")
+
+
+def find_unpicklable(named: Mapping[str, Any]) -> str | None:
+    """Return a sentence on the first of the `named` objects that cannot be pickled.
+
+    Parameters
+    ----------
+    named : mapping of str to Any
+        What to look into, in this order, each under the words that the sentence begins with.
+
+    Returns
+    -------
+    str or None
+        Such as "argument `callback`, its closure variable `lock`, is a _thread.lock and cannot be pickled (...)".
+    """
+    for name, value in named.items():
+        error = _failure(value)
+        if error is not None:
+            return _sentence(name, value, error)
+    return None
+
+
+def _failure(value: Any) -> Exception | None:
+    """Return what pickling `value` alone raises."""
+    try:
+        FaithfulPickler(SimpleNamespace(write=len), lambda buffer: False).dump(value)
+    except Exception as error:  # a user's __reduce__ may raise anything
+        return error
+    return None
+
+
+def _sentence(name: str, value: Any, error: Exception) -> str:
+    path = [name]
+    for _ in range(_STEPS):
+        causes = ((step, part, _failure(part)) for step, part in _parts(value))
+        step, part, cause = next((cause for cause in causes if cause[2] is not None), (None, None, None))
+        if step is None or cause is None:
+            break
+        path, value, error = [*path, step], part, cause
+    comma = "," if len(path) > 1 else ""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    words = str(error).partition("\n")[0]
+    return f"{', '.join(path)}{comma} is a {kind} and cannot be pickled ({type(error).__name__}: {words})"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is inside `value`, each with its place in words."""
+    if isinstance(value, dict):
+        yield from ((f"its item {key!r}", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"its item {number}", item) for number, item in enumerate(value))
+    elif isinstance(value, FunctionType):
+        with suppress(ValueError):  # a variable of an outer function that is not assigned yet
+            inside = inspect.getclosurevars(value)
+            yield from ((f"its closure variable `{name}`", part) for name, part in inside.nonlocals.items())
+            yield from ((f"its global variable `{name}`", part) for name, part in inside.globals.items())
+    attributes = {name: getattr(value, name, None) for name in _OF_CALLABLES} if callable(value) else {}
+    yield from ((f"its attribute `{name}`", part) for name, part in {**_state(value), **attributes}.items())
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """Return the attributes of `value` that are pickled."""
+    try:
+        state = value.__getstate__() if hasattr(value, "__getstate__") else vars(value)
+    except Exception:  # what a user's object does here is anything
+        return {}
+    return state if isinstance(state, dict) else {}

@@ -12,8 +12,8 @@ from types import CodeType, FunctionType, MemberDescriptorType, ModuleType, Simp
 from typing import Any, NamedTuple
 
 from nano_loop.distributed.payload.code_reductions import function_contents, set_function
+from nano_loop.distributed.payload.faithful_pickler import REDUCTIONS
 from nano_loop.distributed.payload.reached_modules import NOT_COMPARED, package_of
-from nano_loop.distributed.payload.reductions import REDUCTIONS
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.walk import named_attributes_of
 

@@ -1,17 +1,12 @@
-"""Files in a private shared-memory folder: how large buffers are written once, and mapped by every process.
-
-Memory of this process that others can map already is not written: shared mappings of files, of memory or of a disk.
-"""
+"""How memory is pickled: as buffers, of which large ones are files that every process maps."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
-import sys
+import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from pickle import PickleBuffer
@@ -21,13 +16,93 @@ from typing import Any
 import numpy as np
 import torch
 
+from nano_loop.distributed.comm.raw_bytes import memory_of
 from nano_loop.distributed.comm.system_limits import limit_in_words
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.torch_private import bytes_of
+
+Reduction = tuple[Any, ...]
+
+
+def reduced(value: Any) -> Any:
+    """Return what plain pickling makes of `value`."""
+    return value.__reduce_ex__(5)
+
+
+# --- storages ---
+
+
+def reduce_storage(storage: torch.UntypedStorage, changing: bool) -> Reduction:
+    """Pickle a storage as a buffer; one that is `changing` is loaded into private memory."""
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return _storage, (PickleBuffer(memory_of(whole)), changing)
+
+
+def _storage(buffer: Any, changing: bool) -> torch.UntypedStorage:
+    if not len(buffer):
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+    view = torch.frombuffer(buffer, dtype=torch.uint8)
+    # A small one comes as a bytearray, which is not aligned as torch aligns.
+    return (view.clone() if changing or isinstance(buffer, bytearray) else view).untyped_storage()
+
+
+def reduce_typed_storage(storage: torch.TypedStorage) -> Reduction | None:
+    """Pickle a storage of another class by way of its bytes."""
+    return _typed_storage, (bytes_of(storage), storage.dtype)
+
+
+def typed_storages(arguments: Any) -> Any:
+    """Wrap the bare storages that uint16 and float8 tensors are pickled by, and that only `torch.load` can rebuild."""
+    if isinstance(arguments, torch.UntypedStorage):
+        return _typed_storage(arguments, torch.uint8)
+    return tuple(map(typed_storages, arguments)) if type(arguments) is tuple else arguments
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    with warnings.catch_warnings():  # the class is deprecated, and is what tensors are pickled by
+        warnings.simplefilter("ignore")
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype)  # type: ignore[no-untyped-call]
+
+
+# --- arrays ---
+
+
+def reduce_array(array: np.ndarray[Any, Any]) -> Reduction | None:
+    """Let a memory-mapped file be mapped again, and give arrays with gaps and of dates a buffer too."""
+    if isinstance(array, np.memmap):
+        return _reduce_memmap(array)
+    if type(array) is not np.ndarray or array.dtype.hasobject:
+        return None
+    if array.dtype.kind in "mM":  # numpy gives no buffers of dates
+        return np.ndarray.view, (array.view(np.int64), array.dtype)
+    if array.flags.c_contiguous or array.flags.f_contiguous:
+        return None
+    copied = array.copy()
+    copied.flags.writeable = array.flags.writeable
+    return tuple(reduced(copied))
+
+
+def _reduce_memmap(array: np.memmap[Any, Any]) -> Reduction:
+    root: Any = array
+    while isinstance(root.base, np.ndarray):  # a part of the file
+        root = root.base
+    if not isinstance(root, np.memmap) or root.mode == "c" or not root.filename or not os.path.exists(root.filename):
+        return np.ndarray.view, (np.array(array), np.memmap)
+    start = array.__array_interface__["data"][0] - root.__array_interface__["data"][0] + root.offset
+    place = (str(root.filename), root.nbytes + root.offset, start)
+    return _memmap, (*place, array.shape, array.strides, array.dtype, array.flags.writeable)
+
+
+def _memmap(path: str, size: int, start: int, shape: Any, strides: Any, dtype: Any, writable: bool) -> Any:
+    """Map a file that this process may write to for itself alone: the file is the caller's."""
+    whole = np.memmap(path, np.uint8, "c" if writable else "r", shape=(size,))
+    array: Any = np.ndarray.__new__(np.memmap, shape, dtype, whole, start, strides)
+    array.__array_finalize__(whole)  # the file's name, and what keeps it mapped
+    return array
+
 
 #: Bytes from which a buffer gets its own file.
 LARGE = 2**20
-_ELSEWHERE = ".mapped"  # of a file that says where the memory is
-_ROW_PARTS = 6  # of /proc/self/maps: addresses, permissions, offset, device, inode, path
 
 
 class SharedFiles:
@@ -50,7 +125,7 @@ class SharedFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._free = shutil.disk_usage(folder).free
-        #: Bytes of large buffers that were written; the rest of them is mapped where it is.
+        #: Bytes of large buffers that were written.
         self.copied = 0
         self._numbers = itertools.count()
         self._payload = self._opened(folder / "payload", 0)
@@ -70,18 +145,10 @@ class SharedFiles:
         view = buffer.raw()
         if view.nbytes < LARGE:
             return True
-        path = self._folder / str(next(self._numbers))
-        place = mapped(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes)
-        if place is not None:  # others can map it where it is
-            self._write_all(path.with_suffix(_ELSEWHERE), memoryview(json.dumps(asdict(place)).encode()))
-            return False
-        self._write_all(path, view)
+        with self._opened(self._folder / str(next(self._numbers)), view.nbytes) as file:
+            self._write(file, view)
         self.copied += view.nbytes
         return False
-
-    def _write_all(self, path: Path, view: memoryview) -> None:
-        with self._opened(path, view.nbytes) as file:
-            self._write(file, view)
 
     def _opened(self, path: Path, size: int) -> FileIO:
         try:
@@ -116,103 +183,5 @@ def mapped_buffers(folder: Path) -> Iterator[Any]:
     """
     for number in itertools.count():
         path = folder / str(number)
-        elsewhere = path.with_suffix(_ELSEWHERE)
-        if elsewhere.exists():
-            yield whole_buffer(elsewhere)[1]
-            continue
         size = path.stat().st_size
         yield torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu").numpy()
-
-
-def whole_buffer(path: Path) -> tuple[bool, np.ndarray[Any, Any]]:
-    """Return whether a file only says where the memory of a buffer is, and the bytes of the buffer, or of the file.
-
-    Parameters
-    ----------
-    path : Path
-        One of the files that `SharedFiles` has written.
-
-    Returns
-    -------
-    bool, numpy.ndarray
-        The array is uint8.
-    """
-    if path.suffix == _ELSEWHERE:
-        return True, Mapped(**json.loads(path.read_text())).load().numpy()
-    return False, np.fromfile(path, np.uint8)
-
-
-# --- memory that others can map where it is ---
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """A range of a file that another process of this user can open, as long as this one has it mapped.
-
-    Parameters
-    ----------
-    path : str
-        The file's; of one without a name, that of a descriptor of this process.
-    start, size : int
-        The range, in bytes.
-    device, inode : int
-        Which file it is.
-    """
-
-    path: str
-    start: int
-    size: int
-    device: int
-    inode: int
-
-    def load(self) -> torch.Tensor:
-        """Map the range, for this process alone where it writes; a NanoError if the file is not there any more."""
-        size = self.start + self.size
-        try:
-            status = os.stat(self.path)
-        except OSError as error:
-            raise NanoError(self._lost(str(error))) from error
-        if (status.st_dev, status.st_ino) != (self.device, self.inode) or status.st_size < size:
-            raise NanoError(self._lost("it is another file, or shorter"))
-        return torch.from_file(self.path, shared=False, size=size, dtype=torch.uint8, device="cpu")[self.start :]
-
-    def _lost(self, why: str) -> str:
-        got = f"an argument has its memory in {self.path}, which this process cannot map ({why})"
-        hint = "Keep the file unchanged until the run has started, or pass a copy (tensor.clone(), array.copy())"
-        return error_message(got, "memory that is shared with a file is mapped, not copied", hint)
-
-
-def mapped(address: int, size: int) -> Mapped | None:
-    """Return the file behind a range of this process's memory; None if it is not shared with a file's.
-
-    Pages of a private mapping may have been written to, and are then this process's alone.
-    """
-    if not sys.platform.startswith("linux"):
-        return None
-    with open("/proc/self/maps") as rows:
-        for row in rows:
-            parts = row.split(maxsplit=_ROW_PARTS - 1)
-            first, last = (int(end, 16) for end in parts[0].split("-"))
-            if first <= address and address + size <= last:
-                return _file(parts, address - first, size) if parts[1].endswith("s") else None
-    return None
-
-
-def _file(parts: list[str], offset: int, size: int) -> Mapped | None:
-    device = os.makedev(*(int(part, 16) for part in parts[3].split(":")))
-    inode = int(parts[4])
-    name = parts[5].rstrip("\n") if len(parts) == _ROW_PARTS else ""
-    for path in [name, *_descriptors()]:
-        try:
-            status = os.stat(path)
-        except OSError:
-            continue
-        if status.st_ino == inode and (status.st_dev == device or path != name):
-            return Mapped(path, int(parts[2], 16) + offset, size, status.st_dev, inode)
-    return None
-
-
-def _descriptors() -> list[str]:
-    """Return the paths by which other processes open this one's files; one that is open may have no other name."""
-    folder = Path(f"/proc/{os.getpid()}/fd")
-    return [str(folder / name) for name in os.listdir(folder)]

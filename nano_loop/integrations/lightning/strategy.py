@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nano_loop.config.options import Options
 from nano_loop.distributed.comm.ranks import Loop, Ranks
-from nano_loop.distributed.launch.alone import Alone
+from nano_loop.distributed.launch.launcher import Alone
 from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.strategy import RanksCollectives, RanksEnvironment

@@ -2,7 +2,6 @@
 
 import contextlib
 import glob
-import io
 import os
 import shutil
 import stat
@@ -95,7 +94,7 @@ def temporary_in(path):
 
 
 def raw(path):
-    with io.FileIO(path, "r+") as file:
+    with open(path, "r+b", 0) as file:
         file.write(b"raw")
 
 

@@ -3,8 +3,7 @@
 import contextlib
 import os
 
-from nano_loop.distributed.files.caches import cache_folders, cache_folders_made
-from nano_loop.distributed.files.folder import discard, place_of, workers_files
+from nano_loop.distributed.files.folder import cache_folders, cache_folders_made, discard, place_of, workers_files
 
 
 def test_folder_lies_on_disk_for_its_owner_alone_and_is_deleted_after_an_error(tmp_path, monkeypatch):

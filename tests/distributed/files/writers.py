@@ -193,7 +193,7 @@ def text(value):
         pickle.dump(value, file)
     with open("state.json", "w") as file:
         json.dump({"value": value}, file)
-    with io.FileIO("raw", "w") as raw:
+    with open("raw", "wb", 0) as raw:
         raw.write(bytes([value]))
     descriptor = os.open("opened", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.write(descriptor, bytes([value]))

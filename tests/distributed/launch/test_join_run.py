@@ -3,8 +3,8 @@
 import pytest
 
 from nano_loop.config.options import Options
-from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.join_run import choose
+from nano_loop.distributed.launch.launcher import Alone
 from nano_loop.distributed.launch_external.launcher import External
 from nano_loop.distributed.launch_local.launcher import Local
 from nano_loop.distributed.launch_ray import launcher as of_ray

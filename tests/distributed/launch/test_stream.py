@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from nano_loop.distributed.launch.stream import Reporter, Stream
+from nano_loop.distributed.launch.stream import Stream
 
 LARGE = os.urandom(3 << 20)
 
@@ -72,15 +72,3 @@ def test_what_was_sent_before_an_end_was_closed_is_received_and_half_a_message_i
     with pytest.raises(OSError, match="Broken pipe"):
         stream.send("kill")
     stream.close()
-
-
-def test_reporter_knows_that_it_is_cut_off():
-    ours, theirs = socket.socketpair()
-    reporter = Reporter(1, Stream(theirs).send)
-    reporter.report("ready")
-    assert not reporter.is_cut_off
-    theirs.close()  # as a loop does that closes descriptors which it has not opened
-    reporter.report("finished")
-    assert reporter.is_cut_off
-    assert received(Stream(ours)) == [("ready", b"")]
-    ours.close()

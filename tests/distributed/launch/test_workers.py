@@ -1,19 +1,15 @@
 """Workers are watched by what they have in common, whatever has started them: no pipes and no processes are needed."""
 
 import contextlib
-import ctypes
-import signal
-import threading
 import time
 
 import pytest
 
 from nano_loop import NanoWorkerError
 from nano_loop.distributed.comm.ranks import wait_until
-from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.failure import Failure, Kind, died, raised
 from nano_loop.distributed.launch.interrupts import Interrupts
-from nano_loop.distributed.launch.workers import Workers
+from nano_loop.distributed.launch.workers import Workers, running_together
 from nano_loop.errors import RankLateError, RankLeftError
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -140,19 +136,3 @@ def test_check_raises_while_rank_0_waits():
 def test_rank_that_does_not_finish_is_named_after_the_timeout():
     with pytest.raises(NanoWorkerError, match=r"rank 1 did not return .* within 0.3 s: .*same number of steps"):
         run_beside(Remote(1, finishes=False), timeout=0.3)
-
-
-@pytest.mark.slow
-def test_interrupt_that_rank_0_cannot_hear_kills_the_workers_it_waits_for():
-    remote, killed = Remote(1, finishes=False), []
-
-    def wait():
-        threading.Timer(0.1, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)).start()
-        try:
-            ctypes.CDLL(None).sleep(4)  # no line of Python
-        finally:
-            killed.append("kill" in remote.calls)
-
-    with pytest.raises(KeyboardInterrupt):
-        run_beside(remote, body=wait)
-    assert killed == [True]

@@ -16,8 +16,8 @@ from distributed.launch.started import LOOP, environment, free_port, run_togethe
 from distributed.launch_external.test_launcher import TRAIN
 from nano_loop import NanoError
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.launch_external import liveness
-from nano_loop.distributed.launch_external.liveness import watching_each_other
+from nano_loop.distributed.launch_external import launcher
+from nano_loop.distributed.launch_external.launcher import watching_each_other
 from nano_loop.distributed.launch_external.rendezvous import Host, Presence
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
@@ -89,7 +89,7 @@ def test_rank_that_is_killed_is_named_within_seconds_and_leaves_nothing(in_the_l
 
 @pytest.mark.parametrize("waited_for", [True, False])
 def test_process_is_dead_once_it_is_killed_and_not_before(waited_for, monkeypatch):
-    monkeypatch.setattr(liveness, "_INTERVAL", 0.0)
+    monkeypatch.setattr(launcher, "_INTERVAL", 0.0)
     process, ranks = subprocess.Popen(["sleep", "60"]), Ranks(0, 2)
     with watching_each_other(ranks, [os.getpid(), process.pid]):
         ranks.check()
@@ -112,16 +112,7 @@ def test_presence_arrives_as_it_was_sent():
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "{}",
-        "[" * 100_000,
-        "[1, 2, 3, 4]",
-        '[["a", "b", "c", 1], [], 1]',
-        '[["a", "b", 1, 1], ["x"], 1]',
-        '[["a", "b", 1, 1], [0], ""]',
-        "x" * (1 << 21),
-    ],
+    ["", "{}", "[1, 2, 3, 4]", '[["a", "b", 1], [0], 1]', "x" * (1 << 21)],
     ids=lambda text: text[:20],
 )
 def test_what_is_no_presence_is_an_error_that_names_the_rank(text):

@@ -91,8 +91,6 @@ def interrupted_at(line):
     wrong += [f"the process is held by {what}" for what in runs_that_have_the_process()]
     if innermost() is not None:
         wrong.append("a run is still under way")
-    if (descriptor := signal.set_wakeup_fd(-1)) != -1:
-        wrong.append(f"wake-up descriptor {descriptor}")
     return wrong
 
 

@@ -1,7 +1,6 @@
 """Ctrl-C in a run is one interrupt, is heard by the handler that the loop has, and leaves nothing behind."""
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
@@ -118,26 +117,3 @@ def test_interrupts_that_the_loop_handles_end_nothing():
     finally:
         signal.signal(signal.SIGINT, before)
     assert heard == ["raised", "handled", "handled"]
-
-
-@pytest.mark.slow
-def test_interrupt_that_processes_of_a_loader_get_too_is_one():
-    def train(model, loader, heard):
-        batches = iter(loader)
-        next(batches)
-        if small.rank() == 0:
-            try:
-                (process,) = multiprocessing.active_children()
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt:
-                heard.append(True)
-            time.sleep(0.1)
-            os.kill(process.pid, signal.SIGINT)  # as the terminal does
-        time.sleep(3)
-        distributed.barrier()
-
-    model, _, loader = small.parts()
-    loader = torch.utils.data.DataLoader(loader.dataset, batch_size=4, num_workers=1)
-    heard = []
-    nano(**small.OPTIONS)(train)(model, loader, heard)
-    assert heard == [True]

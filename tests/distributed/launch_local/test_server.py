@@ -16,7 +16,7 @@ import torch
 from distributed import small
 from distributed.launch.started import LOOP, environment
 from nano_loop import NanoWorkerError, nano
-from nano_loop.distributed.launch_local import kept_server as servers
+from nano_loop.distributed.launch_local import server as servers
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -99,9 +99,9 @@ def test_it_ends_by_itself_without_runs_and_the_next_run_starts_another(monkeypa
 
 
 EARLY = """
-from nano_loop.distributed.launch_local import kept_server
+from nano_loop.distributed.launch_local import server as servers
 def server():
-    return next(iter(kept_server.kept()), None)
+    return next(iter(servers.kept()), None)
 def train(model):
     return os.getpid()
 train.__module__ = "a_module"
@@ -120,12 +120,12 @@ assert train(Line()) == os.getpid()
 assert server() is started, "not used"
 class MyNano(TorchNano):
     def train(self, model): ...
-kept_server.end_kept()
+servers.end_kept()
 MyNano(**OPTIONS)
 os.environ["ANOTHER"] = "environment"
 train(Line())
 second = server()
-kept_server.end_kept()
+servers.end_kept()
 nano(**OPTIONS)(train.__wrapped__)  # which ends while it imports
 print(started.pid, second.pid)
 """

@@ -18,8 +18,8 @@ from distributed.split_batches.loops import Plain, by_sgd, fit, loader_of, mlp, 
 from distributed.split_batches.test_loops import assert_equal
 from nano_loop import NanoError, NanoWorkerError, TorchNano
 from nano_loop.distributed.comm.split_batches import batch_sums
-from nano_loop.distributed.launch_local import witness_process
-from nano_loop.distributed.launch_local.kept_server import kept
+from nano_loop.distributed.launch_local import process
+from nano_loop.distributed.launch_local.server import kept
 
 pytestmark = needs_kernels
 
@@ -287,7 +287,7 @@ def test_constant_number_of_samples_is_named():
     ],
 )
 def test_run_goes_on_where_nothing_can_be_compared(loop, why, monkeypatch):
-    monkeypatch.setattr(witness_process, "_PATIENCE", 2.0)
+    monkeypatch.setattr(process, "_PATIENCE", 2.0)
     _, result = run_of(loop)
     assert result.code == "not_compared"
     assert why in result.detail

@@ -10,8 +10,7 @@ import pytest
 
 from distributed.launch.started import environment
 from nano_loop.distributed.launch import shared_folder
-from nano_loop.distributed.launch.abandoned import delete_abandoned, held
-from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.shared_folder import delete_abandoned, held, private_folder
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="nothing tells which processes there are")
 
@@ -43,7 +42,7 @@ def test_folder_of_a_process_that_is_gone_is_deleted_with_what_its_workers_wrote
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from nano_loop.distributed.launch.abandoned import held
+from nano_loop.distributed.launch.shared_folder import held
 
 folder, written = (Path(sys.argv[1], f"nano_loop-{os.getpid()}-{name}") for name in ("held", "written"))
 folder.mkdir()
