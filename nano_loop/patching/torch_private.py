@@ -17,10 +17,6 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
 
-#: The module and the function in it that makes the state of an optimizer from a flattened one, by the keys of the live
-#: groups. The public functions that call it are imported by name, so a replacement of them would not be seen.
-FLATTENED_STATES = ("torch.distributed.checkpoint.state_dict", "_unflatten_optim_state_dict")
-
 #: What all public functions that switch the deterministic mode call, also where a script has imported them by name.
 SETTER_OF_DETERMINISM = (torch._C, "_set_deterministic_algorithms")
 

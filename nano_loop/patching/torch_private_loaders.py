@@ -29,8 +29,6 @@ _TORCHS: dict[Any, Any] = {
     bytes: collate_str_fn,
 }
 _collate = _module.collate
-#: What samples of tensors and arrays consist of. numpy's scalars are those of an array of one dimension.
-_KINDS = (torch.Tensor, np.ndarray, np.memmap, tuple, list, dict, int, float, *np.sctypeDict.values())
 _KEPT_ITERATOR = "_iterator"
 
 
@@ -73,20 +71,9 @@ def is_default_collate(function: Any) -> bool:
     return function is default_collate and getattr(function, "__globals__", None) is vars(_module)
 
 
-def registered_collates() -> list[Any]:
-    """Return the classes for which `default_collate` has another function than torch's, at this moment."""
-    functions: dict[Any, Any] = default_collate_fn_map
-    if _module.collate is not _collate:
-        return [object]
-    return [key for key in {**_TORCHS, **functions} if functions.get(key) is not _TORCHS.get(key)]
-
-
 def collates_as_torch() -> bool:
-    """Whether `default_collate` stacks tensors and arrays, in tuples, lists and dicts, as torch does."""
-    try:
-        return not any(issubclass(kind, key) for key in registered_collates() for kind in _KINDS)
-    except TypeError:  # a key that says nothing of classes
-        return False
+    """Whether `default_collate` collates as torch does, now: the program has registered no function with it."""
+    return _module.collate is _collate and dict(default_collate_fn_map) == _TORCHS
 
 
 def shared_storage(size: int) -> torch.UntypedStorage:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from torch.autograd.profiler_util import FunctionEvent
 
 from nano_loop.config.protocol import AVERAGING_EVENT
 from nano_loop.runtime.objects.report import size
@@ -33,17 +35,7 @@ FUNCTIONS = {
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 
 
-class Event(Protocol):
-    """An event of `torch.profiler`, as far as it is used here: times are in microseconds."""
-
-    name: str
-    thread: int
-    cpu_parent: Any
-    self_cpu_time_total: float
-    cpu_time_total: float
-
-
-def times_of(events: Iterable[Event], wall: float) -> dict[str, float]:
+def times_of(events: Iterable[FunctionEvent], wall: float) -> dict[str, float]:
     """Return the time of each kind of work in some steps, in the unit of the events.
 
     The events are those of the thread of the loop. What no event covers of `wall`, the time of the steps, is Python's.
@@ -55,7 +47,7 @@ def times_of(events: Iterable[Event], wall: float) -> dict[str, float]:
     return times
 
 
-def kind_of(event: Event) -> str:
+def kind_of(event: FunctionEvent) -> str:
     """Return the kind of work of an event: that of the loader and the optimizer hold all that is inside."""
     names = [event.name]
     parent = event.cpu_parent

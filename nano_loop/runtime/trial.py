@@ -11,8 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Generic, TypeVar
 
 from torch.optim import Optimizer
@@ -37,23 +35,13 @@ PATIENCE = 64
 _Setting = TypeVar("_Setting", bound=Hashable)
 
 
-@dataclass(eq=False)
-class _Member(Generic[_Setting]):
-    """A run that takes part in a trial: see `StepTrial.join`."""
-
-    take: Callable[[_Setting], object]
-    budget: Budget
-    longer: float
-    settled: Callable[[], object] | None
-
-
 class StepTrial(Generic[_Setting]):
     """A setting of a loop: the one that it has, until the other has been faster in the loop's own steps.
 
-    The steps of the first optimizer that steps are timed, of those of the runs that have joined; of another one after
-    it has not stepped for a long time. A step that is slower than usual in the other setting counts as the cost. A
-    measurement begins, and goes on, while the budget has the time of such a step. What is found is kept for later runs
-    on this machine that step parameters of the same shapes in about the same time.
+    The steps of the first optimizer that steps are timed; of another one after it has not stepped for a long time. A
+    step that is slower than usual in the other setting counts as the cost. A measurement begins, and goes on, while the
+    budget has the time of such a step. What is found is kept for later runs on this machine that step parameters of the
+    same shapes in about the same time.
 
     Parameters
     ----------
@@ -61,8 +49,16 @@ class StepTrial(Generic[_Setting]):
         What is tried.
     settings : tuple
         That of the loop now, and the other.
+    take : callable
+        Lets the loop go on in a setting.
+    budget : Budget
+        Says how many seconds may still be lost while steps are timed.
     machine : Machine
         The machine of which is known what was found before.
+    longer : float
+        How much longer the first step in the other setting is taken to be, in units of the usual time.
+    settled : callable, optional
+        Called when a setting was found.
     present : callable, optional
         Returns the setting in force, which the program may change. That ends the trial.
     pays, wins, most : float, float, int
@@ -89,8 +85,12 @@ class StepTrial(Generic[_Setting]):
         self,
         name: str,
         settings: tuple[_Setting, _Setting],
+        take: Callable[[_Setting], object],
+        budget: Budget,
         machine: Machine,
         *,
+        longer: float = 0.0,
+        settled: Callable[[], object] = lambda: None,
         present: Callable[[], _Setting] | None = None,
         pays: float = PAYS,
         wins: float = NEARLY_ALWAYS,
@@ -99,11 +99,11 @@ class StepTrial(Generic[_Setting]):
         self.settings, self._now = settings, settings[0]
         self.is_under_way = False
         self._turns = ExitStack()  # what other trials of the thread wait for
+        self._go_on_in, self._budget, self._longer, self._call_settled = take, budget, longer, settled
         self._present, self._pays, self._wins, self._most = present, pays, wins, most
         self._choices, self._name = choices_for(machine), f"{name} {settings}"
-        self._members: list[_Member[_Setting]] = []
-        self._timed: _Member[_Setting] | None = None
-        self._optimizer: Callable[[], Optimizer | None] = lambda: None  # of the timed member
+        self._has_ended = False
+        self._optimizer: Callable[[], Optimizer | None] | None = None  # whose steps are timed
         self._waits: Waits | None = None
         self._waited = 0  # steps of others since the last one of its optimizer
         self._recent: deque[float] = deque(maxlen=_USUAL)
@@ -111,46 +111,19 @@ class StepTrial(Generic[_Setting]):
         self._end: float | None = None  # of its optimizer's last step
         self._reset()
 
-    def join(
-        self,
-        take: Callable[[_Setting], object],
-        budget: Budget,
-        longer: float,
-        settled: Callable[[], object] | None = None,
-    ) -> Callable[[], object]:
-        """Let a run of this thread take part, until the result of this is called. Its setting stays.
-
-        Parameters
-        ----------
-        take : callable
-            Lets the run go on in a setting.
-        budget : Budget
-            Says how many seconds may still be lost while steps of the run's optimizers are timed.
-        longer : float
-            How much longer the first step in the other setting is taken to be, in units of the usual time.
-        settled : callable, optional
-            Called when a setting was found.
-        """
-        if not self._members:
-            self._reset()
-            self._now = self.setting
-        member = _Member(take, budget, longer, settled)
-        self._members.append(member)
-        return partial(self._leave, member)
-
     def note(self, optimizer: Optimizer) -> None:
         """Note the end of a step of an optimizer."""
-        if not self._is_here():
+        if self._has_ended or not self._budget.clock.is_here:
             return
         if self._present is not None and self._present() != self._now:
-            self._members.clear()
-            self._stop()
+            self.end()
         elif not may_depend_on_times():
             self.forget()
         elif not self._is_timed(optimizer):
             self._waited += 1
-            if self._waited > PATIENCE:
-                self._time_another()
+            if self._waited > PATIENCE:  # time the optimizer that steps next
+                self._optimizer, self._end, self._waited, self._times = None, None, 0, self._no_times()
+                self._wait()
         else:
             seconds = math.inf if self._end is None else time.perf_counter() - self._end
             self._waited = 0
@@ -162,9 +135,15 @@ class StepTrial(Generic[_Setting]):
 
     def forget(self) -> None:
         """Go on in the first setting, as before any measurement, unless the program has changed it."""
-        if self._is_here() and (self._present is None or self._present() == self._now):
+        is_ours = self._present is None or self._present() == self._now
+        if self._budget.clock.is_here and is_ours and not self._has_ended:
             self._reset()
             self._wait()
+
+    def end(self) -> None:
+        """Try nothing any more. The setting in force stays."""
+        self._has_ended = True
+        self._stop()
 
     def _reset(self) -> None:
         self.setting, self._other = self.settings
@@ -175,25 +154,9 @@ class StepTrial(Generic[_Setting]):
         self._settled: float | None = None  # the least usual time since a measurement
         self._times = self._no_times()
 
-    def _leave(self, member: _Member[_Setting]) -> None:
-        if member in self._members:
-            self._members.remove(member)
-        if member is self._timed:
-            self._time_another()
-
-    def _is_here(self) -> bool:
-        return bool(self._members) and self._members[0].budget.clock.is_here
-
     def _is_timed(self, optimizer: Optimizer) -> bool:
-        if self._timed is None:
-            members = (member for member in self._members if optimizer in member.budget.clock.optimizers)
-            self._timed, self._optimizer = next(members, None), weakref.ref(optimizer)
-        return self._timed is not None and self._optimizer() is optimizer
-
-    def _time_another(self) -> None:
-        """Time the optimizer that steps next."""
-        self._timed, self._end, self._waited, self._times = None, None, 0, self._no_times()
-        self._wait()
+        self._optimizer = self._optimizer or weakref.ref(optimizer)
+        return self._optimizer() is optimizer
 
     def _watch(self, seconds: float) -> None:
         """Begin a measurement, or go on with it, if there is a reason and time for it."""
@@ -218,8 +181,8 @@ class StepTrial(Generic[_Setting]):
     def _take(self, seconds: float) -> None:
         """Note the time of a step in a measurement, and choose the setting of the next step."""
         self._times[self._now].append(seconds)
-        if self._now == self._other and self._timed is not None:
-            self._timed.budget.spend(max(seconds - self._usual, 0.0))
+        if self._now == self._other:
+            self._budget.spend(max(seconds - self._usual, 0.0))
         if self._is_decided():
             self._decide()
         elif self._next() == self._other and not self._has_time():
@@ -229,9 +192,8 @@ class StepTrial(Generic[_Setting]):
 
     def _has_time(self) -> bool:
         times = self._times[self._other]
-        longer = sum(member.longer for member in self._members)
-        longest = max(times) if times else self._usual * (1 + longer)
-        return self._timed is not None and self._timed.budget.left(in_advance=False) > max(longest - self._usual, 0.0)
+        longest = max(times) if times else self._usual * (1 + self._longer)
+        return self._budget.left(in_advance=False) > max(longest - self._usual, 0.0)
 
     def _next(self) -> _Setting:
         """Return the setting of the next step: they take turns, in rounds whose order changes."""
@@ -263,9 +225,7 @@ class StepTrial(Generic[_Setting]):
             self.setting, self._other = self._other, self.setting
         self.medians, self._settled, self._times = medians, self._usual, self._no_times()
         self._wait()
-        for member in [*self._members]:
-            if member.settled is not None:
-                member.settled()
+        self._call_settled()
 
     def _no_times(self) -> dict[_Setting, list[float]]:
         return {setting: [] for setting in self.settings}
@@ -284,7 +244,7 @@ class StepTrial(Generic[_Setting]):
 
     def _key(self) -> str:
         """Return by what the better setting is known: the shapes of the parameters, and about how long a step takes."""
-        optimizer = self._optimizer()
+        optimizer = None if self._optimizer is None else self._optimizer()
         shapes = repr([tuple(parameter.shape) for parameter in (held_by(optimizer) if optimizer is not None else [])])
         _, power = math.frexp(self._usual)
         return f"{self._name} {hashlib.sha256(shapes.encode()).hexdigest()[:16]} 2^{power} s"
@@ -301,6 +261,5 @@ class StepTrial(Generic[_Setting]):
 
     def _set(self, setting: _Setting) -> None:
         if setting != self._now:
-            for member in self._members:
-                member.take(setting)
+            self._go_on_in(setting)
             self._now = setting

@@ -23,7 +23,7 @@ from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_functorch
-from nano_loop.runtime.objects.called_functions import functions_called
+from nano_loop.runtime.objects.called_functions import names_called
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.layout_trial import LayoutTrial
@@ -168,8 +168,8 @@ def _unscripted(parts: TrainingObjects) -> list[nn.Module]:
 
 
 def _takes_images(model: nn.Module) -> bool:
-    """Whether a layer, or a function that the model calls, is named after images or volumes."""
-    names = [*map(class_name, model.modules()), *functions_called(model)]
+    """Whether a layer, or what the model calls, is named after images or volumes."""
+    names = [*map(class_name, model.modules()), *names_called(model)]
     return any(word in name.lower() for name in names for word in ("2d", "3d", "convolution", "interpolate", "pixel_"))
 
 

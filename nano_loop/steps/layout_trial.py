@@ -17,7 +17,7 @@ from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import calls_only_forward
 from nano_loop.precision.verification.recorded_calls import RecordedCalls, loss_of
-from nano_loop.precision.verification.traces import RandomStates, backward_into, tensors_kept
+from nano_loop.precision.verification.traces import backward_into, random_states_kept, tensors_kept
 from nano_loop.runtime.objects.report import duration
 
 #: Seconds of steps in a layout that are enough, and how many steps there are at least and at most.
@@ -106,7 +106,7 @@ class LayoutTrial:
         model, calls = self.recorded.take()
         copies: dict[bool, nn.Module] = {False: model, True: copy.deepcopy(model)}
         times: dict[bool, list[float]] = {False: [], True: []}
-        with RandomStates().kept(), ExitStack() as stack:
+        with random_states_kept(), ExitStack() as stack:
             for layout, duplicate in copies.items():
                 stack.enter_context(self._accelerated(duplicate, channels_last=layout))
                 # Kernels are compiled, and memory is taken.

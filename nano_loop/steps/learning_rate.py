@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.checkpoint_entries import RAMP, flattened_states_complete, pop_entry, with_entries
 from nano_loop.patching.objects.optimizers import Closure, closure_of, held_by, with_closure
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -27,6 +26,8 @@ from nano_loop.steps.step import RanksStep, SkipReason
 
 #: Number of steps over which the ratio grows from 1 to the number of ranks.
 WARM_UP = 1000
+#: The entry of checkpoints, in their first parameter group and never in a live one: the steps that the ramp has taken.
+RAMP = "auto_lr_step"
 
 
 class LearningRate(RanksStep):
@@ -73,7 +74,6 @@ class LearningRate(RanksStep):
             self._is_applied = True
             self.undoing.callback(self.clock.before(self._before_step))
             self.undoing.callback(self.clock.after(self._after_step))
-        self.undoing.enter_context(flattened_states_complete())
         ramps = f"ramps to {self.ranks.size}× over {WARM_UP:,} steps (auto_lr)"
         return "; ".join(dict.fromkeys([ramps, *(refusal.detail for refusal in refusals.values() if refusal)]))
 
@@ -129,11 +129,17 @@ def _pop_steps_taken(optimizer: Optimizer) -> int:
     It is the one of a checkpoint that was loaded outside a run, which has left it in the groups; or else that of the
     last run, unless a checkpoint was loaded since, which has replaced the groups.
     """
-    saved = pop_entry(optimizer, RAMP)
+    saved = _pop_entry(optimizer)
     before = _progress.pop(optimizer, None)
     if saved is not None:
         return int(saved)
     return before.step if before is not None and before.groups is optimizer.param_groups else 0
+
+
+def _pop_entry(optimizer: Optimizer) -> Any:
+    """Remove the entry that a checkpoint has left in the groups of an optimizer. Return it, or None."""
+    values = [group.pop(RAMP) for group in optimizer.param_groups if RAMP in group]
+    return values[0] if values else None
 
 
 class _Ramp:
@@ -162,12 +168,13 @@ class _Ramp:
 
     def into_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state_dict` with the step in the first group."""
-        return with_entries(state_dict, {RAMP: self.step})
+        first, *others = state_dict["param_groups"]
+        return {**state_dict, "param_groups": [{**first, RAMP: self.step}, *others]}
 
     def after_load(self, optimizer: Optimizer) -> None:
         """Continue from the checkpoint's step, or from 0 if it has none."""
         self._scaled.clear()  # these groups were replaced
-        self.step = int(pop_entry(optimizer, RAMP) or 0)
+        self.step = int(_pop_entry(optimizer) or 0)
 
     def keep_progress(self) -> None:
         """Let the next run of the optimizer continue the ramp."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from nano_loop.kernels.rnn import recurrence
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.patching.patch_table import shared_change
 from nano_loop.policy.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.precision.autocast.frozen_weights import remark_on_integers
 from nano_loop.precision.diagnostics.cast_log import record_product
@@ -151,10 +149,7 @@ class Products(Step):
         self.undoing.enter_context(line_searches_in_fp32())
         for model in parts.models:
             self._models[model], self._names[class_name(model)] = True, None
-        if self._trial is None and parts.optimizers and self._may_measure():
-            self._trial = self.undoing.enter_context(_trial_of_thread(self.machine))
-            self.undoing.callback(self._looks.close)
-            self.undoing.callback(self.clock.after(self._trial.note))
+        self.undoing.callback(self._looks.close)
         self.forget_times()
         remarks = filter(None, map(remark_on_integers, parts.models))
         return "; ".join([self.options.kind.summary, *dict.fromkeys(remarks)])
@@ -185,8 +180,18 @@ class Products(Step):
     def _learn(self) -> None:
         cost = self._policy.learn()
         self._replace_kernels()
-        if self._trial is not None and self._may_round():
-            self._looks.callback(self._trial.join(self._let_round, self.budget, cost, self._settle))
+        if not (self._may_measure() and self._may_round()):
+            return
+        trial = self._trial = StepTrial(
+            *("rounding", (True, False), self._let_round, self.budget, self.machine),
+            longer=cost,
+            settled=self._settle,
+            pays=_PAYS,
+            wins=_WINS,
+            most=ROUNDS,
+        )
+        self._looks.callback(trial.end)
+        self._looks.callback(self.clock.after(trial.note))
 
     def _let_round(self, rounds: bool) -> None:
         """Let products round that may, or let all be fp32 for now."""
@@ -241,14 +246,3 @@ class Products(Step):
 
 def _has_fp32(model: nn.Module) -> bool:
     return any(parameter.dtype is torch.float32 for parameter in parameters_of(model))
-
-
-def _trial_of_thread(machine: Machine) -> AbstractContextManager[StepTrial[bool]]:
-    """Return a context with the trial of this thread: of its runs together.
-
-    A replaced kernel costs microseconds per call until no instance rounds.
-    """
-    key, settings = ("trial of products", threading.get_ident()), (True, False)
-    return shared_change(
-        key, lambda: nullcontext(StepTrial("rounding", settings, machine, pays=_PAYS, wins=_WINS, most=ROUNDS))
-    )

@@ -30,8 +30,8 @@ class Loop:
         self.optimizer, self.other = (torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1) for _ in range(2))
         self.clock = StepClock()
         self.clock.add([self.optimizer, self.other])
-        self.trial = StepTrial("num_threads", (MORE, 1), None, present=torch.get_num_threads)
-        self.leave = self.trial.join(torch.set_num_threads, Budget(self.clock), MORE - 1)
+        take, present = torch.set_num_threads, torch.get_num_threads
+        self.trial = StepTrial("x", (MORE, 1), take, Budget(self.clock), None, longer=MORE - 1, present=present)
         self.clock.after(self.trial.note)
 
     def steps(self, count, seconds, noise=lambda: 1.0):
@@ -54,7 +54,7 @@ def made(monkeypatch):
 
     yield make
     for loop in loops:
-        loop.leave()
+        loop.trial.end()
     torch.set_num_threads(before)
 
 
@@ -165,8 +165,7 @@ def test_what_an_earlier_run_has_found_holds_at_once_until_steps_take_longer(mad
 def test_one_setting_is_tried_at_a_time_and_given_up_when_its_optimizer_steps_no_more(loop):
     """As where a program goes on with another model."""
     taken, clock = [], StepClock()
-    second = StepTrial("x", ("a", "b"), None)
-    leave = second.join(taken.append, Budget(clock), 0.0)
+    second = StepTrial("x", ("a", "b"), taken.append, Budget(clock), None)
     clock.add([loop.other])
     clock.after(second.note)
     for _ in range(500):
@@ -189,17 +188,4 @@ def test_one_setting_is_tried_at_a_time_and_given_up_when_its_optimizer_steps_no
     assert {*taken} == {"a", "b"}
     assert loop.trial.measured == 1  # by the optimizer that steps now
     assert torch.get_num_threads() == MORE
-    leave()
-
-
-def test_runs_change_together_until_the_last_has_left(loop):
-    taken, settled = [], []
-    leave = loop.trial.join(taken.append, Budget(loop.clock), 0.0, lambda: settled.append(loop.trial.setting))
-    loop.steps(300, {1: 0.5, MORE: 1.0})
-    assert (loop.numbers[-1], taken[-1], settled) == (1, 1, [1])
-    loop.leave()
-    assert loop.trial.medians
-    leave()
-    assert loop.trial.setting == 1  # what was found can still be asked for
-    loop.trial.join(taken.append, Budget(loop.clock), 0.0)
-    assert (loop.trial.setting, loop.trial.medians) == (MORE, {})
+    second.end()

@@ -374,16 +374,10 @@ REGISTERED = {
     "Tensor": (torch.Tensor, lambda values, *, collate_fn_map: torch.stack([*values]) * 2),
     "tuple": (tuple, doubled),
     "a base class of tuple": (Sequence, doubled),
-    "object": (object, lambda values, *, collate_fn_map: len(values)),
-    "numpy's arrays": (np.ndarray, lambda values, *, collate_fn_map: torch.tensor(np.stack(values)) * 2),
-    "numpy's numbers": (np.float64, lambda values, *, collate_fn_map: torch.tensor(values) * 2),
-    "dict": (dict, lambda values, *, collate_fn_map: torch.tensor(len(values[0]))),
     "a class of the program's": (Mock, lambda values, *, collate_fn_map: None),
 }
 IN_MEMORY = {
     "tensors": TensorDataset(torch.rand(8, 3), torch.arange(8)),
-    "arrays": StackDataset(np.arange(24.0).reshape(8, 3), np.arange(8.0)),
-    "parts": StackDataset(a=TensorDataset(torch.rand(8, 3)), b=TensorDataset(torch.arange(8))),
 }
 
 

@@ -70,7 +70,7 @@ class OwnStep(torch.optim.SGD):
         (lambda p: torch.optim.Adam(p, fused=False), "users_flag"),
         (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable"),
         (lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)), "differentiable"),
-        (lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2, dtype=torch.complex64))]), "complex"),
+        (lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2, dtype=torch.complex64))]), "unusual"),
         (lambda p: OwnStep(p), "own_step"),
     ],
 )

@@ -9,11 +9,6 @@ import pytest
 import torch
 from loops.test_schedulers import SCHEDULERS
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from watched import FusedCalls
 
 from nano_loop.distributed.comm.ranks import Ranks
@@ -279,22 +274,6 @@ def test_steps_are_in_the_checkpoint_and_never_in_the_groups(ramped, monkeypatch
     assert state["param_groups"][0]["auto_lr_step"] == 5
     assert resumed.param_groups[0].keys() == optimizer.param_groups[0].keys()
     assert moved(resumed, other) == pytest.approx(0.5 * 2.5)
-
-
-def test_flattened_state_goes_on_with_the_step(of_four):
-    flat, loaded = StateDictOptions(flatten_optimizer_state_dict=True), []
-    for _ in range(2):
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.Adam(model.parameters())
-        of_four(optimizer)
-        if loaded:
-            set_optimizer_state_dict(model, optimizer, loaded[0], options=flat)
-        else:
-            model(torch.ones(2)).backward()
-            optimizer.step()
-            at_step(optimizer, 500)
-        loaded.append(get_optimizer_state_dict(model, optimizer, options=flat))
-    assert [state["param_groups.weight.auto_lr_step"] for state in loaded] == [500, 500]
 
 
 def test_checkpoint_of_a_run_without_it_starts_the_ramp(ramped):

@@ -24,7 +24,6 @@ from nano_loop.kernels.linear import product
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import users
 from nano_loop.policy.product_precision import CONVOLUTION, LSTM, PRODUCT, Policy
-from nano_loop.runtime import trial
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import products as module
 
@@ -597,33 +596,16 @@ def pairs(precision):
 
 
 @either
-def test_runs_of_a_thread_are_tried_together(clock, pairs):
+def test_runs_of_a_thread_are_tried_one_after_the_other(clock, pairs):
     steps, used = [*pairs], []
-    for _ in range(module.LEARNS_AT + 60):
+    for _ in range(module.LEARNS_AT + 120):
         used.append(in_force()[0])
-        clock.now += 1.05 if used[-1] else 1.0
+        clock.now += 1.0 + 0.05 * used[-1]
         for step in steps:
             step()
     assert {*used[: module.LEARNS_AT]} == {2}
-    assert {*used} == {2, 0}
+    assert {*used} == {2, 1, 0}
     assert used[-5:] == [0] * 5
-
-
-@either
-def test_trial_whose_optimizer_steps_no_more_is_given_up(clock, pairs):
-    first_step = next(pairs)
-    for _ in range(module.LEARNS_AT + 60):
-        clock.now += 1.0
-        first_step()
-        if not in_force()[0]:
-            break
-    assert in_force()[0] == 0
-    second_step = next(pairs)
-    assert in_force()[0] == 1
-    for _ in range(trial.PATIENCE + 1):
-        clock.now += 1.0
-        second_step()
-    assert in_force()[0] == 2
 
 
 @either

@@ -289,7 +289,7 @@ CALLS = {
     "another module": (
         lambda model, other, memory: model.with_other(other, X),
         0,
-        "a call takes a Linear, and only tensors",
+        "a copy of Mixing raised",
     ),
     "a transform": (lambda model, other, memory: torch.func.vmap(model)(X), 0, ""),
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 from nano_loop.data.images.pipelines import applied, numbers
-from nano_loop.patching.torch_private_loaders import registered_collates, shared_storage
+from nano_loop.patching.torch_private_loaders import collates_as_torch, shared_storage
 
 
 class Pending(NamedTuple):
@@ -37,7 +37,7 @@ def pending(image: Any, end: tuple[Any, ...]) -> Any:
 
 def collate(samples: Sequence[Any]) -> Any:
     """Collate samples as `default_collate` does, and apply the rest of the pipeline to pending images."""
-    if not registered_collates() and _go_together(samples):
+    if collates_as_torch() and _go_together(samples):
         images, targets = zip(*samples, strict=True)
         return [_batch(images), default_collate([*targets])]
     return default_collate([_finished(sample) for sample in samples])  # and it says what is wrong

@@ -2,14 +2,25 @@
 
 All three are one context, and autocast is set as `torch.autocast` does: a small model's call is so short that the
 frames of Python around it are seen in the time of a step.
+
+`torch_replaced` has what else of torch differs in these calls.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
+from torch import Tensor, distributions, nn
+from torch.autograd.function import BackwardCFunction
 
+from nano_loop.patching.attributes import replaced
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
+from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.ownership import call_state
 from nano_loop.precision.autocast.dtype_errors import explain
 from nano_loop.precision.autocast.output_activations import Activations, noting
 
@@ -52,3 +63,91 @@ class CallUnderAutocast:
         noting.activations = self._outer
         if error is not None:
             explain(error)
+
+
+@contextmanager
+def torch_replaced() -> Iterator[None]:
+    """Replace what else of torch has to know that a call into a set-up model is under autocast."""
+    backward, classes = cast(Any, BackwardCFunction), {*filter(_is_distribution, vars(distributions).values())}
+    with ExitStack() as stack:
+        for layer in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder):
+            stack.enter_context(replaced(layer, "forward", _off_the_fast_path))
+        stack.enter_context(replaced(Tensor, "numpy", _with_fp32))
+        for kind in classes:
+            stack.enter_context(replaced(kind, "__init__", _with_fp32))
+        stack.enter_context(replaced(backward, "__init__", _noting))
+        stack.enter_context(replaced(backward, "apply", _applying))
+        yield
+
+
+def _off_the_fast_path(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch's attention layers from their fast paths, which have no autocast and are taken without gradients.
+
+    They ask whether autocast is enabled, but for CUDA. The setting is enabled for their calls alone: an activation
+    checkpoint around a layer would otherwise keep it, and torch 2.8 warns when the backward enables it again.
+    """
+
+    @functools.wraps(forward)
+    def with_autocast_noticed(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not call_state.accelerated or not torch.is_autocast_enabled("cpu"):
+            return forward(self, *args, **kwargs)
+        before = torch.is_autocast_enabled("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            torch.set_autocast_enabled("cuda", before)
+
+    return with_autocast_noticed
+
+
+def _is_distribution(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, distributions.Distribution) and "__init__" in vars(value)
+
+
+def _with_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand results to numpy and to distributions, which have no bf16 or fp16, as the call would return them.
+
+    A policy returns `Categorical(logits=...)`, or turns its action into an array within the call.
+    """
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        activations = noting.activations
+        if activations is not None:
+            args, kwargs = map_tensors(activations.in_fp32, (args, kwargs))
+        return original(*args, **kwargs)
+
+    return call
+
+
+# The dtypes of autocast in the forwards of custom functions, by the nodes of these, which are their `ctx`.
+_dtypes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _noting(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if call_state.accelerated and torch.is_autocast_enabled("cpu"):
+            _dtypes[self] = torch.get_autocast_dtype("cpu")
+
+    return init
+
+
+def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the backward of a custom `torch.autograd.Function` under the autocast of its forward.
+
+    One that saves a bf16 tensor gets an fp32 gradient, and torch's products refuse the two together. The decorators
+    `custom_fwd` and `custom_bwd` are for that, but few functions have them.
+    """
+
+    @functools.wraps(original)
+    def apply(self: Any, *gradients: Any) -> Any:
+        dtype = _dtypes[self] if self in _dtypes else None  # noqa: SIM401  # its `get` has no types
+        if dtype is None:
+            return original(self, *gradients)
+        with CallUnderAutocast(dtype):
+            return original(self, *gradients)
+
+    return apply

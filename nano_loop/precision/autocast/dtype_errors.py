@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 import traceback
 
@@ -57,13 +56,5 @@ def _explanation(error: RuntimeError, expected: str, advice: str) -> str | None:
     frame = users_frame(traceback.extract_tb(error.__traceback__))
     got = "An operation of the model"
     if frame is not None:
-        got = f"{_operation(frame)} ({frame.filename}, line {frame.lineno})"
+        got = f"{frame.line or got} ({frame.filename}, line {frame.lineno})"
     return error_message(got, expected, advice)
-
-
-def _operation(frame: traceback.FrameSummary) -> str:
-    """Return the source of the call that raised: since Python 3.11 the expression, before that its line."""
-    start, end = getattr(frame, "colno", None), getattr(frame, "end_colno", None)
-    whole = linecache.getline(frame.filename, frame.lineno or 0)
-    expression = whole[start:end] if start is not None and frame.lineno == getattr(frame, "end_lineno", None) else ""
-    return expression.strip() or (frame.line or "An operation").strip()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,28 +43,11 @@ def is_frozen(weight: object) -> bool:
     )
 
 
-class Frozen(NamedTuple):
-    """What there is of frozen weights in a model.
-
-    Attributes
-    ----------
-    have_copies : bool
-        Whether some may have copies.
-    remark : str or None
-        What the report says of them.
-    """
-
-    have_copies: bool
-    remark: str | None
-
-
-def of_model(model: nn.Module) -> Frozen:
-    """Return what there is of frozen weights in a model."""
+def remark_on_frozen(model: nn.Module) -> str | None:
+    """Return what the report says of the frozen weights of a model, if some may have copies."""
     frozen = [*filter(is_frozen, parameters_of(model))]
-    can_copy = any(map(takes_mark, frozen))
-    have_copies = can_copy or any(isinstance(weight, NarrowWeight) for weight in parameters_of(model))
-    how = "once" if can_copy else "in each call, since their memory is a file's or numpy's"
-    return Frozen(have_copies, f"frozen weights of {type(model).__name__} rounded {how}" if frozen else None)
+    may_copy = any(map(takes_mark, frozen)) or any(isinstance(each, NarrowWeight) for each in parameters_of(model))
+    return f"frozen weights of {type(model).__name__} rounded once" if may_copy else None
 
 
 def remark_on_integers(model: nn.Module) -> str | None:

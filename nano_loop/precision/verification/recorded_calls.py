@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.patching.calls.calls import Call, is_forward
-from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import in_backward
-from nano_loop.patching.walk import find, items_of
+from nano_loop.patching.walk import find
 from nano_loop.precision.verification.traces import converted, copied
 from nano_loop.runtime.objects.training_objects import class_name
 
@@ -116,9 +116,6 @@ class RecordedCalls:
         path = next((name for name, submodule in named if submodule is module), None)
         if model is None or path is None:  # a module that has been replaced in the model
             return None
-        unknown = next(_not_copied((args, kwargs)), None)
-        if unknown is not None:
-            raise TypeError(f"a call takes a {type(unknown).__name__}, and only tensors, lists and dicts are copied")
         if self._copy is None:
             self._copy = copied(model)
             if self._is_converted:
@@ -182,32 +179,9 @@ def _differentiable(outputs: Any) -> list[Tensor]:
     return [tensor for tensor in find(Tensor, outputs) if tensor.requires_grad and not tensor.is_leaf]
 
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, slice, type(...))
-
-
-def _not_copied(value: Any) -> Iterator[Any]:
-    """Yield the objects in nested arguments that `_copy_of` does not copy."""
-    if isinstance(value, (tuple, list)):
-        for item in items_of(value):
-            yield from _not_copied(item)
-    elif isinstance(value, Mapping):
-        yield from _not_copied(list(value.values()))
-    elif not isinstance(value, (Tensor, *_PLAIN)):
-        yield value
-
-
 def _copy_of(value: Any) -> Any:
-    """Return a copy of nested arguments: of their tensors, lists and dicts."""
-    copied_tensors = map_tensors(_kept, value)
-
-    def fresh(value: Any) -> Any:
-        if type(value) is tuple:
-            return tuple(map(fresh, value))
-        if type(value) is list:
-            return [fresh(item) for item in value]
-        return {key: fresh(item) for key, item in value.items()} if type(value) is dict else value
-
-    return fresh(copied_tensors)
+    """Return a copy of the arguments of a call, whose tensors are leaves."""
+    return copy.deepcopy(value, {id(tensor): _kept(tensor) for tensor in find(Tensor, value)})
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -171,23 +171,17 @@ def in_fp64(model: nn.Module) -> Iterator[nn.Module]:
         torch.set_default_dtype(before)
 
 
-class RandomStates:
-    """The states of Python's, numpy's and torch's random generators."""
+@contextmanager
+def random_states_kept() -> Iterator[Callable[[], None]]:
+    """Keep the states of Python's, numpy's and torch's random generators; the value restores them in between."""
+    python, of_numpy, of_torch = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
 
-    def __init__(self) -> None:
-        self._states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-
-    def restore(self) -> None:
-        """Let the generators draw again what they have drawn since."""
-        python, of_numpy, of_torch = self._states
+    def restore() -> None:
         random.setstate(python)
         numpy.random.set_state(of_numpy)
         torch.set_rng_state(of_torch)
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore them afterwards."""
-        try:
-            yield
-        finally:
-            self.restore()
+    try:
+        yield restore
+    finally:
+        restore()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,12 @@ from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.precision.verification.comparison import Compared, compare
 from nano_loop.precision.verification.traces import (
-    RandomStates,
     Trace,
     backward_into,
     by_hand,
     copied,
     in_fp64,
+    random_states_kept,
     tensors_kept,
     traced,
 )
@@ -34,18 +34,6 @@ _MOST_LINES = 8
 
 #: Takes a model and a batch, and returns the loss.
 LossFunction = Callable[[nn.Module, Any], Tensor]
-
-
-class AcceleratedRun(Protocol):
-    """A run that accelerates a model."""
-
-    @property
-    def report(self) -> SetupReport | None:
-        """The steps that it has applied."""
-
-
-#: Takes a model, and accelerates it inside a context.
-Acceleration = Callable[[nn.Module], AbstractContextManager[AcceleratedRun]]
 
 
 @dataclass(frozen=True)
@@ -116,7 +104,11 @@ class Verification:
 
 
 def verified(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, kind: PrecisionKind, acceleration: Acceleration
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    kind: PrecisionKind,
+    acceleration: Callable[[nn.Module], AbstractContextManager[Any]],
 ) -> Verification:
     """Compute loss, outputs and gradients of a model accelerated, by hand, in fp32 and in fp64, and compare them.
 
@@ -136,7 +128,6 @@ def verified(
     NanoConfigError
         If the model cannot be copied, or `loss_fn` does not compute a loss of the model it gets.
     """
-    states = RandomStates()
 
     def step(made: nn.Module, inputs: Any = batch) -> Tensor:
         loss = _loss(made, loss_fn, inputs)
@@ -144,7 +135,7 @@ def verified(
         return loss
 
     def trace(made: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
-        states.restore()
+        restore()
         return traced(made, call)
 
     def by_hand_in(channels_last: bool) -> Trace:
@@ -153,7 +144,7 @@ def verified(
 
     # An optimizer may step, and a test may verify, without gradients or under autocast.
     kept = tensors_kept(chain(parameters_of(model), buffers_of(model)))
-    with states.kept(), kept, torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with random_states_kept() as restore, kept, torch.enable_grad(), torch.autocast("cpu", enabled=False):
         single = trace(copied(model), step)
         if not single.gradients:
             got = "loss_fn computed no gradient of the model's parameters"

@@ -1,38 +1,33 @@
-"""The functions that the code of a model names: `torch.nn.functional.dropout` in a `forward`, or in what that calls."""
+"""The names in the code of a model: ``dropout`` of `torch.nn.functional.dropout` in a `forward`, or in what that calls.
+
+They tell which steps have something to do. A name may be that of an attribute, too: a step then finds nothing to
+compute.
+"""
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
-import sys
-from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from nano_loop.patching.walk import CONTAINERS, code_in, items_of, length_of, walk
 
-_LOAD_GLOBAL, _CACHE = dis.opmap["LOAD_GLOBAL"], dis.opmap.get("CACHE")
-#: By instruction, the flags of its argument that are not the index of a name: they come with Python 3.11 and 3.12.
-_SHIFTS = {
-    dis.opmap[name]: int(sys.version_info >= since)
-    for name, since in {"LOAD_GLOBAL": (3, 11), "LOAD_ATTR": (3, 12), "LOAD_METHOD": (4,)}.items()
-    if name in dis.opmap
-}
 _MOST = 1000  # functions of a class and those that they call
 _LONGEST = 1000  # items of a list that holds layers, and not data
 
 
-def functions_called(model: nn.Module) -> frozenset[str]:
-    """Return the names of the functions of libraries that the classes of a model's modules call.
+def names_called(model: nn.Module) -> frozenset[str]:
+    """Return the names in the code of a model's modules, and of the functions that it calls of libraries.
 
-    They are found in the methods of the classes, but for torch's own, and in functions of the same package that these
-    name as globals. No code of the program's runs: a module may import a package when it is asked for an attribute.
+    That is the code of the methods of their classes, but for torch's own, and of functions of the same package that
+    these name. No code of the program's runs: a module may import a package when it is asked for an attribute.
     """
     kinds: set[Any] = {type(value) for value in walk([model], _modules_in) if isinstance(value, nn.Module)}
-    return frozenset().union(*map(_called_by, kinds))
+    return frozenset().union(*map(_names_in, kinds))
 
 
 def _modules_in(value: Any) -> Iterator[Any]:
@@ -45,62 +40,29 @@ def _modules_in(value: Any) -> Iterator[Any]:
 
 
 @functools.lru_cache(maxsize=1000)
-def _called_by(kind: type) -> frozenset[str]:
+def _names_in(kind: type) -> frozenset[str]:
     own = [base for base in kind.__mro__ if _package(base) != "torch"]
-    methods = [value for base in own for value in vars(base).values() if inspect.isfunction(value)]
     packages = {_package(base) for base in own}
+    methods = [inspect.unwrap(value) for base in own for value in vars(base).values() if inspect.isfunction(value)]
 
-    def contents(value: Any) -> Iterator[Any]:
-        if type(value) is FunctionType and _package(value) in packages:
-            for code in code_in(value.__code__):
-                yield from _globals_of(value, code)
+    def named(function: Any) -> Iterable[Any]:
+        return _named(function)[1] if type(function) is FunctionType and _package(function) in packages else ()
 
-    reached = [*walk(map(inspect.unwrap, methods), contents, most=_MOST)]
-    names = {value.__name__ for value in reached if _is_function(value) and _package(value) not in packages}
-    return frozenset(names) | frozenset(value for value in reached if type(value) is str)
-
-
-def _globals_of(function: FunctionType, code: CodeType) -> Iterator[Any]:
-    """Yield the globals that code names, and what it names in modules among them, such as ``nn.functional.dropout``.
-
-    What a module makes when it is asked for it, as ``torch.ops`` does, is only a name.
-    """
-    for name, *attributes in _paths_in(code):
-        value: Any = function.__globals__.get(name)
-        for attribute in attributes:
-            if not issubclass(type(value), ModuleType):
-                break
-            value = vars(value).get(attribute, attributes[-1])
-            if not _is_function(value) and not issubclass(type(value), (ModuleType, str)):
-                value = attribute
-        if _is_function(value) or type(value) is str:
-            yield value
-
-
-def _is_function(value: Any) -> bool:
-    return issubclass(type(value), (FunctionType, BuiltinFunctionType, type))
+    reached = [*walk(methods, named, most=_MOST)]
+    names = (_named(function)[0] for function in reached if _package(function) in packages)
+    return frozenset(function.__name__ for function in reached if _package(function) not in packages).union(*names)
 
 
 @functools.lru_cache(maxsize=10_000)  # the classes of a library call the same functions
-def _paths_in(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Return the globals that code loads, each with what it loads of it then: ``("nn", "functional", "dropout")``."""
-    paths: list[tuple[str, ...]] = []
-    is_path, extended = False, 0
-    # `dis.get_instructions` takes 5 us an instruction: 0.2 s for what Keras' layers call.
-    for opcode, argument in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        if opcode == _CACHE:
-            continue
-        place, extended = extended | argument, 0
-        if opcode == dis.EXTENDED_ARG:
-            extended = place << 8
-        elif opcode == _LOAD_GLOBAL:
-            paths.append((code.co_names[place >> _SHIFTS[opcode]],))
-            is_path = True
-        elif opcode in _SHIFTS and is_path:
-            paths[-1] += (code.co_names[place >> _SHIFTS[opcode]],)
-        else:
-            is_path = False
-    return tuple(paths)
+def _named(function: Any) -> tuple[frozenset[str], tuple[Any, ...]]:
+    """Return the names in the code of a function, and the functions among its globals, and in modules among these."""
+    if type(function) is not FunctionType:
+        return frozenset(), ()
+    names = frozenset(name for code in code_in(function.__code__) for name in code.co_names)
+    found = [function.__globals__.get(name) for name in names]
+    modules = [value for value in found if issubclass(type(value), ModuleType)]
+    found += [vars(module).get(name) for module in modules for name in names]
+    return names, tuple(value for value in found if type(value) in (FunctionType, BuiltinFunctionType))
 
 
 def _package(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,13 +29,6 @@ def has_modules(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     """Return whether a model has modules of these classes, or scripted ones."""
     names = {kind.__name__ for kind in kinds}
     return any(isinstance(module, kinds) or class_name(module) in names for module in model.modules())
-
-
-def names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """Return the global names and attributes in the code of a module's `forward`, also if it is wrapped."""
-    forward = vars(module).get("forward") or getattr(type(module), "forward", None)  # no function if it is scripted
-    original = inspect.unwrap(forward) if inspect.isfunction(forward) else None
-    return original.__code__.co_names if inspect.isfunction(original) else ()
 
 
 @dataclass

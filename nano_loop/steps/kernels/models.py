@@ -9,8 +9,8 @@ from torch import nn
 
 from nano_loop.kernels.embedding import lookup
 from nano_loop.patching.members import parameters_of
-from nano_loop.runtime.objects.called_functions import functions_called
-from nano_loop.runtime.objects.training_objects import class_name, has_modules, names_in_forward
+from nano_loop.runtime.objects.called_functions import names_called
+from nano_loop.runtime.objects.training_objects import class_name, has_modules
 
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -32,7 +32,7 @@ _MATRIX = 2
 
 def calling(*functions: str, modules: tuple[type[nn.Module], ...] = ()) -> Callable[[nn.Module], bool]:
     """Return whether a model has one of these modules, or calls one of these functions of torch."""
-    return lambda model: has_modules(model, modules) or not functions_called(model).isdisjoint(functions)
+    return lambda model: has_modules(model, modules) or not names_called(model).isdisjoint(functions)
 
 
 has_norms = calling("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm", modules=_NORMS)
@@ -47,39 +47,22 @@ _looks_up = calling("embedding", "embedding_bag", modules=(nn.Embedding, nn.Embe
 
 def has_attention(model: nn.Module) -> bool:
     """Whether a module of the model is named after attention, or calls torch's attention function."""
-    names = (name.lower() for name in _names_in(model))
+    names = (f"{name} {class_name(module)}".lower() for name, module in model.named_modules())
     return any("attention" in name or "attn" in name for name in names) or _calls_attention(model)
 
 
-def _names_in(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        yield name
-        yield class_name(module)
-        yield from names_in_forward(module)
-
-
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a module, or a function that the model calls, is named after dropout, or one of torch's layers drops."""
+    """Whether a module, or what the model calls, is named after dropout, or one of torch's layers drops."""
     if any(isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout for module in model.modules()):
         return True
-    others = [module for module in model.modules() if not type(module).__module__.startswith("torch.")]
-    names = chain(map(class_name, model.modules()), functions_called(model), *map(names_in_forward, others))
+    names = chain(map(class_name, model.modules()), names_called(model))
     return any(word in name.lower() for name in names for word in ("drop", "bernoulli"))
 
 
 def has_tanh(model: nn.Module) -> bool:
     """Whether a module may compute tanh, or a GELU by tanh."""
-    names = chain(_names_of_activations(model), functions_called(model))
-    return any("tanh" in name.lower() or "gelu" in name.lower() for name in names)
-
-
-def _names_of_activations(model: nn.Module) -> Iterator[str]:
-    for module in model.modules():
-        if isinstance(module, nn.GELU):
-            yield module.approximate
-        elif type(module).__qualname__ != "GELUActivation":  # that of transformers, by the error function
-            yield type(module).__qualname__
-            yield from names_in_forward(module)
+    classes = (module.approximate if isinstance(module, nn.GELU) else class_name(module) for module in model.modules())
+    return any("tanh" in name.lower() or "gelu" in name.lower() for name in chain(classes, names_called(model)))
 
 
 def has_many_classes(model: nn.Module) -> bool:

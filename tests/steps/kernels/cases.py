@@ -1,6 +1,5 @@
 """Models that call the kernels of one step, each with a loop that trains it, and what holds of its results."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,13 +126,6 @@ class Checkpointed(nn.Module):
 # --- activations ---
 
 
-class ByOperators(nn.Module):
-    """GELU as transformers writes it."""
-
-    def forward(self, x):
-        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
 def with_activation(kind, *functions):
     def loss(model, number):
         x = normal(32, 16, seed=number)
@@ -153,7 +145,6 @@ def with_activation(kind, *functions):
 
 ACTIVATIONS = {
     "GELU by tanh": with_activation(lambda: nn.GELU("tanh"), "gelu_forward", "gelu_backward"),
-    "GELU by operators": with_activation(ByOperators, "tanh_forward"),
     "tanh": with_activation(nn.Tanh, "tanh_forward"),
 }
 
@@ -245,12 +236,10 @@ def with_layers(make, layers=2):
 LINEARS = {
     "linear": with_layers(two_layers),
     "Conv1D": with_layers(lambda: two_layers(Conv1D)),
-    "an odd number of outputs": with_layers(lambda: nn.Sequential(nn.Linear(WIDTH, 65), nn.Linear(65, OUTPUTS))),
     "checkpointed layers": with_layers(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed(two_layers())), 3),
     "checkpointed layers, reentrant": with_layers(
         lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed(two_layers(), True)), 3
     ),
-    "a sequence": with_layers(lambda: nn.Sequential(nn.Unflatten(0, (2, -1)), two_layers(), nn.Flatten(0, 1))),
 }
 
 
@@ -324,10 +313,6 @@ def of_cast(logits, targets):
     return F.cross_entropy(logits.float().view(-1, WORDS), targets.view(-1))
 
 
-def of_cast_by_to(logits, targets):
-    return F.cross_entropy(logits.to(torch.float32).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
-
-
 def of_bf16(logits, targets):
     """As nanoGPT does."""
     return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1), ignore_index=7)
@@ -366,24 +351,8 @@ def flat(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def viewed(logits, targets):
-    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1), label_smoothing=0.1)
-
-
-def reshaped(logits, targets):
-    return nn.CrossEntropyLoss()(logits.reshape(-1, logits.size(-1)), targets.reshape(-1))
-
-
 def transposed(logits, targets):
     return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=7)
-
-
-def permuted(logits, targets):
-    return F.cross_entropy(logits.permute(0, 2, 1), targets, reduction="none").mean()
-
-
-def of_rows(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1).contiguous().view(-1, WORDS), targets.flatten(), reduction="sum") / 99
 
 
 def data():
@@ -417,13 +386,13 @@ def of_words(loss, functions=IN_FP32, outside=None, is_held=False, bound=1e-6):
 # their gradients is rounded to bf16 or each.
 LOSSES = {
     "of_bf16": of_words(of_bf16, IN_BF16),
-    **{loss.__name__: of_words(loss) for loss in (of_cast, of_cast_by_to, of_shifted, of_changed)},
+    **{loss.__name__: of_words(loss) for loss in (of_cast, of_shifted, of_changed)},
     "of_two": of_words(of_two, [*IN_FP32, *IN_FP32], bound=2**-11),
     "with_penalty": of_words(with_penalty, bound=2**-11),
     "recomputed": of_words(recomputed, CHECKPOINTED),
     **{
         f"{outside.__name__}, {'held' if is_held else 'dropped'}": of_words(None, outside=outside, is_held=is_held)
-        for outside in (flat, viewed, reshaped, transposed, permuted, of_rows)
+        for outside in (flat, transposed)
         for is_held in (False, True)
     },
 }

@@ -14,12 +14,10 @@ from steps.kernels.cases import (
     Words,
     assert_near,
     data,
-    flat,
     of_cast,
     of_two,
     of_words,
     trained,
-    transposed,
     use_for_all_sizes,
 )
 
@@ -32,88 +30,6 @@ def all_sizes(monkeypatch):
 def model_of(loss):
     torch.manual_seed(0)
     return Words(loss)
-
-
-def seen_by_hook(out, loss_of, seen):
-    out.register_hook(seen.append)
-    loss_of(out).backward()
-
-
-def seen_by_hook_of_a_view(out, loss_of, seen):
-    view = out[:]
-    view.register_hook(seen.append)
-    loss_of(view).backward()
-
-
-def seen_by_hook_after_the_loss(out, loss_of, seen):
-    loss = loss_of(out)
-    out.register_hook(seen.append)
-    loss.backward()
-
-
-def seen_by_hook_of_a_view_that_is_gone(out, loss_of, seen):
-    view = out[:]
-    loss = loss_of(view)
-    view.register_hook(seen.append)
-    del view
-    loss.backward()
-
-
-def seen_by_retain_grad(out, loss_of, seen):
-    loss = loss_of(out)
-    out.retain_grad()
-    loss.backward()
-    seen.append(out.grad)
-
-
-def seen_by_retain_grad_of_a_view(out, loss_of, seen):
-    view = out[:]
-    view.retain_grad()
-    loss_of(view[:]).backward()
-    seen.append(view.grad)
-
-
-def seen_by_grad(out, loss_of, seen):
-    seen += torch.autograd.grad(loss_of(out), out)
-
-
-def seen_by_backward_with_inputs(out, loss_of, seen):
-    head = out.grad_fn.next_functions[0][0].next_functions
-    leaves = [node.variable for node, _ in head if hasattr(node, "variable")]
-    loss_of(out).backward(inputs=[out, *leaves])
-    seen.append(out.grad)
-
-
-def seen_by_backward_hook_of_a_module_outside(out, loss_of, seen):
-    outside = nn.Identity()
-    outside.register_full_backward_hook(lambda module, inwards, outwards: seen.append(inwards[0]))
-    loss_of(outside(out)).backward()
-
-
-OBSERVERS = [each for name, each in [*globals().items()] if name.startswith("seen_by")]
-
-
-@pytest.mark.parametrize("observe", OBSERVERS)
-@pytest.mark.parametrize("outside", [flat, transposed])
-def test_who_looks_at_the_gradient_of_an_output_sees_it(outside, observe):
-    model, (words, targets) = model_of(None), data()
-    found = []
-    with accelerated(model, precision="bf16", tune_operators=False, verbose=False):
-        observe(model(words, targets), lambda out: outside(out, targets), found)
-        out = model(words, targets).detach().requires_grad_()
-    (expected,) = torch.autograd.grad(outside(out, targets), out)
-    for gradient in found:
-        assert gradient.dtype is torch.float32
-        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-9)
-    assert found
-
-
-def test_other_uses_of_an_output_add_to_its_gradient():
-    def penalised(logits, targets):
-        return flat(logits, targets) + 1e-2 * logits[..., :3].square().mean()
-
-    case = of_words(None, outside=penalised, is_held=True, bound=2**-11)
-    assert_near(trained(case)[0], trained(case, fast_cross_entropy=False)[0], case.bounds)
 
 
 def test_layout_of_images_is_torch_s():
@@ -188,13 +104,6 @@ def test_casts_of_code_that_was_not_set_up_are_torch_s(called):
         for found in (losses(), in_thread):
             assert all(map(torch.equal, found, plain))
     assert not called
-
-
-def test_target_that_is_no_class_raises_torch_s_error():
-    model, (words, targets) = model_of(of_cast), data()
-    targets[1, 3] = WORDS
-    with accelerated(model, precision="bf16", verbose=False), pytest.raises(IndexError, match=f"Target {WORDS}"):
-        model(words, targets)
 
 
 @pytest.mark.slow
