@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from nano_loop.patching.operators.operators import overridden_together
 from nano_loop.patching.ownership import call_state
-from nano_loop.patching.torch_private import has_kernel
 from nano_loop.precision.autocast import widest_dtype
 from nano_loop.precision.autocast.autocast import LOW_DTYPES
 from nano_loop.precision.autocast.default_ops import TORCHS, as_torch_does, overload_of
@@ -209,8 +208,6 @@ class Recorder:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._depth = 0
-        #: Those that no case has called.
-        self.uncalled = set(names)
         self.clear()
 
     def clear(self) -> None:
@@ -224,7 +221,6 @@ class Recorder:
 
     def _recording(self, name: str) -> Callable[..., Any]:
         def record(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            self.uncalled.discard(name)
             if not self._depth:
                 self.outermost.append(name)
             self._depth += 1
@@ -263,8 +259,8 @@ def recordable(known: Sequence[str]) -> list[str]:
     return names
 
 
-def sweep(table: dict[str, set[str]], chosen: Sequence[Case]) -> tuple[dict[str, set[str]], list[str], list[str]]:
-    """Return what is not yet in a table, the failures without an operator, and the CPU's operators without a case."""
+def sweep(table: dict[str, set[str]], chosen: Sequence[Case]) -> tuple[dict[str, set[str]], list[str]]:
+    """Return what is not yet in a table, and the failures without an operator."""
     new: dict[str, set[str]] = {}
     left: list[str] = []
     widest_dtype.TABLE.clear()
@@ -300,16 +296,15 @@ def sweep(table: dict[str, set[str]], chosen: Sequence[Case]) -> tuple[dict[str,
                             new.setdefault(names[0], set()).add(kind)
                             continue
                     left.append(f"{case.name} {rule} {dtype}: {failed} {names}")
-    return new, left, sorted(name for name in recorder.uncalled if has_kernel(name, "CPU"))
+    return new, left
 
 
 def in_few_lines(tables: dict[str, dict[str, Any]]) -> str:
-    """Return JSON with a line for each list and for each operator that has rules."""
+    """Return JSON with a line for each operator that has rules."""
     versions = []
     for version, table in tables.items():
         widest = ",\n".join(f"   {json.dumps(name)}: {json.dumps(rules)}" for name, rules in table["widest"].items())
-        lists = "".join(f"  {json.dumps(key)}: {json.dumps(table[key])},\n" for key in ("namespaces", "unswept"))
-        versions.append(f' {json.dumps(version)}: {{\n{lists}  "widest": {{\n{widest}\n  }}\n }}')
+        versions.append(f' {json.dumps(version)}: {{\n  "widest": {{\n{widest}\n  }}\n }}')
     return "{\n" + ",\n".join(versions) + "\n}\n"
 
 
@@ -323,16 +318,15 @@ def main() -> None:
     tables = json.loads(path.read_text()) if path.exists() else {}
     table: dict[str, set[str]] = {}
     while True:
-        new, left, unswept = sweep(table, chosen)
+        new, left = sweep(table, chosen)
         print(len(new), "more", file=sys.stderr)
         if not new:
             break
         for name, rules in new.items():
             table.setdefault(name, set()).update(rules)
     version = ".".join(torch.__version__.split(".")[:2])
-    namespaces = sorted({name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()})
     widest = {name: sorted(rules) for name, rules in sorted(table.items())}
-    tables[version] = {"namespaces": namespaces, "unswept": unswept, "widest": widest}
+    tables[version] = {"widest": widest}
     by_version = {version: tables[version] for version in sorted(tables, key=lambda text: [*map(int, text.split("."))])}
     path.write_text(in_few_lines(by_version))
     print("\n".join(left))

@@ -192,13 +192,8 @@ def is_operator(name: str) -> bool:
 
 
 def full_name(operator: str) -> str:
-    """Return the name of an operator with its namespace, which is ATen's if it has none."""
-    return operator if "::" in operator else f"aten::{operator}"
-
-
-def operators_of_others(namespaces: Collection[str]) -> list[str]:
-    """Return the names of all operators but those of these namespaces. torch has no public list."""
-    return [name for name in torch._C._dispatch_get_all_op_names() if name.partition("::")[0] not in namespaces]
+    """Return the name of an ATen operator with its namespace."""
+    return f"aten::{operator}"
 
 
 def arguments_of(overload: Any) -> list[Any]:

@@ -6,14 +6,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
-from nano_loop.patching.objects.optimizers import called_before_steps
 
 #: Takes an optimizer and the arguments of its step. Returns None, or other arguments.
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
@@ -86,11 +85,6 @@ class StepClock:
         """Call a function after each step, until the result of this is called."""
         self._after = (*self._after, function)
         return partial(self._cancel, "_after", function)
-
-    @staticmethod
-    def before_any(function: Before) -> AbstractContextManager[None]:
-        """Return a context in which a function is called before each step of any optimizer of the process."""
-        return called_before_steps(function)
 
     def in_steps(self, count: int, function: Callable[[], object]) -> Cancel:
         """Call a function once, after so many steps from now."""

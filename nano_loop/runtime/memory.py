@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, named_parameters_of
 from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.walk import find
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult, size
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
@@ -179,7 +180,8 @@ class MemoryWatch:
                 self._peak_before = peak_memory()
             outputs = function(module, *args, **kwargs)
             if is_training and self._stop:
-                for tensor in _tensors_in(outputs):
+                # Those of other classes, as lazy logits, may take no memory.
+                for tensor in [tensor for tensor in find(Tensor, outputs) if type(tensor) is Tensor]:
                     self._outputs.setdefault((tensor.dtype, *tensor.shape), name)
                     if tensor.grad_fn is not None:
                         tensor.grad_fn.register_prehook(partial(self._ask, f"the backward of {name}"))
@@ -270,15 +272,6 @@ def _bytes(tensor: Tensor) -> int:
 def _bytes_of(kind: tuple[Any, ...]) -> int:
     """Return the bytes of a tensor by its dtype and shape."""
     return _bytes(torch.empty(kind[1:], dtype=kind[0], device="meta"))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a module has returned. Those of other classes, as lazy logits, may take no memory."""
-    if type(value) is Tensor:
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)
 
 
 def bytes_of_states(optimizer: Optimizer) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -79,19 +79,10 @@ def _empty_report(slot: RankSlot, options: Options) -> SetupReport:
     return SetupReport(
         title=_title(slot),
         machine=slot.machine.as_dict(),
-        options=_plain(options.as_dict()),
+        options=json.loads(json.dumps(options.as_dict(), default=repr)),
         from_environment=options.from_environment,
         results=learnt,
     )
-
-
-def _plain(value: Any) -> Any:
-    """Convert option values to types that JSON supports."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (str, int, float, type(None))) else repr(value)
 
 
 def _title(slot: RankSlot) -> str:

@@ -15,7 +15,7 @@ from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import closure_of, held_by, trained_by
+from nano_loop.patching.objects.optimizers import called_before_steps, closure_of, held_by, trained_by
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult
@@ -95,7 +95,7 @@ class SteppedOptimizers:
     def looking(self) -> Iterator[None]:
         """Look at steps until the end of the body."""
         try:
-            with self._clock.before_any(self._before_step):
+            with called_before_steps(self._before_step):
                 yield
         finally:
             del self._unmet, self._apply  # of the run, which holds this object: a cycle would keep its models

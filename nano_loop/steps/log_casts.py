@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
@@ -24,7 +22,7 @@ _AFTER_STEPS = 2
 class LogCasts(Step):
     """Records the casts of the third step, from the end of ``optimizer.step()`` to the next, on rank 0.
 
-    With several optimizers, the first one that is set up counts.
+    With several optimizers, that is of the third step of all that the first set-up has.
     """
 
     name = "log_casts"
@@ -33,8 +31,7 @@ class LogCasts(Step):
     @override
     def begin(self) -> None:
         self._names: Any = WeakIdKeyDictionary()  # by the module
-        self._optimizer: weakref.ref[Optimizer] | None = None
-        self._steps = 0
+        self._is_applied = False
         self._recorder: CastRecorder | None = None
         self._ending = ExitStack()
         self._result: StepResult | None = None
@@ -48,39 +45,32 @@ class LogCasts(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        if self._optimizer is None and self.ranks.rank == 0:
-            self._optimizer = weakref.ref(parts.optimizers[0])
+        if not self._is_applied and self.ranks.rank == 0:
+            self._is_applied, count = True, len(parts.optimizers)
             self.undoing.callback(self._close)
             self.undoing.callback(self.clock.before(self._mark))
-            self.undoing.callback(self.clock.after(self._note))
+            self.undoing.callback(self.clock.after(lambda _: self._ending.close()))
+            self.undoing.callback(self.clock.in_steps(_AFTER_STEPS * count, self._record))
+            self.undoing.callback(self.clock.in_steps((_AFTER_STEPS + 1) * count, self._finish))
         return "of the third step"
 
     @override
     def final_result(self) -> StepResult | None:
-        if self._optimizer is None:
+        if not self._is_applied:
             return None
         return self._result or StepResult(self.name, "skipped", "fewer than three steps", code="few_steps")
 
-    def _mark(self, optimizer: Optimizer, *_: object) -> None:
-        if self._recorder is not None and self._is_ours(optimizer):
+    def _record(self) -> None:
+        self._recorder = CastRecorder({id(module): name for module, name in self._names.items()})
+
+    def _mark(self, *_: object) -> None:
+        if self._recorder is not None:
             self._ending.enter_context(self._recorder.in_optimizer())
 
-    def _note(self, optimizer: Optimizer) -> None:
-        if not self._is_ours(optimizer):
+    def _finish(self) -> None:
+        if self._recorder is None:
             return
-        self._ending.close()
-        self._steps += 1
-        if self._recorder is not None:
-            self._finish(self._recorder)
-        elif self._steps == _AFTER_STEPS:
-            self._recorder = CastRecorder({id(module): name for module, name in self._names.items()})
-
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        return self._optimizer is not None and optimizer is self._optimizer()
-
-    def _finish(self, recorder: CastRecorder) -> None:
-        self._recorder = None
-        log = recorder.finish()
+        log, self._recorder = self._recorder.finish(), None
         try:
             self._result = StepResult(self.name, "measured", log.summary() + self._written(log), log)
         except OSError as error:  # the training goes on without a log

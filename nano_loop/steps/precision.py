@@ -18,6 +18,7 @@ from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import Substitution, map_tensors, shares_memory
 from nano_loop.patching.ownership import OperatorRule
 from nano_loop.patching.user_code import warn
+from nano_loop.patching.walk import CONTAINERS, items_of, walk
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast, torch_replaced
 from nano_loop.precision.autocast.default_ops import in_force
@@ -110,18 +111,12 @@ class Precision(Step):
         warn(error_message(got, lack, hint))
 
 
-_SETTINGS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+_SETTINGS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, *CONTAINERS)
 
 
 def _merges(method: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a method takes no tensors, as one that merges weights: autocast by hand is around the forward alone."""
-    return not is_forward(method) and _are_settings((args, kwargs))
-
-
-def _are_settings(value: Any) -> bool:
-    if isinstance(value, (tuple, list, dict)):
-        return all(map(_are_settings, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, _SETTINGS)
+    return not is_forward(method) and all(isinstance(value, _SETTINGS) for value in walk((args, kwargs), items_of))
 
 
 def _is_meta(model: nn.Module) -> bool:

@@ -17,11 +17,8 @@ import torch
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.ownership import call_state
-from nano_loop.patching.patch_table import listening, process_wide, value_in_force
+from nano_loop.patching.patch_table import listening, value_in_force
 from nano_loop.patching.torch_private_autograd import in_backward, queue_callback
-
-#: Are called after each outermost backward of any thread.
-_watchers: list[Callable[[], None]] = process_wide("watchers of backwards", [])
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -54,12 +51,8 @@ def roots_weighted(weigh: Callable[[Any, Any], Any]) -> Iterator[None]:
 @contextmanager
 def backwards_watched(watcher: Callable[[], None]) -> Iterator[None]:
     """Call `watcher`, or that of a context inside this one, after each outermost `torch.autograd.backward`."""
-    with nested_backwards_noticed():
-        _watchers.append(watcher)
-        try:
-            yield
-        finally:
-            _watchers.remove(watcher)
+    with nested_backwards_noticed(), listening(backwards_watched, watcher):
+        yield
 
 
 def _noticing(original: Callable[..., None]) -> Callable[..., None]:
@@ -69,8 +62,8 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
             for weigh in value_in_force(roots_weighted) or ():
                 grad_tensors = weigh(tensors, grad_tensors)
         noticed(tensors, grad_tensors, *args, **kwargs)
-        if _watchers and not in_backward():
-            for watcher in _watchers[-1:]:  # none, if another thread has taken it away meanwhile
+        if not in_backward():
+            for watcher in (value_in_force(backwards_watched) or ())[-1:]:
                 watcher()
 
     def noticed(*args: Any, **kwargs: Any) -> None:

@@ -150,11 +150,7 @@ def plainly(function: Callable[..., Any]) -> Callable[[Kernel | None], Callable[
 @contextmanager
 def registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -> Iterator[None]:
     """Replace kernels by functions, for one user: two of one kernel, as two runs may be, need `overridden`."""
-    names = {operator: full_name(operator) for operator in functions}
-    libraries = {
-        namespace: torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-        for namespace in {name.partition("::")[0] for name in names.values()}
-    }
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with_sites = functions if dispatch_key == AUTOCAST else {}
     sites = {
         name: function for name, function in with_sites.items() if function is not torch.library.fallthrough_kernel
@@ -168,12 +164,10 @@ def registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -
                 keys = function is not torch.library.fallthrough_kernel
                 called = _sites[operator] if operator in sites else function
                 never_compiled(called)  # Dynamo would, where it breaks its graph, as at an LSTM
-                library = libraries[names[operator].partition("::")[0]]
-                library.impl(names[operator], called, dispatch_key, with_keyset=keys, allow_override=True)  # type: ignore[no-untyped-call]
+                library.impl(operator, called, dispatch_key, with_keyset=keys, allow_override=True)  # type: ignore[no-untyped-call]
         yield
     finally:
-        for library in libraries.values():
-            destroy_library(library)
+        destroy_library(library)
         forget_dispatch(functions.keys(), dispatch_key)
         for operator, function in sites.items():
             _sites[operator].remove(function)

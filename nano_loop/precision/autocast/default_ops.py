@@ -16,7 +16,6 @@ from nano_loop.patching.torch_private import (
     arguments_of,
     as_without_autocast_kernel,
     below_autocast,
-    full_name,
     has_kernel,
 )
 from nano_loop.patching.walk import find
@@ -150,10 +149,9 @@ _NUMBERS = frozenset((int, float, bool, complex))
 
 
 def overload_of(name: str) -> Any:
-    """Return the overload of an operator, such as ``softmax.int`` of ATen, or ``library::operator``."""
-    namespace, _, name = full_name(name).partition("::")
+    """Return the overload of an ATen operator, such as ``softmax.int``."""
     packet, _, overload = name.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def written_places(overload: Any) -> list[int | str]:

@@ -43,13 +43,8 @@ def explain(error: BaseException, expected: str = _UNDER_AUTOCAST, advice: str =
     error.add_note(text)
 
 
-def is_about_dtypes(error: BaseException) -> bool:
-    """Whether torch raised an error because it refuses the dtypes of some tensors."""
-    return isinstance(error, RuntimeError) and _ABOUT_DTYPES.search(str(error)) is not None
-
-
 def _explanation(error: RuntimeError, expected: str, advice: str) -> str | None:
-    if not is_about_dtypes(error) or any(advice in note for note in getattr(error, "__notes__", ())):
+    if not _ABOUT_DTYPES.search(str(error)) or any(advice in note for note in getattr(error, "__notes__", ())):
         return None
     if "not implemented" in str(error):
         expected, advice = _NO_KERNEL, _IN_FP32

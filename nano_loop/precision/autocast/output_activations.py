@@ -24,6 +24,7 @@ from nano_loop.patching.nested_tensors import shares_memory
 from nano_loop.patching.operators.operators import overridden_together
 from nano_loop.patching.torch_private import below_autocast, in_functorch, version
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, to_fp32
+from nano_loop.precision.autocast.default_ops import overload_of
 
 #: Operators whose results crowd near a bound or span many powers of two, where 8 bits are too few, and what is computed
 #: with their results before they are returned: `softmax(x).log()`, `sigmoid(x).clamp(1e-7)`, `1 - sigmoid(x)`. Not
@@ -122,8 +123,7 @@ def activations_noticed() -> AbstractContextManager[None]:
 
 @functools.cache
 def _noticing(name: str) -> Callable[..., Any]:
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    operator = overload_of(name)
 
     def noticing(keys: torch.DispatchKeySet, input: Tensor, *others: Any, **named: Any) -> Any:
         with below_autocast():

@@ -4,9 +4,6 @@ CUDA's autocast promotes the inputs of some, and lists others for fp32. On a CPU
 graph convolution (`torch.sparse.mm`) and pooling by `scatter_add_` raise torch's bare dtype error, and `matrix_exp` is
 NaN. ``operators.json`` has them, by version of torch: `scripts/sweep_operators.py` finds them by running all of torch's
 operators, and nobody edits the file.
-
-Operators of other libraries, and the few of torch that the sweep does not reach, are called as they are. If one refuses
-the dtypes, it is called again in the widest one, and so are its next calls with such dtypes.
 """
 
 from __future__ import annotations
@@ -23,11 +20,10 @@ from torch import Tensor
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.operators.operators import Kernel, gives_kernels, kernel, overridden_together
 from nano_loop.patching.ownership import call_state
-from nano_loop.patching.torch_private import below_autocast, has_kernel, is_operator, operators_of_others
+from nano_loop.patching.torch_private import below_autocast, is_operator
 from nano_loop.patching.walk import find
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, to_fp32
 from nano_loop.precision.autocast.default_ops import as_torch_does, below, overload_of, written_places
-from nano_loop.precision.autocast.dtype_errors import is_about_dtypes
 
 _TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("operators.json").read_text())
 _VERSION = ".".join(torch.__version__.split(".")[:2])
@@ -45,7 +41,7 @@ _CSR = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sp
 
 def widest_dtype_computed() -> AbstractContextManager[None]:
     """Let these operators of set-up models compute so, until the last user of this context exits."""
-    return overridden_together("widest dtype", lambda: {**_unswept(), **functions()}, _KEY)
+    return overridden_together("widest dtype", functions, _KEY)
 
 
 def functions() -> dict[str, Callable[..., Any]]:
@@ -54,48 +50,24 @@ def functions() -> dict[str, Callable[..., Any]]:
     return {**{name: _widest(name, rules) for name, rules in TABLE.items() if is_operator(name)}, **products}
 
 
-def _unswept() -> dict[str, Callable[..., Any]]:
-    """Return functions for the operators whose unsupported dtypes are not known."""
-    names = [*filter(is_operator, _SWEPT["unswept"]), *operators_of_others(_SWEPT["namespaces"])]
-    return {name: _widest(name, frozenset()) for name in names if not has_kernel(name, _KEY)}
-
-
 def _widest(name: str, rules: frozenset[str]) -> Callable[..., Any]:
     alone = frozenset(dtype for dtype in (*LOW_DTYPES, torch.float32) if str(dtype).removeprefix("torch.") in rules)
-    refused: set[frozenset[torch.dtype]] = set()
-    taken: set[frozenset[torch.dtype]] = set()
 
     def compute(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensor for tensor in find(Tensor, (args, kwargs)) if tensor.is_floating_point()]
         dtypes = frozenset(tensor.dtype for tensor in tensors)
-        if not call_state.accelerated or dtypes.isdisjoint((*LOW_DTYPES, *alone)):
+        is_refused = len(dtypes) > 1 or dtypes & alone or any(one.layout is not torch.strided for one in tensors)
+        if not call_state.accelerated or not is_refused or dtypes.isdisjoint((*LOW_DTYPES, *alone)):
             return as_torch_does(name, keys, *args, **kwargs)
-        overload = overload_of(name)
-        places = written_places(overload)
-        written = [*find(Tensor, [args[place] if isinstance(place, int) else kwargs.get(place) for place in places])]
-        if rules and (len(dtypes) > 1 or dtypes & alone or any(one.layout is not torch.strided for one in tensors)):
-            return _in_widest_dtype(overload, written, alone, args, kwargs)
-        if dtypes not in refused:
-            before = [] if dtypes in taken else [tensor.clone() for tensor in written]
-            try:
-                outputs = as_torch_does(name, keys, *args, **kwargs)
-                taken.add(dtypes)
-                return outputs
-            except RuntimeError as error:
-                # Versions do not say what was written: those of a custom operator change before it is called.
-                is_unchanged = len(before) == len(written) and all(map(torch.equal, before, written))
-                if not is_about_dtypes(error) or not is_unchanged:
-                    raise
-            refused.add(dtypes)
-        return _in_widest_dtype(overload, written, frozenset(LOW_DTYPES), args, kwargs)
+        return _in_widest_dtype(overload_of(name), alone, args, kwargs)
 
     return compute
 
 
-def _in_widest_dtype(
-    overload: Any, written: list[Tensor], alone: frozenset[torch.dtype], args: Any, kwargs: Any
-) -> Any:
+def _in_widest_dtype(overload: Any, alone: frozenset[torch.dtype], args: Any, kwargs: Any) -> Any:
     """Compute in fp32, or where a tensor is written to, in its dtype, if there is a kernel for it."""
+    places = written_places(overload)
+    written = [*find(Tensor, [args[place] if isinstance(place, int) else kwargs.get(place) for place in places])]
     wide = {id(tensor): tensor.float() if tensor.dtype in alone else tensor for tensor in written}
     target = next((tensor.dtype for tensor in wide.values() if tensor.is_floating_point()), torch.float32)
 
