@@ -525,7 +525,7 @@ FAULTS = (
         "tests/precision/test_output_activations.py",
     ),
     Fault(
-        "precision/verification/comparison.py",
+        "precision/verification/verification.py",
         "bool(far or biased or lost)",
         "bool(far or lost)",
         "tests/api/test_verification.py tests/steps/test_verify.py tests/precision",
@@ -555,7 +555,7 @@ FAULTS = (
         "tests/integrations/lightning/test_trainer.py",
     ),
     Fault(
-        "runtime/changed_values.py",
+        "runtime/ambient_training.py",
         "return any(not torch.equal(parameter.detach().to(copy.dtype), copy) for parameter, copy in copies)",
         "return bool(copies)",
         "tests/runtime/test_ambient.py",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.autograd.profiler_util import FunctionEvent
-
 from nano_loop.config.protocol import AVERAGING_EVENT
 from nano_loop.runtime.objects.report import size
 
@@ -35,10 +33,11 @@ FUNCTIONS = {
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 
 
-def times_of(events: Iterable[FunctionEvent], wall: float) -> dict[str, float]:
+def times_of(events: Iterable[Any], wall: float) -> dict[str, float]:
     """Return the time of each kind of work in some steps, in the unit of the events.
 
-    The events are those of the thread of the loop. What no event covers of `wall`, the time of the steps, is Python's.
+    The events are `torch.profiler`'s of the thread of the loop. What none covers of `wall`, the time of the steps, is
+    Python's.
     """
     times = dict.fromkeys(KINDS, 0.0)
     for event in events:
@@ -47,7 +46,7 @@ def times_of(events: Iterable[FunctionEvent], wall: float) -> dict[str, float]:
     return times
 
 
-def kind_of(event: FunctionEvent) -> str:
+def kind_of(event: Any) -> str:
     """Return the kind of work of an event: that of the loader and the optimizer hold all that is inside."""
     names = [event.name]
     parent = event.cpu_parent

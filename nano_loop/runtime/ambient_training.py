@@ -1,17 +1,22 @@
-"""A run of the ambient mode for models and optimizers that are trained together. It lasts as long as they do."""
+"""What the ambient mode keeps of a training: its run, which lasts as long as the models, and values that change."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
+from nano_loop.patching.members import parameters_of
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run
+
+#: Backwards by which a module may have a gradient, and parameters of one that are looked at.
+_CHANCES, _COPIED = 8, 16
 
 
 class Training:
@@ -63,3 +68,50 @@ class Training:
     def _release(self) -> None:
         if not any(finalizer.alive for finalizer in self._owners):
             self.end()
+
+
+class ChangedValues:
+    """Modules whose parameters may have other values after a backward has reached them: something trains them.
+
+    It is no optimizer of torch, or one that is not seen. Version counters do not see what is written through ``.data``.
+    No module is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._left: Any = WeakIdKeyDictionary()  # how many backwards may still not reach a module
+        self._copies: Any = WeakIdKeyDictionary()  # of modules that a backward has reached
+
+    def __contains__(self, module: nn.Module) -> bool:
+        """Whether a backward has reached a module, so that its values are to be compared."""
+        return bool(self._copies) and module in self._copies
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a module may be reached by a backward."""
+        return bool(self._left)
+
+    def add(self, module: nn.Module) -> None:
+        """Watch a module."""
+        self._left.setdefault(module, _CHANCES)
+
+    def note_backward(self) -> None:
+        """Copy the smallest parameters of the modules that a backward has reached."""
+        for module, left in [*self._left.items()]:
+            reached = [parameter for parameter in parameters_of(module) if _has_plain_gradient(parameter)]
+            if reached or not left:
+                del self._left[module]
+            else:
+                self._left[module] = left - 1
+            if reached:
+                smallest = sorted(reached, key=torch.Tensor.numel)[:_COPIED]
+                self._copies[module] = [(parameter, parameter.detach().clone()) for parameter in smallest]
+
+    def have_changed(self, module: nn.Module) -> bool:
+        """Whether parameters of a module have other values than their copies, which are forgotten."""
+        copies = self._copies.pop(module, [])
+        return any(not torch.equal(parameter.detach().to(copy.dtype), copy) for parameter, copy in copies)
+
+
+def _has_plain_gradient(parameter: nn.Parameter) -> bool:
+    is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.is_cpu
+    return is_plain and parameter.grad is not None

@@ -80,7 +80,7 @@ def _group_refusal(group: dict[str, Any], sparse: set[int]) -> SkipReason | None
         return SkipReason("users_flag", f"it was built with {flag}=")
     if group.get("differentiable") or group.get("capturable") or isinstance(group.get("lr"), torch.Tensor):
         return SkipReason("differentiable", "it is differentiable, capturable or has a tensor as its lr")
-    if not all(each.is_floating_point() and each.is_cpu and is_dense(each) for each in group["params"]):
+    if not all(weight.is_floating_point() and weight.is_cpu and is_dense(weight) for weight in group["params"]):
         return SkipReason("unusual", "its parameters are complex, not on the CPU, or overlap in memory")
     if any(id(parameter) in sparse for parameter in group["params"]):
         return SkipReason("sparse", "its embeddings have sparse gradients")

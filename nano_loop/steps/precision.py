@@ -19,13 +19,18 @@ from nano_loop.patching.nested_tensors import Substitution, map_tensors, shares_
 from nano_loop.patching.ownership import OperatorRule
 from nano_loop.patching.user_code import warn
 from nano_loop.patching.walk import CONTAINERS, items_of, walk
-from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
+from nano_loop.precision.autocast.autocast import (
+    LOW_DTYPES,
+    around_recurrent_layer,
+    can_train_lstms,
+    cpu_autocast,
+    to_fp32,
+)
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast, torch_replaced
 from nano_loop.precision.autocast.default_ops import in_force
 from nano_loop.precision.autocast.frozen_weights import RoundedOnce, remark_on_frozen, remark_on_integers, rounded_once
 from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.precision.autocast.output_activations import activations_noticed
-from nano_loop.precision.autocast.recurrent_layers import around_recurrent_layer, can_train_lstms
 from nano_loop.precision.autocast.widest_dtype import widest_dtype_computed
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
 from nano_loop.steps.step import SkipReason, Step

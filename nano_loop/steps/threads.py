@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from typing_extensions import override
@@ -20,7 +20,7 @@ from typing_extensions import override
 from nano_loop.config.exports import is_exported
 from nano_loop.cpu.waits import Waits, is_busy
 from nano_loop.patching.deterministic_mode import may_depend_on_times
-from nano_loop.patching.patch_table import process_wide, shared_change, users
+from nano_loop.patching.patch_table import shared_change, users
 from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.trial import StepTrial
@@ -32,8 +32,6 @@ _RAYS = "RAY_RAYLET_PID"  # which actors and tasks have: only Ray knows what els
 #: Seconds that a run takes at least of which the waits are judged.
 _LONG = 10.0
 _DETERMINISTIC = "torch.use_deterministic_algorithms is on"
-
-_settings: list[tuple[int, int]] = process_wide("numbers of threads that runs have set, by thread", [])
 
 
 class Threads(Step):
@@ -66,7 +64,7 @@ class Threads(Step):
             if os.environ.get(variable, "false").lower() != "false" and count > wanted and not self.ranks.shares:
                 # OpenMP has bound this thread to one CPU, and binds the others elsewhere.
                 return SkipReason("bound_by_openmp", f"{variable} binds torch's {count} threads, which stay")
-        if count < wanted and not self._is_of_another_run(count) and (_RAYS in os.environ or _is_users(_USERS_OWN[0])):
+        if count < wanted and (_RAYS in os.environ or _is_users(_USERS_OWN[0])):
             return SkipReason("users_number", f"torch was set to {count}, fewer than the {wanted} physical cores")
         return None
 
@@ -89,12 +87,6 @@ class Threads(Step):
         number = self.options.num_threads
         return number if isinstance(number, int) else None
 
-    @staticmethod
-    def _is_of_another_run(count: int) -> bool:
-        """Whether a run of another thread, and none of this one, has set this number."""
-        threads = {thread for thread, number in _settings if number == count}
-        return bool(threads) and threading.get_ident() not in threads
-
     @override
     def final_result(self) -> StepResult | None:
         if self._waits is None or time.monotonic() - self._began < _LONG:
@@ -109,14 +101,12 @@ class Threads(Step):
 @contextmanager
 def set_threads(number: int) -> Iterator[None]:
     """Let this thread compute on a number of threads. Runs that end in any order share it."""
-    before, setting = torch.get_num_threads(), (threading.get_ident(), number)
-    _settings.append(setting)
+    before, thread = torch.get_num_threads(), threading.get_ident()
     torch.set_num_threads(number)
     try:
         yield
     finally:
-        _settings.remove(setting)
-        if threading.get_ident() == setting[0]:  # a garbage collection may end a run in another thread
+        if threading.get_ident() == thread:  # a garbage collection may end a run in another thread
             torch.set_num_threads(before)
 
 
@@ -174,7 +164,7 @@ class NumThreads(Step):
     def apply(self, parts: TrainingObjects) -> str:
         if self._trial is None:
             settings = torch.get_num_threads(), 1
-            self.undoing.enter_context(shared_change(_key(), lambda: _varied(settings)))
+            self.undoing.enter_context(shared_change(_key(), lambda: set_threads(settings[0])))
             take, longer = torch.set_num_threads, max(settings) - 1
             self._trial = StepTrial(
                 self.name, settings, take, self.budget, self.machine, longer=longer, present=torch.get_num_threads
@@ -206,12 +196,3 @@ class NumThreads(Step):
 
 def _key() -> tuple[str, int]:
     return "num_threads", threading.get_ident()
-
-
-@contextmanager
-def _varied(numbers: tuple[int, ...]) -> Iterator[None]:
-    """Let this thread compute on any of these numbers of threads, beginning with the first one, which is put back."""
-    with ExitStack() as stack:
-        for number in reversed(numbers):
-            stack.enter_context(set_threads(number))
-        yield

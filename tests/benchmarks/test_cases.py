@@ -11,7 +11,7 @@ from benchmarks.fresh import fresh
 from benchmarks.limits import step_flops
 from benchmarks.systems import SYSTEMS
 from benchmarks.workloads import ADAPTED, UNTUNED, USERS, WORKLOADS
-from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
+from nano_loop.precision.autocast.autocast import can_train_lstms
 
 FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, of twice the rows
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributions, nn
+from torch import distributions, nn
 
 from nano_loop import NanoError, disable_casts
 from nano_loop.patching.operators.operators import gives_kernels

@@ -9,7 +9,6 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.runtime import run as run_module
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.trial import StepTrial
-from nano_loop.steps import threads
 from nano_loop.steps.threads import NumThreads, Threads
 
 
@@ -49,7 +48,6 @@ def test_report_says_what_was_measured_and_the_number_is_put_back(monkeypatch, m
     code = {0.001: "one_thread_is_faster", 0.002: "more_threads_stay", None: "too_few_steps"}[medians.get(1)]
     assert found == [("applied", None), ("measured", code)]
     assert torch.get_num_threads() == 2
-    assert threads._settings == []
 
 
 @pytest.mark.parametrize(

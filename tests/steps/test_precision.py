@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nano_loop import NanoConfigError, NanoWarning, disable_casts, nano
-from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
+from nano_loop.precision.autocast.autocast import can_train_lstms
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import precision
 from nano_loop.steps.parameter_dtype import ParameterDtype

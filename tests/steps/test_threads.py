@@ -1,6 +1,5 @@
 """torch computes on as many threads as the process has physical cores."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -34,21 +33,6 @@ def test_count_is_lowered_to_the_quota(step, machine):
 
 def test_fewer_threads_that_the_user_set_stay(step, machine):
     assert step(Threads, on=machine(cores=8)).skip_reason(TrainingObjects()).code == "users_number"
-
-
-@pytest.mark.parametrize(("in_another_thread", "code"), [(True, None), (False, "users_number")])
-def test_number_that_a_run_of_another_thread_has_set_is_not_the_users(step, machine, in_another_thread, code):
-    other = step(Threads, on=machine(cores=8), num_threads=1)
-    if in_another_thread:
-        thread = threading.Thread(target=other.apply, args=[TrainingObjects()])
-        thread.start()
-        thread.join()
-        torch.set_num_threads(1)  # what this thread sees of it
-    else:
-        other.apply(TrainingObjects())
-    reason = step(Threads, on=machine(cores=8)).skip_reason(TrainingObjects())
-    other.undo()
-    assert (reason and reason.code) == code
 
 
 BINDINGS = [("OMP_PROC_BIND", "close"), ("OMP_PROC_BIND", "TRUE"), ("GOMP_CPU_AFFINITY", "0-1")]

@@ -1,17 +1,21 @@
-"""Autocast on the CPU, and a context that disables it."""
+"""Autocast on the CPU, recurrent layers under it, and a context that disables it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from nano_loop.patching.attributes import has_own
+from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.ownership import without_policy
+from nano_loop.patching.torch_private import calls_only_forward
 from nano_loop.patching.walk import find
 
 #: The dtypes that autocast casts to.
@@ -32,16 +36,42 @@ def cpu_autocast(dtype: torch.dtype) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype, cache_enabled=False)
 
 
-@contextmanager
-def weights_cast_once() -> Iterator[None]:
-    """Let autocast keep its casts of weights in the body, where no code but torch's may run.
+_LAYERS = (nn.LSTM, nn.GRU, nn.RNN)
 
-    A recurrent layer multiplies by the same weights in each time step.
+
+@functools.cache
+def can_train_lstms(dtype: torch.dtype) -> bool:
+    """Return whether torch can train LSTMs on this CPU under autocast in a dtype.
+
+    Autocast hands LSTMs to oneDNN, whatever the CPU, which has no bf16 LSTM without AVX-512.
     """
+    # The user may have set another default dtype or device.
+    shapes = (1, 1, 1), (4, 1), (4,)
+    state, weight, bias = (torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in shapes)
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        try:
+            torch.lstm(state, (state, state), (weight, weight, bias, bias), True, 1, 0.0, False, False, False)
+        except RuntimeError:
+            return False
+    return True
+
+
+def around_recurrent_layer(layer: nn.Module) -> Call | None:
+    """Return a function around calls of a recurrent layer of torch, or None for other modules.
+
+    It lets autocast keep its casts of weights, by which the layer multiplies in each time step. Where a call runs no
+    code of the user's, nothing changes a weight between two of them.
+    """
+    return _with_weights_cast_once if type(layer) in _LAYERS else None
+
+
+def _with_weights_cast_once(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    if type(self) not in _LAYERS or not calls_only_forward(self) or not has_own(type(self), "forward"):
+        return function(self, *args, **kwargs)
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(True)
     try:
-        yield
+        return function(self, *args, **kwargs)
     finally:
         torch.set_autocast_cache_enabled(before)
         torch.clear_autocast_cache()

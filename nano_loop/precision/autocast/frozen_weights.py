@@ -46,7 +46,7 @@ def is_frozen(weight: object) -> bool:
 def remark_on_frozen(model: nn.Module) -> str | None:
     """Return what the report says of the frozen weights of a model, if some may have copies."""
     frozen = [*filter(is_frozen, parameters_of(model))]
-    may_copy = any(map(takes_mark, frozen)) or any(isinstance(each, NarrowWeight) for each in parameters_of(model))
+    may_copy = any(map(takes_mark, frozen)) or any(isinstance(weight, NarrowWeight) for weight in parameters_of(model))
     return f"frozen weights of {type(model).__name__} rounded once" if may_copy else None
 
 

@@ -66,8 +66,8 @@ def _widest(name: str, rules: frozenset[str]) -> Callable[..., Any]:
 
 def _in_widest_dtype(overload: Any, alone: frozenset[torch.dtype], args: Any, kwargs: Any) -> Any:
     """Compute in fp32, or where a tensor is written to, in its dtype, if there is a kernel for it."""
-    places = written_places(overload)
-    written = [*find(Tensor, [args[place] if isinstance(place, int) else kwargs.get(place) for place in places])]
+    places = (args[place] if isinstance(place, int) else kwargs.get(place) for place in written_places(overload))
+    written: list[Tensor] = [*find(Tensor, [*places])]
     wide = {id(tensor): tensor.float() if tensor.dtype in alone else tensor for tensor in written}
     target = next((tensor.dtype for tensor in wide.values() if tensor.is_floating_point()), torch.float32)
 

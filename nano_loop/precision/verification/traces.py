@@ -21,8 +21,7 @@ from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.members import forget_gradients, named_parameters_of, parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.walk import find
-from nano_loop.precision.autocast.autocast import cpu_autocast, disable_casts
-from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
+from nano_loop.precision.autocast.autocast import can_train_lstms, cpu_autocast, disable_casts
 
 _DROPOUTS = ("dropout", "dropout_p", "dropout_prob", "drop_prob")
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -59,10 +59,10 @@ def _named(function: Any) -> tuple[frozenset[str], tuple[Any, ...]]:
     if type(function) is not FunctionType:
         return frozenset(), ()
     names = frozenset(name for code in code_in(function.__code__) for name in code.co_names)
-    found = [function.__globals__.get(name) for name in names]
-    modules = [value for value in found if issubclass(type(value), ModuleType)]
-    found += [vars(module).get(name) for module in modules for name in names]
-    return names, tuple(value for value in found if type(value) in (FunctionType, BuiltinFunctionType))
+    values = [function.__globals__.get(name) for name in names]
+    modules = [value for value in values if issubclass(type(value), ModuleType)]
+    values += [vars(module).get(name) for module in modules for name in names]
+    return names, tuple(value for value in values if type(value) in (FunctionType, BuiltinFunctionType))
 
 
 def _package(value: Any) -> str:
