@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,11 @@ from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.optimizers.split import SplitWeights
 from nano_loop.optimizers.split_steps import SplitSteps, why_not
 from nano_loop.optimizers.torch_fused_steps import steps_fused
+from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with, weakly
 from nano_loop.patching.objects.optimizers import closure_of, held_by, with_closure
+from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import below_torch_functions
 from nano_loop.precision.autocast.conversion import convert_data
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -90,6 +93,7 @@ class OptimizerState(Step):
         if steps is not None:
             undoing.callback(weakly(steps.restore, optimizer))
             undoing.enter_context(steps_fused(optimizer, steps))
+        self._surround_modes(optimizer, wide)
 
     def _error(self, optimizer: Optimizer, reason: str) -> NanoConfigError:
         got = f"{self.options.as_written[self.name]} with {type(optimizer).__name__}"
@@ -103,6 +107,14 @@ class OptimizerState(Step):
         if optimizer in self._wide:
             self._wide[optimizer].narrow()
 
+    def _surround_modes(self, optimizer: Optimizer, wide: WideWeights) -> None:
+        """Let the methods by which schedule-free optimizers exchange weights compute in fp32, too."""
+        _wide_of[id(optimizer)] = wide
+        undone_with(optimizer, self.undoing).callback(_wide_of.pop, id(optimizer))
+        for name in _MODES:
+            if callable(getattr(type(optimizer), name, None)):
+                self.undoing.enter_context(replaced(type(optimizer), name, _in_fp32))
+
     def _after_a_step_that_raised(self, call: Call) -> Call:
         """Split what such a step has left in fp32, before the model is called again."""
 
@@ -112,6 +124,25 @@ class OptimizerState(Step):
             return call(function, *args, **kwargs)
 
         return split_first
+
+
+_MODES = ("train", "eval")
+_wide_of: dict[int, WideWeights] = process_wide("wide weights, by optimizer", {})
+
+
+def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        wide = _wide_of.get(id(self))
+        if wide is None:
+            return original(self, *args, **kwargs)
+        wide.widen(self, all_of_them=True)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            wide.narrow()
+
+    return call
 
 
 class WideWeights:
