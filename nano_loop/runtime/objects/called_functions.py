@@ -55,14 +55,21 @@ def _names_in(kind: type) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=10_000)  # the classes of a library call the same functions
 def _named(function: Any) -> tuple[frozenset[str], tuple[Any, ...]]:
-    """Return the names in the code of a function, and the functions among its globals, and in modules among these."""
+    """Return the names in the code of a function, and the functions that it names, also in modules that it names."""
     if type(function) is not FunctionType:
         return frozenset(), ()
     names = frozenset(name for code in code_in(function.__code__) for name in code.co_names)
-    values = [function.__globals__.get(name) for name in names]
-    modules = [value for value in values if issubclass(type(value), ModuleType)]
-    values += [vars(module).get(name) for module in modules for name in names]
+
+    def named_in(value: Any) -> Iterable[Any]:
+        names_of = function.__globals__ if value is function else vars(value) if _is_module(value) else {}
+        return (names_of[name] for name in names if name in names_of)
+
+    values = walk([function], named_in)
     return names, tuple(value for value in values if type(value) in (FunctionType, BuiltinFunctionType))
+
+
+def _is_module(value: Any) -> bool:
+    return issubclass(type(value), ModuleType)
 
 
 def _package(value: Any) -> str:
