@@ -1,5 +1,6 @@
 """Nothing that a run changes reaches what was not set up, and what it leaves behind is as it was before."""
 
+import contextlib
 import copy
 import threading
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from loops.pairs import has_ipex
 from torch import nn
 
-from nano_loop import NanoConfigError, TorchNano, nano
+from nano_loop import NanoConfigError, NanoWarning, TorchNano, nano
 
 BF16 = {"precision": "bf16", "channels_last": True}
 
@@ -245,6 +246,30 @@ def test_scripted_model_trains_as_the_module_it_was_made_of(precision):
 def test_what_a_step_cannot_do_for_a_scripted_model_is_an_error():
     with pytest.raises(NanoConfigError, match=r"(?s)channels_last=True.* scripted.*compile=True.* scripted"):
         run(fit, torch.jit.script(Small()), channels_last=True, compile=True)
+
+
+@pytest.mark.parametrize("is_compiled_before", [True, False])
+def test_function_compiled_before_the_run_is_reported_and_one_compiled_inside_is_not(is_compiled_before):
+    def compiled(model):
+        return torch.compile(lambda x: model(x), backend="eager")
+
+    @nano(precision="bf16", verbose=False)
+    def train(model, optimizer):
+        called = call if is_compiled_before else compiled(model)
+        for _ in range(2):
+            called(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+
+    torch.compiler.reset()
+    model = nn.Linear(4, 2)
+    if is_compiled_before:
+        call = compiled(model)
+        call(torch.ones(3, 4))
+    told = pytest.warns(NanoWarning, match=r"^Linear is trained in fp32.*Compile it inside the run")
+    with told if is_compiled_before else contextlib.nullcontext():
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert train.report["precision"].status == ("skipped" if is_compiled_before else "applied")
+    torch.compiler.reset()
 
 
 def test_model_on_meta_is_skipped():

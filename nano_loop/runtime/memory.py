@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import heapq
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from nano_loop.cpu.tree import Tree
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.errors import NanoMemoryError, error_message
 from nano_loop.kernels.narrow_weight import NarrowWeight
+from nano_loop.patching.attributes import module_of
 from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, named_parameters_of
@@ -280,13 +283,25 @@ def bytes_of_states(optimizer: Optimizer) -> int:
     return sum(_bytes(value) for value in values if isinstance(value, Tensor))
 
 
+def _is_torchs(kind: type[Optimizer]) -> bool:
+    """Whether the class and the module of an optimizer have only functions of torch."""
+    waiting, names = [*vars(kind).values(), *vars(sys.modules[kind.__module__]).values()], set()
+    while waiting:
+        function = waiting.pop()
+        if isinstance(function, FunctionType):
+            names.add(module_of(function).partition(".")[0])
+            waiting.append(getattr(function, "__wrapped__", None))
+    return names <= {"torch", "nano_loop", "typing_extensions", *sys.stdlib_module_names}
+
+
 def _states_to_come(optimizer: Optimizer) -> int:
     """Return the bytes of the states that the first step of an optimizer makes: 0 where they are not torch's.
 
-    torch's own step says it, of one tensor without memory for each group.
+    torch's own step says it, of one tensor without memory for each group. What a program has put there is not called.
     """
-    kind: Any = next(kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim."))
-    if kind is Optimizer:
+    kinds: list[Any] = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    kind = kinds[0]
+    if kind is Optimizer or not all(map(_is_torchs, kinds)):
         return 0
     coming = 0.0
     for group in optimizer.param_groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,12 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from nano_loop.errors import NanoConfigError, error_message
+from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper, is_forward
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import Substitution, map_tensors, shares_memory
+from nano_loop.patching.objects.optimizers import trained_by
 from nano_loop.patching.ownership import OperatorRule
 from nano_loop.patching.user_code import warn
 from nano_loop.patching.walk import CONTAINERS, items_of, walk
@@ -32,6 +36,7 @@ from nano_loop.precision.autocast.frozen_weights import RoundedOnce, remark_on_f
 from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.precision.autocast.output_activations import activations_noticed
 from nano_loop.precision.autocast.widest_dtype import widest_dtype_computed
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
 from nano_loop.steps.step import SkipReason, Step
 
@@ -50,6 +55,8 @@ class Precision(Step):
     @override
     def begin(self) -> None:
         self._is_applied = False
+        self._interceptors_of: Any = WeakIdKeyDictionary()  # of `CallInterceptor`, by the model
+        self._missed: list[str] = []
 
     @property
     @override
@@ -78,6 +85,7 @@ class Precision(Step):
             self._is_applied = True
             for context in (in_force({}), activations_noticed(), widest_dtype_computed(), torch_replaced()):
                 self.undoing.enter_context(context)
+            self.undoing.callback(self.clock.after(self._look))
         for model in parts.models:
             if _uncast_dtype(model):
                 continue
@@ -85,6 +93,7 @@ class Precision(Step):
             interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model, once))
             interceptor.leaves, interceptor.outward = _merges, partial(_substituted, _outward(model)(to_fp32))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
+            self._interceptors_of[model] = interceptor
             if once is not None:
                 rules = {**once.rules, **interceptor.rules.operators}
                 interceptor.rules = interceptor.rules._replace(operators=rules)
@@ -105,6 +114,33 @@ class Precision(Step):
         self.undoing.enter_context(lists.registered())
         return lists.rules
 
+    @override
+    def final_result(self) -> StepResult | None:
+        """Return a result about models whose calls were not intercepted, or None."""
+        names = ", ".join(self._missed)
+        if not names:
+            return None
+        detail = f"{names} was called by code compiled before the run"
+        return StepResult(self.name, "skipped", detail, code="not_intercepted")
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Warn about a model that this optimizer trains and whose calls were not intercepted."""
+        for model, interceptor in [*self._interceptors_of.items()]:
+            name = type(model).__name__
+            if interceptor.was_called or name in self._missed or not _is_trained(model, optimizer):
+                continue
+            if self._is_part_of_called(model):
+                continue
+            self._missed.append(name)
+            got = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
+            cause = "a function that was compiled before the run bypasses the steps"
+            warnings.warn(error_message(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=3)
+
+    def _is_part_of_called(self, model: nn.Module) -> bool:
+        """Whether a model lies in another one, whose calls were intercepted."""
+        called = (other for other, interceptor in self._interceptors_of.items() if interceptor.was_called)
+        return any(module is model for other in called for module in other.modules())
+
     def _warn(self) -> None:
         got = f"{self.options.as_written['precision']} on {self.machine.name}"
         lack, hint = "this CPU has no bf16 instructions, so bf16 will be slower than fp32", 'Use precision="auto"'
@@ -114,6 +150,9 @@ class Precision(Step):
                 "this CPU has no bf16 instructions and no AVX-512, so products take up to 400 times as long as in fp32"
             )
         warn(error_message(got, lack, hint))
+
+
+_COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"
 
 
 _SETTINGS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, *CONTAINERS)
@@ -149,6 +188,11 @@ def _remark(model: nn.Module, autocast: torch.dtype) -> str | None:
     if next(parameters_of(model), None) is None:
         return f"{class_name(model)} has no parameters, so layers in a plain list belong in an nn.ModuleList"
     return None
+
+
+def _is_trained(model: nn.Module, optimizer: Optimizer) -> bool:
+    held = set(map(id, trained_by(optimizer)))
+    return any(id(parameter) in held for parameter in parameters_of(model))
 
 
 def _low_state(model: nn.Module) -> list[Tensor]:

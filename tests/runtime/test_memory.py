@@ -1,11 +1,13 @@
 """The peak of a run is reported and predicted, and what does not fit is an error that names the layer."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -313,6 +315,26 @@ def test_states_are_known_before_they_are_made(name: str) -> None:
         optimizer.step()
         assert before + coming == pytest.approx(bytes_of_states(optimizer), rel=0.05, abs=600)
         assert _states_to_come(optimizer) == 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(sys.modules["torch.optim.adam"], "adam"), (torch.optim.Adam, "step"), (torch.optim.Adam, "_init_group")],
+)
+def test_functions_that_a_program_has_put_into_an_optimizer_are_not_called(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    original, calls = getattr(owner, name), []
+
+    @functools.wraps(original)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    monkeypatch.setattr(owner, name, noted)
+    assert _states_to_come(optimizer) == 0
+    assert not calls
 
 
 def test_states_of_what_is_not_known_are_not_counted() -> None:

@@ -37,6 +37,14 @@ def train(model, optimizer, steps=40, seen=None):
     return sum(losses[-8:]) / 8
 
 
+OPTIMIZERS = {
+    "sgd": lambda each: torch.optim.SGD(each, 1e-3),
+    "momentum": lambda each: torch.optim.SGD(each, 1e-3, momentum=0.9),
+    "adamw": lambda each: torch.optim.AdamW(each, 1e-3),
+    "rmsprop": lambda each: torch.optim.RMSprop(each, 1e-3),
+}
+
+
 @pytest.mark.parametrize(("precision", "dtype"), [(64, torch.float64), ("bf16-true", torch.bfloat16)])
 def test_parameters_have_the_dtype_in_the_run_and_outputs_are_fp32(precision, dtype):
     model, seen = network(), []
@@ -86,13 +94,20 @@ def test_what_the_loop_puts_into_a_model_has_the_dtype_too(precision, tolerance,
         torch.testing.assert_close(ours, plain, rtol=0, atol=tolerance * float(plain.abs().max()))
 
 
-def test_small_updates_of_an_optimizer_without_c_are_not_lost_in_bf16_true():
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("momentum", "rmsprop"))) for kind in OPTIMIZERS]
+)
+def test_small_updates_are_not_lost_in_bf16_true_as_they_are_by_hand(kind):
     losses = {}
     for precision in (32, "bf16-true"):
         model = network()
-        optimizer = torch.optim.RMSprop(model.parameters(), 1e-3)
-        losses[precision] = nano(precision=precision, **QUIET)(train)(model, optimizer, 300)
+        losses[precision] = nano(precision=precision, **QUIET)(train)(model, OPTIMIZERS[kind](model.parameters()), 300)
     assert losses["bf16-true"] == pytest.approx(losses[32], rel=0.1)
+    if kind == "sgd":
+        model = network().bfloat16()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        by_hand = train(lambda x: model(x.bfloat16()).float(), optimizer, 300)
+        assert by_hand > 1.3 * losses[32]  # whose updates are smaller than the last bit
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, pytest.param(torch.optim.AdamW, marks=pytest.mark.slow)])
@@ -111,6 +126,21 @@ def test_small_updates_of_optimizers_that_nobody_has_set_up_are_not_lost(kind, i
     nano(precision="bf16-true", verbose=False)(steps)(model, lambda: optimizer)
     assert model.weight.dtype is torch.float32
     assert model.weight.mean().item() == pytest.approx(0.96, abs=0.005)
+
+
+def test_no_update_of_bf16_true_is_lost():
+    model = nn.Linear(1, 100, bias=False)
+    nn.init.ones_(model.weight)
+
+    @in_bf16
+    def steps(model, optimizer):
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+
+    steps(model, torch.optim.SGD(model.parameters(), 2.0**-11))
+    assert model.weight.unique().tolist() == [1 - 8 * 2.0**-11]
 
 
 def test_gradients_are_those_by_hand_and_clipping_sees_them():
@@ -261,6 +291,59 @@ def test_scripted_models_train_in_each_precision(precision, cast):
     loss = nano(precision=precision, **QUIET)(train)(model, torch.optim.AdamW(model.parameters(), 0.01), 200)
     assert loss < 0.1
     assert {each.dtype for each in model.parameters()} == before
+
+
+class Averaging(torch.optim.SGD):
+    """Trains on other weights than it evaluates, as schedule-free optimizers do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.training = True
+
+    def step(self, closure=None):
+        for each in self.param_groups[0]["params"]:
+            mean = self.state[each].setdefault("mean", each.detach().clone())
+            super_step = each.grad * self.param_groups[0]["lr"]
+            with torch.no_grad():
+                each -= super_step
+                mean.lerp_(each, 0.1)
+
+    def train(self):
+        self._exchange(training=True)
+
+    def eval(self):
+        self._exchange(training=False)
+
+    @torch.no_grad()
+    def _exchange(self, training):
+        if training is self.training:
+            return
+        self.training = training
+        for each in self.param_groups[0]["params"]:
+            if "mean" in self.state[each]:
+                # Refuses other dtypes than that of the state.
+                saved = torch.lerp(each, self.state[each]["mean"], 1.0)
+                self.state[each]["mean"].copy_(each)
+                each.copy_(saved)
+
+
+def test_optimizers_that_exchange_weights_do_so_in_fp32():
+    def loop(model, optimizer):
+        optimizer.train()
+        train(model, optimizer, 20)
+        optimizer.eval()
+        evaluated = [each.detach().float().clone() for each in model.parameters()]
+        optimizer.train()
+        return evaluated, {each.dtype for each in model.parameters()}
+
+    found, expected = network(), network()
+    evaluated, dtypes = in_bf16(loop)(found, Averaging(found.parameters(), 0.01))
+    exact, _ = loop(expected, Averaging(expected.parameters(), 0.01))
+    assert dtypes == {torch.bfloat16}
+    for mine, other in zip(evaluated, exact, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0.05, atol=0.03)
+    assert Averaging.train.__qualname__ == "Averaging.train"
+    assert not hasattr(Averaging.train, "__wrapped__")
 
 
 class Tied(nn.Module):

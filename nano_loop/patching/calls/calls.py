@@ -73,6 +73,7 @@ class CallInterceptor:
 
     def __init__(self, trainings_only: bool = False) -> None:
         self._trainings_only = trainings_only
+        self._had_other_calls = False
         self.thread = threading.get_ident()
         self._modules: dict[int, weakref.ref[nn.Module]] = {}  # by their ids, until they are freed
         self._called: set[int] = set()
@@ -157,6 +158,11 @@ class CallInterceptor:
         self.inner.pop(key, None)
         self._called.discard(key)
 
+    @property
+    def was_called(self) -> bool:
+        """Whether any call reached this interceptor, or was traced by `torch.compile`."""
+        return bool(self._called) or self._had_other_calls or id(self) in _traced
+
     def _is_left_plain(self, module: nn.Module) -> bool:
         """Whether a call of the loop is to compute as without a run."""
         return self._trainings_only and not (module.training and torch.is_grad_enabled())
@@ -186,8 +192,10 @@ class CallInterceptor:
                 return original(module, *args, **kwargs)
             return interceptor.traced(original, module, *args, **kwargs)
         if interceptor.leaves is not None and interceptor.leaves(original, args, kwargs):
+            interceptor._had_other_calls = True
             return interceptor.outward(original(module, *args, **kwargs))
         if interceptor._is_left_plain(module):
+            interceptor._had_other_calls = True
             return _inside(_PLAIN, _innermost, NO_RULES, original, module, *args, **kwargs)
         layers, rules = interceptor._surroundings(module)
         return _inside(interceptor, layers, rules, original, module, *args, **kwargs)
