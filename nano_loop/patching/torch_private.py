@@ -154,6 +154,8 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+#: The operators by which `torch.distributions` samples `Gamma`, `Beta` and `Dirichlet`.
+SAMPLING = ("_standard_gamma", "_sample_dirichlet")
 
 
 def below_torch_functions() -> AbstractContextManager[None]:

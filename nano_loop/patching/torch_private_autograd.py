@@ -61,12 +61,12 @@ def node_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
-def queue_callback(function: Callable[[], None]) -> None:
+def queue_callback(function: Callable[[], object]) -> None:
     """Run `function` at the end of the current backward of this thread, before ``backward()`` returns.
 
     It does not run if the backward raises. Its own exceptions are raised by ``backward()``. torch's FSDP uses the same.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[arg-type]
 
 
 def has_accumulation_hook(parameter: torch.Tensor, handle: RemovableHandle) -> bool:

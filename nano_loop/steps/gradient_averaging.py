@@ -71,21 +71,22 @@ class GradientAveraging(RanksStep):
 
     @override
     def final_result(self) -> StepResult | None:
-        remark = ""
+        remark, code = "", None
         if self._averaging is not None:
             self._averaging.compare_rest()
             if lines := ", ".join(self._averaging.drawn_alike):
                 remark = f"; not known to be by the batch, so drawn alike on all ranks: random numbers of {lines}"
+                code = "drawn_alike"
         if self._comparison is None:
             return None
         result = partial(StepResult, "split_batches")
         if not self._comparison.compared:
             detail = f"not compared with whole batches: {self._comparison.why_not}{remark}"
-            return result("skipped", detail, code="drawn_alike" if remark else "not_compared")
+            return result("skipped", detail, code=code or "not_compared")
         of_sum = _OF_SUM * (self._comparison.split.reduction == "sum")
         off = self._comparison.rounding
         within = f" but for {off:.1g}, which rounding explains: losses are the same" if off else ""
-        return result("applied", f"gradients are those of whole batches{within}{of_sum}{remark}")
+        return result("applied", f"gradients are those of whole batches{within}{of_sum}{remark}", code=code)
 
     def _send(self, parts: TrainingObjects) -> None:
         """Let rank 0 compare the gradients of these, in the process that is its witness."""

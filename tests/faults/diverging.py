@@ -25,7 +25,7 @@ def _loop(change, *, parts=small.parts):
     return lambda: nano(**OPTIONS)(fit)(*parts())
 
 
-def _leaving(rank, step):
+def _leaving(rank, step, **options):
     """Return what trains, with one rank that leaves the loop before a step."""
 
     def fit(model, optimizer, loader):
@@ -36,7 +36,21 @@ def _leaving(rank, step):
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
 
-    return lambda: nano(**OPTIONS)(fit)(*small.parts())
+    return lambda: nano(**OPTIONS | options)(fit)(*small.parts())
+
+
+def _logging(rank):
+    """Return what trains on shared batches, and computes a loss of its part on one rank alone."""
+
+    def fit(model, optimizer, loader):
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x).expand(-1, 2), (y > 1.5).squeeze(1).long())
+            if small.rank() == rank:
+                nn.functional.cross_entropy(model(x).expand(-1, 2), (y > 1.5).squeeze(1).long()).item()
+            loss.backward()
+            optimizer.step()
+
+    return lambda: nano(**OPTIONS, split_batches=True)(fit)(*small.parts())
 
 
 class _Leaving(TorchNano):
@@ -286,6 +300,19 @@ FAULTS = [
         EPOCH,
         lambda: _Leaving(**OPTIONS).train(*small.parts()),
         words=("rank 1 has returned from train", "self.broadcast(stop) or self.all_reduce(loss)"),
+    ),
+    Fault(
+        "rank 1 leaves a loop early whose ranks share each batch",
+        EPOCH,
+        _leaving(1, 2, split_batches=True),
+        words=("rank 1 has returned from fit", "same number of steps"),
+    ),
+    Fault(
+        "rank 0 alone computes a cross-entropy of its part of a shared batch",
+        FIRST,
+        _logging(0),
+        NanoError,
+        ("rank 0 is in a collective (a mean of cross-entropy) that rank 1 is not in", "under torch.no_grad()"),
     ),
     Fault("rank 0 takes one step more", LAST, _one_step_more(0), words=("rank 1 has returned from fit",)),
     Fault("rank 1 takes one step more", LAST, _one_step_more(1), words=("rank 0 has returned from fit",)),

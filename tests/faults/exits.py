@@ -134,6 +134,14 @@ FAULTS = [
         quick=True,
     ),
     Fault(
+        "a worker that shares each batch gets SIGKILL",
+        EPOCH,
+        at(1, 3, lambda: os.kill(os.getpid(), 9), split_batches=True),
+        words=("rank 1 was killed by SIGKILL", "memory"),
+        rank=1,
+        exitcode=-9,
+    ),
+    Fault(
         "a worker gets SIGINT",
         EPOCH,
         at(1, 3, lambda: os.kill(os.getpid(), signal.SIGINT)),

@@ -14,11 +14,7 @@ def is_summed_wider(dtype: torch.dtype) -> bool:
 
 def divide(total: torch.Tensor, count: int) -> None:
     """Divide in place, rounding as a division does; by a power of two that is an exact, and faster, product."""
-    if _is_power_of_two(count):
+    if math.frexp(count)[0] == 0.5:
         total.mul_(1 / count)
     else:
         total.div_(count)
-
-
-def _is_power_of_two(count: int) -> bool:
-    return math.frexp(count)[0] == 0.5

@@ -13,6 +13,9 @@ from nano_loop.patching.user_code import users_line
 AVERAGING = "the averaging of gradients"
 #: What a rank is in that normalises its part of a batch, with words behind it.
 BATCH_NORM = "a batch norm in train mode"
+#: What a rank is in that computes a mean over rows of its part of a batch.
+MEAN_LOSS = "a mean of cross-entropy"
+_ALONE_IN = {BATCH_NORM: "after model.eval()", MEAN_LOSS: "under torch.no_grad()"}
 
 _DIVIDED = "a loader that is divided is iterated by every rank"
 _ALONE = "what one rank does alone under torch.no_grad(), where each rank takes all batches"
@@ -66,8 +69,9 @@ def mismatch_message(own_rank: int, all_ranks: Mapping[int, CallSite]) -> str:
         got = f"rank {own_rank} is in a collective ({all_ranks[own_rank].what}) that rank {others[0]} is not in"
         expected = "all ranks must call the same collectives, with tensors of the same shape and dtype"
         hint = "Make the loop do the same on every rank; only printing and saving may differ"
-        if any(where.what.startswith(BATCH_NORM) for where in all_ranks.values()):
-            hint = f"{hint}, and what is computed after model.eval()"
+        for what, where_alone in _ALONE_IN.items():
+            if any(where.what.startswith(what) for where in all_ranks.values()):
+                hint = f"{hint}, and what is computed {where_alone}"
         message = error_message(got, expected, hint)
     return "\n\n".join([message, *(_place(rank, where.line) for rank, where in all_ranks.items() if where.line)])
 

@@ -119,7 +119,10 @@ def pack(signature: Signature, capacity: int) -> list[Batch]:
     """
     filling: dict[torch.dtype, list[Batch]] = {}
     for index, (shape, dtype) in enumerate(zip(*signature, strict=True)):
-        _refuse_unknown(dtype)
+        if dtype not in AVERAGED:
+            known = ", ".join(str(one).removeprefix("torch.") for one in AVERAGED)
+            hint = "Convert the parameter to one of these dtypes"
+            raise NanoError(error_message(f"a gradient of {dtype}", f"nano_loop averages {known} and complex", hint))
         batches = filling.setdefault(dtype, [Batch(dtype)])
         if shape.numel() * dtype.itemsize > capacity:
             _add_parts(batches, index, shape.numel(), capacity // dtype.itemsize)
@@ -139,10 +142,3 @@ def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None
         part = min(room - batches[-1].length, length - start)
         batches[-1].add(index, torch.Size([part]), slice(start, start + part))
         start += part
-
-
-def _refuse_unknown(dtype: torch.dtype) -> None:
-    if dtype not in AVERAGED:
-        known = ", ".join(str(averaged_dtype).removeprefix("torch.") for averaged_dtype in AVERAGED)
-        hint = "Convert the parameter to one of these dtypes"
-        raise NanoError(error_message(f"a gradient of {dtype}", f"nano_loop averages {known} and complex", hint))

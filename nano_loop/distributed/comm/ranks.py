@@ -17,7 +17,7 @@ import cloudpickle
 import torch
 
 from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
-from nano_loop.distributed.comm.split_batches import SplitBatches
+from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_message
 
 Value = TypeVar("Value")
@@ -70,13 +70,6 @@ class Loop:
         return "all ranks have to run the same number of steps", advice
 
 
-class Waits(Protocol):
-    """Finds ranks that wait for each other; see `nano_loop.distributed.shared_memory.deadlocks`."""
-
-    def begin(self, other: int, what: str) -> Any:
-        """Return the wait that this rank begins, for rank `other` in a collective."""
-
-
 def by_host(hosts: Sequence[object]) -> list[list[int]]:
     """Return the ranks of each host, of the host of each rank, in the order of the hosts' first ranks."""
     ranks: dict[object, list[int]] = {}
@@ -118,7 +111,7 @@ class RunContext:
         What the ranks execute.
     gradient_group : torch.distributed.ProcessGroup or None
         A group of all ranks of several hosts for gradients, which travel while values do; None on one host.
-    waits : Waits or None
+    waits : nano_loop.distributed.shared_memory.deadlocks.Waits or None
         Finds ranks that wait for each other; None between hosts.
     after_averaging : list of callable
         Are called on all ranks when gradients have been averaged, with the number of averagings until then.
@@ -134,12 +127,17 @@ class RunContext:
 
     loop: Loop = field(default_factory=Loop)
     gradient_group: Any = None
-    waits: Waits | None = None
+    waits: Any = None
     after_averaging: list[Callable[[int], None]] = field(default_factory=list)
     common_seed: int | None = None
     sharding: ShardingState = field(default_factory=ShardingState)
     split: SplitBatches | None = None
     witness: Any = None
+
+    @property
+    def divided(self) -> Share | None:
+        """See `SplitBatches.divided`."""
+        return None if self.split is None else self.split.divided
 
 
 def _check_nothing() -> None:

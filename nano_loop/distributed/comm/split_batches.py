@@ -6,7 +6,9 @@ of batch norm and random numbers are those of one process that computes the whol
 
 from __future__ import annotations
 
+import os
 import threading
+import zlib
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -15,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.walk import find
 
 #: What the exchange is for in which ranks choose the weight of their losses.
@@ -82,7 +85,9 @@ class SplitBatches:
         before the first backward.
     sums : tuple of float
         Those of the samples that were delivered last, before the first backward; see `batch_sums`.
-    thread : int
+    batches, draws : int
+        How many batches were delivered, and how often random numbers were drawn since the last.
+    process, thread : int
         The loop's.
     since_backward : mapping
         The shares delivered since the last backward, by the iteration, which is not kept alive.
@@ -91,6 +96,9 @@ class SplitBatches:
     share: Share | None = None
     reduction: Literal["mean", "sum"] | None = None
     sums: tuple[float, ...] = ()
+    batches: int = 0
+    draws: int = 0
+    process: int = field(default_factory=os.getpid)
     thread: int = field(default_factory=threading.get_ident)
     since_backward: MutableMapping[Any, Share] = field(default_factory=WeakKeyDictionary)
 
@@ -99,9 +107,19 @@ class SplitBatches:
         """Whether this is the loop's thread."""
         return threading.get_ident() == self.thread
 
+    @property
+    def divided(self) -> Share | None:
+        """The share of the batch that the caller computes a part of; None where all compute it whole.
+
+        A worker of a loader, and another thread, compute by themselves. A deep checkpoint recomputes in another thread.
+        """
+        is_loops = os.getpid() == self.process and (self.is_here or in_backward())
+        return None if self.share is None or self.share.is_whole or not is_loops else self.share
+
     def deliver(self, iteration: Any, share: Share | None, batch: Any = None) -> None:
         """Note the share of the batch that an iteration delivers now; None of one that every rank computes whole."""
         self.share = share
+        self.batches, self.draws = self.batches + 1, 0
         if self.reduction is None:
             self.sums = batch_sums(batch)
         if share is not None:
@@ -143,22 +161,18 @@ class SplitBatches:
         return float(self.share.size) if self.reduction == "sum" else self.share.weight
 
 
+def random_state() -> int:
+    """Return a checksum of the state of torch's default generator."""
+    return zlib.crc32(torch.get_rng_state().numpy().data)
+
+
 def batch_sums(batch: Any) -> tuple[float, ...]:
     """Return a sum of each tensor of a batch, by which it is known again: of floats, where it has any.
 
     The elements of a sample have weights, so that an image that is flipped has another sum.
     """
-    tensors = [tensor for tensor in find(torch.Tensor, batch) if _can_be_added(tensor)]
-    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
-    return tuple(map(_weighted_sum, floats or tensors))
-
-
-def _can_be_added(tensor: torch.Tensor) -> bool:
-    is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-    return is_dense and tensor.numel() > 0 and not tensor.is_complex()
-
-
-def _weighted_sum(tensor: torch.Tensor) -> float:
-    samples = tensor.detach().double()
-    total = (samples if tensor.ndim else samples.reshape(1)).sum(0).flatten()
-    return float(total @ torch.linspace(1, 2, len(total), dtype=torch.float64))
+    dense = [tensor for tensor in find(torch.Tensor, batch) if tensor.layout is torch.strided and tensor.numel()]
+    tensors = [one for one in dense if not (one.is_nested or one.is_quantized or one.is_complex())]
+    summed = [tensor for tensor in tensors if tensor.is_floating_point()] or tensors
+    totals = [torch.atleast_1d(tensor.detach().double()).sum(0).flatten() for tensor in summed]  # type: ignore[no-untyped-call]
+    return tuple(float(total @ torch.linspace(1, 2, len(total), dtype=torch.float64)) for total in totals)

@@ -7,7 +7,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.packing import Signature, signature
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.split_batches import random_state
 from nano_loop.distributed.data_parallel import checksums
 from nano_loop.distributed.data_parallel.buckets import NONE
 from nano_loop.distributed.data_parallel.gradients import NOTHING, AveragedGradients, kind_of
@@ -105,22 +106,24 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
     What arrived, gradients, losses and the overlap may differ. NaN equals NaN.
     """
-    if len({_compared(fingerprint) for fingerprint in fingerprints}) == 1:
+    counts = ("purpose", "averagings", "steps", "added_parameters", "shapes", "random_state")
+    if (
+        len({(repr(one.rates), len(one.arrived), *(getattr(one, name) for name in counts)) for one in fingerprints})
+        == 1
+    ):
         return
     for what, value_of in _WORDS:
         ranks: dict[str, list[int]] = {}
         for rank, fingerprint in enumerate(fingerprints):
             ranks.setdefault(str(value_of(fingerprint)), []).append(rank)
         if len(ranks) > 1:
-            values = ", ".join(f"{_those(some)} {value}" for value, some in ranks.items())
+            values = ", ".join(
+                f"rank{'s' * (len(some) > 1)} {', '.join(map(str, some))} {'has' if len(some) == 1 else 'have'} {value}"
+                for value, some in ranks.items()
+            )
             other = list(ranks.values())[1][0]  # the first that is not like rank 0
             got = f"{what.format(step=fingerprints[0].steps)}: {values}"
             raise NanoWorkerError(error_message(got, "all ranks must take the same steps", _ADVICE), rank=other)
-
-
-def _compared(one: Fingerprint) -> tuple[object, ...]:
-    counts = one.averagings, one.steps, one.added_parameters, one.shapes, len(one.arrived), one.random_state
-    return one.purpose, repr(one.rates), *counts
 
 
 #: What has to be the same, in words, in the order in which it is looked at.
@@ -134,10 +137,6 @@ _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
     ("shapes or dtypes of parameters differ at step {step}", lambda one: f"those with the checksum {one.shapes:08x}"),
     ("states of torch's generator differ at step {step}", lambda one: f"one with the checksum {one.random_state:08x}"),
 )
-
-
-def _those(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
 
 
 class Agreement:
@@ -184,7 +183,7 @@ class Agreement:
             See `Fingerprint`.
         """
         compares_work = purpose == "average" and checksums.is_due(self.averagings)
-        groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
+        rates = [group.get("lr") for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
         in_order = self._parameters.in_order
         own_fingerprint = Fingerprint(
             purpose,
@@ -192,12 +191,12 @@ class Agreement:
             steps=self.steps,
             added_parameters=len(self._parameters.added_parameters),
             shapes=self._checksum_of_shapes() if purpose == "average" else 0,
-            rates=tuple(_as_number(group.get("lr")) for group in groups),
+            rates=tuple(float(rate) if isinstance(rate, (int, float, torch.Tensor)) else math.nan for rate in rates),
             arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
             gradients=checksums.gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=overlap,
             losses=losses,
-            random_state=0 if self._ranks.context.split is None else zlib.crc32(torch.get_rng_state().numpy().data),
+            random_state=0 if self._ranks.context.split is None else random_state(),
         )
         packed = self._ranks.channel.exchange(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
@@ -299,8 +298,3 @@ def _compared_buffers(models: Sequence[nn.Module]) -> list[Named]:
         for name, buffer in named_buffers(models)
         if id(buffer) in saved - of_norms and buffer.layout is torch.strided and not buffer.is_quantized
     ]
-
-
-def _as_number(rate: Any) -> float:
-    """Return a learning rate as a number; NaN where a group has none."""
-    return float(rate) if isinstance(rate, (int, float, torch.Tensor)) else math.nan

@@ -35,8 +35,9 @@ from nano_loop.distributed.data_parallel.gradients import (
     average_sparse,
     by_kind,
 )
+from nano_loop.distributed.data_parallel.mean_losses import means_over_all_ranks
 from nano_loop.distributed.data_parallel.parameters import Parameters
-from nano_loop.distributed.data_parallel.random_draws import RandomDraws
+from nano_loop.distributed.data_parallel.random_draws import RandomDraws, drawing
 from nano_loop.distributed.data_parallel.roots import WeightedRoots
 from nano_loop.distributed.data_parallel.witness import Comparison
 from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
@@ -113,10 +114,11 @@ class Averaging:
             undoing.enter_context(called_after_steps(self._after_step))
             undoing.enter_context(nested_backwards_noticed())
             if self._roots is not None:
-                draws = RandomDraws(ranks)
+                draws = RandomDraws(ranks, self._roots.comparison.drawn)
                 self.drawn_alike = draws.drawn_alike
                 undoing.enter_context(self._roots.weighted())
-                undoing.enter_context(draws.in_force())
+                undoing.enter_context(means_over_all_ranks(ranks))
+                undoing.enter_context(drawing(draws.draw, ranks))
             self._undoing = undoing.pop_all()
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:

@@ -215,7 +215,9 @@ class Overlap:
         """What to tell the other ranks: NONE, WHOLE or SPOILED."""
         if not self._has_begun:
             return NONE
-        return SPOILED if self._is_spoiled or not all(map(self._is_as_sent, self._parameters)) else WHOLE
+        sent = {key: gradient for key, (gradient, then) in self._sent.items() if version(gradient) == then}
+        are_as_sent = all(sent.get(key) is parameter.grad for key, parameter in self._parameters.items())
+        return SPOILED if self._is_spoiled or not (are_as_sent and sent.keys() == self._parameters.keys()) else WHOLE
 
     def finish(self, states: Sequence[int]) -> Collection[int]:
         """End the averaging if any rank has begun one; return the ids of what has its mean now. Collective.
@@ -243,8 +245,3 @@ class Overlap:
     def _begin(self) -> None:
         self._transport.begin(self._signature)
         self._has_begun = True
-
-    def _is_as_sent(self, key: int) -> bool:
-        """Whether the gradient of a parameter was sent, and is what it was then."""
-        gradient, then = self._sent.get(key, (None, 0))
-        return gradient is not None and gradient is self._parameters[key].grad and version(gradient) == then

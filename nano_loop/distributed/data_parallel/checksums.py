@@ -52,18 +52,13 @@ def sum_and_norm(tensor: torch.Tensor | None) -> Pair:
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     elif not values.is_floating_point() or values.dtype.itemsize == 1:
-        values = _as_numbers(values)
+        try:
+            values = values.double()
+        except RuntimeError:  # of bits, integers of less than 8 bits, and float4, which torch does not convert
+            values = raw_tensor(resolved(values)).double()
     # In fp32 they are 15 times as fast as in float64, which torch converts to first.
     dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
     return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
-
-
-def _as_numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a dtype in which torch does not add up, or their bytes where it cannot convert them."""
-    try:
-        return values.double()
-    except RuntimeError:  # of bits, integers of less than 8 bits, and float4
-        return raw_tensor(resolved(values)).double()
 
 
 def gradient_checksum(parameters: Sequence[torch.Tensor]) -> Pair:

@@ -82,7 +82,14 @@ class DenseGradients:
     def put_back(self) -> None:
         """Make the means of copies the parameters' gradients; all others have been averaged where they lie."""
         for parameter, mean in self._copies:
-            _put_back(parameter, mean)
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided or _overlaps(gradient):
+                parameter.grad = mean
+            elif gradient.requires_grad:
+                with torch.enable_grad():
+                    parameter.grad = _Mean.apply(gradient, mean)  # type: ignore[no-untyped-call]
+            else:
+                gradient.copy_(mean)
 
 
 class AveragedGradients:
@@ -107,27 +114,13 @@ class AveragedGradients:
 
     def replaced(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters whose mean the loop has replaced, such as by a sum of clipped gradients."""
-        return [parameter for parameter in parameters if parameter.grad is not None and not self._is_noted(parameter)]
-
-    def _is_noted(self, parameter: torch.Tensor) -> bool:
-        mean = self._means.get(id(parameter))
-        return mean is not None and parameter.grad is not None and mean() is _memory_of(parameter.grad)
+        pairs = [(one, self._means.get(id(one), lambda: None)) for one in parameters]
+        return [one for one, mean in pairs if one.grad is not None and mean() is not _memory_of(one.grad)]
 
 
 def _memory_of(gradient: torch.Tensor) -> Any:
     """Return what says whether a gradient is the same: `torch.utils.swap_tensors` refuses weak references to it."""
     return gradient.untyped_storage() if gradient.layout is torch.strided else gradient
-
-
-def _put_back(parameter: torch.Tensor, mean: torch.Tensor) -> None:
-    gradient = parameter.grad
-    if gradient is None or gradient.layout is not torch.strided or _overlaps(gradient):
-        parameter.grad = mean
-    elif gradient.requires_grad:
-        with torch.enable_grad():
-            parameter.grad = _Mean.apply(gradient, mean)  # type: ignore[no-untyped-call]
-    else:
-        gradient.copy_(mean)
 
 
 class _Mean(torch.autograd.Function):

@@ -73,8 +73,7 @@ def make_equal(ranks: Ranks, named: Sequence[Named], more: Sequence[str] = ()) -
         On every rank, if names, shapes, dtypes or strides of the tensors, or `more`, differ between ranks; the
         message names the first difference. Also if a tensor has no shape or no memory yet.
     """
-    _refuse_lazy(named)
-    _refuse_without_memory(named)
+    _refuse_without_values(named)
     _refuse_difference(ranks.gather([*(_signature(name, tensor) for name, tensor in named), *more]))
     strided = [tensor for _, tensor in named if _is_raw(tensor)]
     others = [tensor for _, tensor in named if not _is_raw(tensor)]
@@ -84,21 +83,16 @@ def make_equal(ranks: Ranks, named: Sequence[Named], more: Sequence[str] = ()) -
             tensor.copy_(value)
 
 
-def _refuse_lazy(named: Sequence[Named]) -> None:
-    lazy = [name for name, tensor in named if isinstance(tensor, (UninitializedParameter, UninitializedBuffer))]
-    if lazy:
-        expected = "rank 0's values cannot be copied to the other ranks yet"
-        raise NanoError(error_message(f"{lazy[0]} has no shape yet", expected, "Call the model once before setup"))
-
-
-def _refuse_without_memory(named: Sequence[Named]) -> None:
-    elsewhere = [(name, tensor.device) for name, tensor in named if tensor.device.type != "cpu"]
-    if elsewhere:
-        name, device = elsewhere[0]
-        method = "to_empty" if device.type == "meta" else "to"
-        hint = f"Call model.{method}(device='cpu') and set its values before setup"
-        expected = "rank 0's values are copied to the other ranks from the memory of the CPU"
-        raise NanoError(error_message(f"{name} is on the device {str(device)!r}", expected, hint))
+def _refuse_without_values(named: Sequence[Named]) -> None:
+    for name, tensor in named:
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            expected = "rank 0's values cannot be copied to the other ranks yet"
+            raise NanoError(error_message(f"{name} has no shape yet", expected, "Call the model once before setup"))
+        if tensor.device.type != "cpu":
+            method = "to_empty" if tensor.device.type == "meta" else "to"
+            hint = f"Call model.{method}(device='cpu') and set its values before setup"
+            expected = "rank 0's values are copied to the other ranks from the memory of the CPU"
+            raise NanoError(error_message(f"{name} is on the device {str(tensor.device)!r}", expected, hint))
 
 
 def _is_raw(tensor: torch.Tensor) -> bool:

@@ -66,11 +66,10 @@ class Parameters:
     @property
     def named(self) -> list[Named]:
         """`in_order` with the names of the parameters."""
-        return [
-            named_parameter
-            for named_parameter in named_parameters(self.models, self.optimizers)
-            if _can_have_gradient(named_parameter[1])
-        ]
+        named = named_parameters(self.models, self.optimizers)
+        made = [(name, one) for name, one in named if not isinstance(one, UninitializedParameter) and one.is_leaf]
+        numbers = [(name, one) for name, one in made if one.is_floating_point() or one.is_complex()]
+        return [(name, one) for name, one in numbers if not one.is_inference()]
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Take in models and optimizers whose tensors are equal on all ranks."""
@@ -160,12 +159,6 @@ def _living(references: Sequence[weakref.ref[Any]], are_left: Sequence[bool]) ->
     """Return the objects that are there, but for those that another rank has dropped."""
     objects = [reference() for reference, is_left in zip(references, are_left, strict=True) if is_left]
     return [living for living in objects if living is not None]
-
-
-def _can_have_gradient(parameter: torch.Tensor) -> bool:
-    if isinstance(parameter, UninitializedParameter) or parameter.is_inference() or not parameter.is_leaf:
-        return False
-    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def _watch(parameter: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> RemovableHandle:

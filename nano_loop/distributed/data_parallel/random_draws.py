@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
@@ -25,8 +26,7 @@ from nano_loop.kernels.dropout.bernoulli import same_draws
 from nano_loop.kernels.dropout.drawing_order import drawn, in_order, taken_for_masks
 from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.patch_table import listening
-from nano_loop.patching.torch_private import base_of
-from nano_loop.patching.torch_private_autograd import in_backward
+from nano_loop.patching.torch_private import SAMPLING, base_of
 from nano_loop.patching.user_code import users_place
 
 #: What a rank is in that draws random numbers at a place for the first time.
@@ -35,10 +35,14 @@ _FILLING = (
     *("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
     *("random_", "random_.from", "random_.to"),
 )
+#: What takes values, which say how often some of these draw, from the first element to the last.
+_BY_VALUES = (
+    *("poisson", "binomial", *SAMPLING),
+    *("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"),
+)
 _LIKE = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
 #: The code of modules whose dropouts take the steps of time first.
 _RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.RNN, nn.LSTM, nn.GRU))
-_NORMAL = ("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor")
 
 
 class _Part(NamedTuple):
@@ -66,17 +70,55 @@ class _Part(NamedTuple):
         return torch.empty(sizes, dtype=tensor.dtype).permute([self.order.index(i) for i in range(tensor.dim())])
 
 
+@contextmanager
+def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
+    """Let `draw` be asked, as by `drawn`, in the body, for all that torch draws elementwise or by rows.
+
+    Raises
+    ------
+    NanoConfigError
+        Before torch 2.9.
+    """
+    if not gives_kernels():
+        expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+        raise NanoConfigError(error_message("split_batches=True", expected, "Remove split_batches=True"))
+    operators: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
+        **dict.fromkeys(_LIKE, _like),
+        **dict.fromkeys(_BY_VALUES, partial(_by_values, ranks)),
+        "bernoulli_.Tensor": _by_probabilities,
+        "multinomial": partial(_multinomial, ranks),
+        "randperm.generator_out": _permutation,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(listening(drawn, draw))
+        stack.enter_context(same_draws())
+        for operator in _FILLING:
+            stack.enter_context(in_order(operator))
+        for operator, make in operators.items():
+            stack.enter_context(overridden(operator, make, "CPU"))
+        yield
+
+
+def is_by_default(tensor: Tensor, generator: torch.Generator | None) -> bool:
+    """Whether what is drawn may have a dimension of the batch, and comes from torch's default generator."""
+    is_default = generator is None or generator is torch.default_generator
+    return is_default and tensor.dim() > 0 and tensor.device.type == "cpu"
+
+
 class RandomDraws:
     """Draws of torch's default generator, in the thread of the loop.
 
-    Where ranks have different numbers of samples, the sizes of a tensor on all of them say whether it is drawn by the
-    batch; they are compared once for each place in the program. Where all have as many and the place is unknown, masks
-    and ``*_like`` of what is no parameter are taken for it.
+    Which are by the batch is found out once for each place in the program: by the sizes of the tensor on all ranks,
+    where these have different numbers of samples, and else by its sizes in the witness. Where the witness does not say,
+    masks and ``*_like`` of what is no parameter are taken for it.
 
     Parameters
     ----------
     ranks : Ranks
         The processes.
+    in_witness : callable
+        Takes a number n. Returns the shape, and the order, of what the witness has drawn as the n-th of this batch, or
+        None on other ranks than 0, and where it does not say.
 
     Attributes
     ----------
@@ -84,46 +126,20 @@ class RandomDraws:
         The user's lines whose draws are of the share's size, and were taken for none by the batch.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, in_witness: Callable[[int], Any] = lambda number: None) -> None:
         self.drawn_alike: dict[str, None] = {}
         self._ranks = ranks
-        self._process = os.getpid()
+        self._in_witness = in_witness
         self._sites: dict[tuple[int, ...], int | None] = {}  # the dimension of the batch, by the place
         self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # see `_Part`, by the place
-        self._noted: set[tuple[int, ...]] = set()
+        self._unknown: set[tuple[int, ...]] = set()  # places of which the witness has said nothing
         self._draws = False  # whether a tensor is drawn for the whole batch now
-
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Divide what is drawn by the batch in the body.
-
-        Raises
-        ------
-        NanoConfigError
-            Before torch 2.9.
-        """
-        if not gives_kernels():
-            expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
-            raise NanoConfigError(error_message("split_batches=True", expected, "Remove split_batches=True"))
-        operators: dict[str, Callable[[Kernel | None], Callable[..., Tensor]]] = {
-            **dict.fromkeys(_LIKE, _like),
-            **dict.fromkeys(_NORMAL, _normal),
-            "bernoulli_.Tensor": _by_probabilities,
-        }
-        with ExitStack() as stack:
-            stack.enter_context(listening(drawn, self.draw))
-            stack.enter_context(same_draws())
-            for operator in _FILLING:
-                stack.enter_context(in_order(operator))
-            for operator, make in operators.items():
-                stack.enter_context(overridden(operator, make, "CPU"))
-            yield
 
     def draw(
         self, tensor: Tensor, generator: torch.Generator | None, fill: Callable[[Tensor], Tensor], is_mask: bool
     ) -> Tensor | None:
         """Fill a tensor for the whole batch, and give `tensor` its part; return None if it is not by the batch."""
-        part = None if self._draws else self._part(tensor, generator, is_mask)
+        part = self._part(tensor, generator, is_mask)
         if part is None:
             return None
         self._draws = True
@@ -134,26 +150,39 @@ class RandomDraws:
         return tensor.copy_(part.of(whole, tensor))
 
     def _part(self, tensor: Tensor, generator: torch.Generator | None, is_mask: bool) -> _Part | None:
-        split = self._ranks.context.split
-        share = None if split is None else split.share
-        if split is None or share is None or share.is_whole or not tensor.dim() or tensor.device.type != "cpu":
+        context = self._ranks.context
+        split, share = context.split, context.divided
+        if split is None or share is None or not is_by_default(tensor, generator):
             return None
-        # A worker of a loader, and another thread, draw separately. A deep checkpoint recomputes in another thread.
-        is_loops = os.getpid() == self._process and (split.is_here or in_backward())
-        if self._ranks.context.sharding.whole and not torch.is_grad_enabled():  # an evaluation, of whole batches
+        if context.sharding.whole and not torch.is_grad_enabled():  # an evaluation, of whole batches
             return None
-        if not is_loops or (generator is not None and generator is not torch.default_generator):
+        number, split.draws = split.draws, split.draws + 1  # one inside of another counts, too
+        if self._draws:
             return None
         site = _site(tensor.dim())
-        if not share.is_even and site not in self._sites:
-            self._sites[site], self._orders[site] = self._compared(tensor, share)
-        dimension = self._sites[site] if site in self._sites else self._guessed(tensor, share, is_mask, site)
+        if site not in self._sites:
+            self._learn(site, tensor, share, number)
+        dimension = self._sites[site] if site in self._sites else self._guessed(tensor, share, is_mask)
         if dimension is None or tensor.size(dimension) % share.samples:
             return None
         times = tensor.size(dimension) // share.samples  # of flattened samples, or of heads of an attention
         if share.samples > 1 or site not in self._orders:  # strides say nothing about a dimension of one sample
-            self._orders[site] = _order(tensor)
+            self._orders[site] = order_of(tensor)
         return _Part(dimension, share.start * times, share.total * times, self._orders[site])
+
+    def _learn(self, site: tuple[int, ...], tensor: Tensor, share: Share, number: int) -> None:
+        """Find out which dimension of a tensor is the batch's, if any. Collective where it may have one."""
+        if not share.is_even:
+            self._sites[site], self._orders[site] = self._compared(tensor, share)
+        elif site not in self._unknown and any(size and size % share.samples == 0 for size in tensor.shape):
+            shape, order = self._ranks.broadcast(self._in_witness(number), what=DRAWING) or ((), ())
+            own = [*tensor.shape]
+            by_batch = [[*own[:i], size * share.size, *own[i + 1 :]] for i, size in enumerate(own)]
+            if shape in (own, *by_batch):
+                self._sites[site] = None if shape == own else by_batch.index(shape)
+                self._orders[site] = tuple(order)
+            else:
+                self._unknown.add(site)
 
     def _compared(self, tensor: Tensor, share: Share) -> tuple[int | None, tuple[int, ...]]:
         """Return the dimension in which a tensor has the sizes of the ranks' shares, and its order. Collective.
@@ -163,7 +192,7 @@ class RandomDraws:
         NanoError
             If the sizes differ otherwise.
         """
-        drawn_by = self._ranks.gather((tuple(tensor.shape), _order(tensor)), DRAWING)
+        drawn_by = self._ranks.gather((tuple(tensor.shape), order_of(tensor)), DRAWING)
         shapes, order = [shape for shape, _ in drawn_by], drawn_by[0][1]  # no rank has more samples than rank 0
         counts = [Share.of(share.total, rank, share.size).samples for rank in range(share.size)]
         if len(set(shapes)) == 1:
@@ -177,7 +206,7 @@ class RandomDraws:
         hint = "Draw one row, or one for each of a fixed number of places, for each sample. Or leave split_batches out"
         raise NanoError(error_message(got, allowed, hint))
 
-    def _guessed(self, tensor: Tensor, share: Share, is_mask: bool, site: tuple[int, ...]) -> int | None:
+    def _guessed(self, tensor: Tensor, share: Share, is_mask: bool) -> int | None:
         """Return the dimension of the batch where all ranks have as many samples, so that sizes say nothing."""
         caller = _caller() if is_mask else None
         if caller is not None and caller.f_code in _RECURRENT:  # time comes first, also where the batch does outside
@@ -188,15 +217,13 @@ class RandomDraws:
         if is_mask and tensor.dim() > 2 and tensor.size(1) == share.samples:  # time comes first, as in a transformer
             return 1
         is_of_batch = tensor.size(0) == share.samples or (is_mask and tensor.size(0) % share.samples == 0)
-        if is_of_batch and site not in self._noted:
-            self._noted.add(site)
-            place = users_place()
-            if place is not None:
-                self.drawn_alike[f"{os.path.basename(place.filename)}:{place.number}"] = None
+        if is_of_batch and (place := users_place()) is not None:
+            self.drawn_alike[f"{os.path.basename(place.filename)}:{place.number}"] = None
         return None
 
 
-def _order(tensor: Tensor) -> tuple[int, ...]:
+def order_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor as they lie in memory, the outermost one first."""
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
@@ -221,18 +248,6 @@ def _like(original: Kernel | None) -> Callable[..., Tensor]:
     return like
 
 
-def _normal(original: Kernel | None) -> Callable[..., Tensor]:
-    def normal(keys: torch.DispatchKeySet, mean: Any, std: Any, *, generator: torch.Generator | None = None) -> Tensor:
-        if isinstance(std, Tensor) and (std < 0).any():
-            assert original is not None
-            return cast("Tensor", original(keys, mean, std, generator=generator))  # raises torch's error
-        dtype = mean.dtype if isinstance(mean, Tensor) else std.dtype
-        made = torch.empty_like(mean + std, dtype=dtype, memory_format=torch.contiguous_format)
-        return made.normal_(generator=generator).mul_(std).add_(mean)
-
-    return normal
-
-
 def _by_probabilities(original: Kernel | None) -> Callable[..., Tensor]:
     """Return `Tensor.bernoulli_` by a tensor of probabilities, whose draws are uniform numbers of its precision."""
 
@@ -248,6 +263,63 @@ def _by_probabilities(original: Kernel | None) -> Callable[..., Tensor]:
         return tensor.copy_(numbers < p)
 
     return bernoulli_
+
+
+def _by_values(ranks: Ranks, original: Kernel) -> Callable[..., Tensor]:
+    """Return an operator whose inputs are gathered for the whole batch."""
+
+    def draw(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Tensor:
+        inputs: list[Tensor] = torch.broadcast_tensors(*filter(torch.is_tensor, args))  # type: ignore[no-untyped-call]
+        made = torch.empty(inputs[0].shape, dtype=inputs[0].dtype)
+
+        def fill(plain: Tensor) -> Tensor:
+            whole = iter(_whole(ranks, inputs, made.shape, plain.shape))
+            every = [next(whole) if isinstance(item, Tensor) else item for item in args]
+            return plain.copy_(original(keys, *every, **kwargs))
+
+        generator = next((item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)), None)
+        return drawn(made, generator, fill, is_mask=not any(map(_is_of_parameter, inputs)))
+
+    return draw
+
+
+def _multinomial(ranks: Ranks, original: Kernel) -> Callable[..., Tensor]:
+    def multinomial(
+        keys: torch.DispatchKeySet, weights: Tensor, count: int, replacement: bool = False, *, generator: Any = None
+    ) -> Tensor:
+        made = torch.empty(*weights.shape[:-1], count, dtype=torch.int64)
+
+        def fill(plain: Tensor) -> Tensor:
+            (rows,) = _whole(ranks, [weights], made.shape[:-1], plain.shape[:-1])
+            return plain.copy_(original(keys, rows, plain.size(-1), replacement, generator=generator))
+
+        return drawn(made, generator, fill, is_mask=True)
+
+    return multinomial
+
+
+def _permutation(original: Kernel) -> Callable[..., Tensor]:
+    def randperm(keys: torch.DispatchKeySet, count: int, *, generator: torch.Generator | None, out: Tensor) -> Tensor:
+        def fill(plain: Tensor) -> Tensor:
+            if len(plain) == count:
+                return cast("Tensor", original(keys, count, generator=generator, out=out))
+            got = f"torch.randperm of the {count} samples that this rank has of {len(plain)}"
+            expected = "with split_batches a rank has no samples of the others to put in place of its own"
+            hint = "Mix samples in the loader's collate_fn, which gets whole batches, or leave split_batches out"
+            raise NanoError(error_message(got, expected, hint))
+
+        return drawn(torch.empty(count, dtype=torch.bool), generator, fill)
+
+    return randperm
+
+
+def _whole(ranks: Ranks, inputs: Sequence[Tensor], own: torch.Size, plain: torch.Size) -> Sequence[Tensor]:
+    """Return the inputs of a draw in the plain loop's shape: those of all ranks, if its own is a part. Collective."""
+    for dimension, (size, total) in enumerate(zip(own, plain, strict=True)):
+        if size != total:
+            gathered = ranks.gather([item.clone() for item in inputs], DRAWING)
+            return [torch.cat(parts, dimension) for parts in zip(*gathered, strict=True)]
+    return inputs
 
 
 def _caller() -> FrameType | None:

@@ -77,20 +77,13 @@ class WeightedRoots:
         losses = losses_among(tensors)
         self.comparison.begin_backward(losses)
         self._weight = weight = self._split.begin_backward()
-        roots = [*tensors] if isinstance(tensors, (list, tuple)) and not _is_edge(tensors) else [tensors]
         self._roots = [weakref.ref(loss) for loss in losses]
-        if weight == 1:
+        is_one = isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge))
+        roots = [tensors] if is_one else [*tensors]
+        gradients = [*grad_tensors] if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(roots)
+        if weight == 1 or len(gradients) != len(roots):  # torch says so
             return grad_tensors
-        gradients = [*grad_tensors] if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
-        if grad_tensors is None:
-            gradients *= len(roots)
-        if len(gradients) != len(roots):
-            return grad_tensors  # torch says so
         return [_weighted(root, gradient, weight) for root, gradient in zip(roots, gradients, strict=True)]
-
-
-def _is_edge(root: Any) -> bool:
-    return isinstance(root, torch.autograd.graph.GradientEdge)
 
 
 def _weighted(root: Any, gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:

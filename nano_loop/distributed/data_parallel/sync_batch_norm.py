@@ -7,8 +7,6 @@ gradients in the backward. The ranks add up the same numbers in the same order, 
 from __future__ import annotations
 
 import functools
-import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +22,7 @@ from nano_loop.distributed.comm.raw_bytes import raw_bytes
 from nano_loop.distributed.comm.tensor_collectives import gathered
 from nano_loop.kernels.norm.norms import batch_norm, batch_norm_backward, of_part
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.torch_private_autograd import in_backward
-from nano_loop.patching.torch_private_compiler import outside_graphs
+from nano_loop.patching.torch_private_compiler import never_compiled, outside_graphs
 
 
 @contextmanager
@@ -63,19 +60,6 @@ def _synchronized(ranks: Ranks, original: Callable[..., Tensor]) -> Callable[...
 
 
 def _over_split_batches(ranks: Ranks, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    process, thread = os.getpid(), threading.get_ident()  # of the loop
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def over_batch(input: Tensor, *parameters: Any, momentum: float, eps: float) -> Tensor:
-        share = None if ranks.context.split is None else ranks.context.split.share
-        # A worker of a loader, and another thread, train by themselves. A deep checkpoint recomputes in another thread.
-        is_loops = os.getpid() == process and (threading.get_ident() == thread or in_backward())
-        is_local = share is None or share.is_whole or not is_loops or input.device.type != "cpu"
-        if is_local or has_torch_function((input, *parameters)):
-            return original(input, *parameters, training=True, momentum=momentum, eps=eps)
-        *running, weight, bias = parameters
-        return _normalized(_Batch(ranks), input, running, weight, bias, momentum, eps)
-
     @functools.wraps(original)
     def patched(
         input: Tensor,
@@ -87,11 +71,13 @@ def _over_split_batches(ranks: Ranks, original: Callable[..., Tensor]) -> Callab
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        if not training:
-            return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        output: Tensor = over_batch(input, running_mean, running_var, weight, bias, momentum=momentum, eps=eps)
-        return output
+        parameters = running_mean, running_var, weight, bias
+        is_local = not training or ranks.context.divided is None or input.device.type != "cpu"
+        if is_local or has_torch_function((input, *parameters)):
+            return original(input, *parameters, training, momentum, eps)
+        return _normalized(_Batch(ranks), input, parameters[:2], weight, bias, momentum, eps)
 
+    never_compiled(patched)
     return patched
 
 

@@ -27,15 +27,17 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from nano_loop.data.random_states import differing, process_states
-from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, batch_sums
+from nano_loop.distributed.comm.ranks import ALONE, Ranks
+from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, batch_sums, random_state
 from nano_loop.distributed.data_parallel.checksums import are_equal, checksums
 from nano_loop.distributed.data_parallel.initial_sync import Named
 from nano_loop.distributed.data_parallel.parameters import Parameters
+from nano_loop.distributed.data_parallel.random_draws import drawing, is_by_default, order_of
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.calls.backward import backwards_watched, roots_weighted
 from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start, implicit_loaders_changed
 from nano_loop.patching.objects.optimizers import called_after_steps
+from nano_loop.patching.torch_private_autograd import in_backward
 
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16
 # Rounding changes the gradients of a deep network with ReLUs by 2% in fp32, and by as much as they are in bf16, but not
@@ -67,12 +69,16 @@ class Witness(LoaderChange):
         self._losses: list[float] = []
         self._sums: tuple[float, ...] = ()
         self._states: list[Any] | None = None  # of random numbers, when the last batch came
+        self._batches = 0
+        self._evaluates = False  # whether the latest batch is an evaluation's
+        self._draws: list[Any] = []  # shapes of random numbers since the last batch, with their orders
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
         self._undoing.enter_context(roots_weighted(self._begin))
         self._undoing.enter_context(backwards_watched(self._end))
         self._undoing.enter_context(called_after_steps(self._after_step))
         self._undoing.enter_context(implicit_loaders_changed(lambda loader: self))
+        self._undoing.enter_context(drawing(self._note_draw, ALONE))
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Send the gradients of these too, from now on."""
@@ -92,9 +98,16 @@ class Witness(LoaderChange):
 
     def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            if torch.is_grad_enabled():  # else it is an evaluation's
+            self._evaluates = not torch.is_grad_enabled()
+            if not self._evaluates:
                 self._sums, self._states = batch_sums(batch), process_states()
+                self._batches, self._draws = self._batches + 1, []
             yield batch
+
+    def _note_draw(self, tensor: torch.Tensor, generator: torch.Generator | None, fill: Any, is_mask: bool) -> None:
+        is_evaluations = self._evaluates and not torch.is_grad_enabled()
+        if is_by_default(tensor, generator) and (self._is_here or in_backward()) and not is_evaluations:
+            self._draws.append((tensor.shape, order_of(tensor)))
 
     @property
     def _is_here(self) -> bool:
@@ -111,14 +124,17 @@ class Witness(LoaderChange):
         while self._file.exists():
             time.sleep(0.005)
         self._parameters.refresh()
-        drawn = self._states is not None and any(differing(self._states, process_states()))
+        _, *others = differing(self._states or process_states(), process_states())
         parameters = self._parameters.in_order
         torch.save([parameter.grad for parameter in parameters], self._file)
         self._report(
             "backward",
             losses=self._losses,
             sums=self._sums,
-            drawn=drawn,
+            random_state=random_state(),
+            drawn=any(others),  # by what is not torch
+            draws=self._draws,
+            batches=self._batches,
             file=str(self._file),
             parameters=checksums(parameters),
             shapes=[parameter.shape for parameter in parameters],
@@ -192,6 +208,15 @@ class Comparison:
         """Take note of the losses of the batch, by all shares of it."""
         self._losses = [*losses]
 
+    def drawn(self, number: int) -> Any:
+        """Return the shape, and the order, of what the witness draws as the n-th of this batch, if it says that."""
+        told = self._told
+        if self._witness is not None and not in_backward():
+            self._forget()
+            told = self._witness.next(self._ranks.check, stays=True)
+        draws = told["draws"] if told is not None and told["batches"] == self.split.batches else []
+        return draws[number] if number < len(draws) else None
+
     def end_backward(self, named: Sequence[Named]) -> None:
         """Compare the mean gradients of parameters with the witness's.
 
@@ -214,8 +239,8 @@ class Comparison:
             distances = [_distance(parameter.grad, other) for (_, parameter), other in zip(named, whole, strict=True)]
             sizes = [_distance(gradient, None) for gradient in whole]
         off, size = math.hypot(*distances), math.hypot(*sizes)
-        is_off = off > self._tolerance * size
-        if is_off and told["drawn"]:
+        is_off, is_divided = off > self._tolerance * size, not told["drawn"] and told["random_state"] == random_state()
+        if is_off and not is_divided:
             self._stop(_UNDIVIDED)
             return
         self.compared += 1
@@ -258,11 +283,8 @@ class Comparison:
 def losses_among(tensors: Any) -> list[torch.Tensor]:
     """Return the roots of a backward that are losses: numbers."""
     roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    return [root for root in roots if isinstance(root, torch.Tensor) and _is_loss(root)]
-
-
-def _is_loss(root: torch.Tensor) -> bool:
-    return root.numel() == 1 and root.is_floating_point() and not root.is_leaf
+    tensors = [root for root in roots if isinstance(root, torch.Tensor)]
+    return [root for root in tensors if root.numel() == 1 and root.is_floating_point() and not root.is_leaf]
 
 
 def _are_parts(whole: Sequence[float], by_rank: Sequence[Sequence[float]]) -> bool:
@@ -285,8 +307,6 @@ def _distance(gradient: torch.Tensor | None, other: torch.Tensor | None) -> floa
     """Return the norm of the difference of two gradients; one that is missing is zero."""
     one, two = (None if part is None else part.to_dense() for part in (gradient, other))
     rest = one if two is None else (-two if one is None else one - two)
-    return 0.0 if rest is None else float(torch.linalg.vector_norm(rest, dtype=_wide(rest.dtype)))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
+    if rest is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(rest, dtype=torch.complex128 if rest.is_complex() else torch.float64))

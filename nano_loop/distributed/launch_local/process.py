@@ -200,10 +200,10 @@ class WitnessProcess(WorkerProcess):
         """Wait until it has read the payload, for as long as this process has waited for the others."""
         self._wait(lambda: self.ready, lambda: None)
 
-    def next(self, check: Callable[[], None]) -> dict[str, Any] | None:
+    def next(self, check: Callable[[], None], *, stays: bool = False) -> dict[str, Any] | None:
         """Return what it says of its next backward, or None where it has nothing more to say; see `why`."""
         self._wait(lambda: bool(self._told), check)
-        return self._told.pop(0) if self._told else None
+        return None if not self._told else self._told[0] if stays else self._told.pop(0)
 
     def _wait(self, done: Callable[[], bool], check: Callable[[], None]) -> None:
         came_in = time.monotonic() - self._began

@@ -102,7 +102,8 @@ class Digest:
 
     def _state_of(self, value: Any) -> list[Any]:
         """Return what an object is pickled as, or its attributes."""
-        if self._pickled or _pickles_itself(type(value)):
+        # Whether its class says in Python how its objects are pickled.
+        if self._pickled or any(isinstance(getattr(type(value), name, None), FunctionType) for name in _PICKLING):
             with suppress(Exception):  # as of what can't be pickled
                 reduced = value.__reduce_ex__(4)
                 parts = (reduced,) if isinstance(reduced, str) else reduced
@@ -143,8 +144,3 @@ class Digest:
 def digest(*values: Any) -> int:
     """Return the number of a `Digest`."""
     return Digest(*values).crc
-
-
-def _pickles_itself(kind: type) -> bool:
-    """Whether a class says in Python how its objects are pickled."""
-    return any(isinstance(getattr(kind, name, None), FunctionType) for name in _PICKLING)

@@ -38,12 +38,8 @@ def _synchronized(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def sync(self: Any, *args: Any, should_sync: bool = True, **kwargs: Any) -> None:
         ranks: Ranks = value_in_force(_synchronized)[-1]
-        if not should_sync or not ranks.context.sharding.whole or not _is_whole(self, ranks):
+        may_be_whole = should_sync and ranks.context.sharding.whole
+        if not may_be_whole or len(set(ranks.gather(digest(self.metric_state)))) > 1:
             original(self, *args, should_sync=should_sync, **kwargs)
 
     return sync
-
-
-def _is_whole(metric: Any, ranks: Ranks) -> bool:
-    """Whether a metric has the same states on all ranks. Collective."""
-    return len(set(ranks.gather(digest(metric.metric_state)))) == 1

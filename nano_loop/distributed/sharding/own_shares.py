@@ -22,6 +22,11 @@ _MOST = 1 << 16  # samples of a loader that are looked for among the other ranks
 _ELEMENTS = 1 << 18  # of a tensor among the first items
 _ARRAYS = (torch.Tensor, np.ndarray)
 _COLUMNS = (*_ARRAYS, list, tuple, dict)
+_DRAWN_APART = "what ranks have in one order is divided; of this, each rank takes all that it has"
+_WAYS = (
+    "Draw the order from a generator of torch, random or numpy that is the process's or the sampler's own, or give "
+    "each rank a part, by nano_loop.global_rank()"
+)
 
 
 class Source(NamedTuple):
@@ -111,7 +116,11 @@ class OwnShares:
         samples = [*itertools.islice(_digests(ahead, source.batched), _FIRST)]
         by_rank = self._ranks.gather((self._loader, dataset, items, samples, source.length), ITERATION)
         loaders, datasets, _, samples_by_rank, lengths = zip(*by_rank, strict=True)
-        self._check_loaders(loaders)
+        if len(set(loaders)) > 1:
+            iterated = ", ".join(f"rank {rank} loader {loader}" for rank, loader in enumerate(loaders))
+            got = f"the ranks iterate different loaders of those that were set up: {iterated}"
+            hint = "Make the loop iterate its loaders in one order on every rank"
+            raise NanoError(error_message(got, "all ranks iterate the same loaders in the same order", hint))
         self.apart = len({one[:3] for one in by_rank}) > 1
         self.steps = max(lengths) if self.apart and None not in lengths else 0
         if len(set(datasets)) > 1:
@@ -145,32 +154,18 @@ class OwnShares:
             if len(kept) < lacking:
                 kept.append(item)
             if common and self._ranks.rank == 0 and self._looked < _MOST and not shares[source.name]:
-                shares[source.name] = self._turn_up(common, [*_digests([item], source.batched)])
+                samples = [*_digests([item], source.batched)]
+                self._looked += len(samples)
+                for others, met in common:
+                    met |= others.intersection(samples)
+                # Most of the first samples of another rank have been met on this one.
+                shares[source.name] = any(2 * len(met) > len(others) for others, met in common)
                 if shares[source.name]:
-                    self._warn(source.name)
+                    got = f"the {self._ranks.size} ranks have the same samples of {source.name} in different orders"
+                    warn_once(error_message(got, _DRAWN_APART, _WAYS))
             yield item
         if kept:
             yield from itertools.islice(itertools.cycle(kept), max(self.steps - count, 0))
-
-    def _turn_up(self, common: Sequence[tuple[set[int], set[int]]], samples: list[int]) -> bool:
-        """Whether most of the first samples of another rank have been met on this one, with these."""
-        self._looked += len(samples)
-        for others, met in common:
-            met |= others.intersection(samples)
-        return any(2 * len(met) > len(others) for others, met in common)
-
-    def _check_loaders(self, loaders: Sequence[int]) -> None:
-        if len(set(loaders)) > 1:
-            iterated = ", ".join(f"rank {rank} loader {loader}" for rank, loader in enumerate(loaders))
-            got = f"the ranks iterate different loaders of those that were set up: {iterated}"
-            hint = "Make the loop iterate its loaders in one order on every rank"
-            raise NanoError(error_message(got, "all ranks iterate the same loaders in the same order", hint))
-
-    def _warn(self, name: str) -> None:
-        got = f"the {self._ranks.size} ranks have the same samples of {name} in different orders"
-        allowed = "what ranks have in one order is divided; of this, each rank takes all that it has"
-        hint = "Draw the order from a generator of torch, random or numpy that is the process's or the sampler's own"
-        warn_once(error_message(got, allowed, f"{hint}, or give each rank a part, by nano_loop.global_rank()"))
 
 
 def _indices(dataset: Any) -> Iterator[Any]:

@@ -115,9 +115,8 @@ class BatchSharding(LoaderChange):
 
         What a loop has summed up is often divided by the length when the models are in the other mode again.
         """
-        if self._counted_whole(loader):
-            return length
-        return self.share_of(length)
+        whole = self.whole if self.last_was_whole is None else self.last_was_whole
+        return length if whole or sharded_by_user(loader, self.ranks.size) else self.share_of(length)
 
     def share_of(self, length: int) -> int:
         """Return how many of so many batches this rank takes."""
@@ -159,11 +158,6 @@ class BatchSharding(LoaderChange):
 
     def _serve(self, iterator: Iterator[Any], whole: bool) -> Iterator[Any]:
         return Served(iterator, self, whole)
-
-    def _counted_whole(self, loader: Loader) -> bool:
-        """Whether what the loop has summed up, or is to sum up next, is of all batches."""
-        whole = self.whole if self.last_was_whole is None else self.last_was_whole
-        return whole or sharded_by_user(loader, self.ranks.size)
 
     @property
     def _evaluating(self) -> bool:

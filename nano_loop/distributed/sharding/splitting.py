@@ -8,9 +8,9 @@ batch sampler, and of a class with its own `__iter__`.
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, Sampler, Subset
 
 from nano_loop.data.random_states import process_states, reseed, set_process_states
 from nano_loop.distributed.comm.ranks import ITERATION
-from nano_loop.distributed.comm.split_batches import Share, SplitBatches
+from nano_loop.distributed.comm.split_batches import Share, SplitBatches, random_state
 from nano_loop.distributed.sharding.batch_parts import BatchParts
 from nano_loop.distributed.sharding.own_shares import Source
 from nano_loop.distributed.sharding.sharding import BatchSharding, Loader, Served, sharded_by_user
@@ -40,7 +40,8 @@ class BatchSplitting(BatchSharding):
         self.split = split
         self.parts = BatchParts(self.ranks.rank, self.ranks.size)
         self.shares: deque[Share] | None = None  # of batches of indices that are on their way in the latest iteration
-        self.loading = _LoadingStates(self.ranks.rank)
+        self._states: list[Any] | None = None  # random ones that samples are loaded with in the loop's process
+        self._loops_states: list[Any] | None = None  # while samples are loaded
         self._by_class: ClassIteration | None = None
 
     def attributes(self, loader: Loader) -> dict[str, Any]:
@@ -53,7 +54,7 @@ class BatchSplitting(BatchSharding):
             in_process = not loader.num_workers
             attributes["batch_sampler"] = _OwnIndices(self, attributes["batch_sampler"], in_process=in_process)
         elif loader.batch_sampler is not None and not self._in_class:
-            attributes["collate_fn"] = _Counting(loader.collate_fn)
+            attributes["collate_fn"] = partial(_counted, loader.collate_fn)
         return attributes
 
     def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
@@ -89,11 +90,20 @@ class BatchSplitting(BatchSharding):
             yield items.pop()
             items = take(1)
 
-    def take_over_state(self) -> None:
-        """Take over rank 0's state of torch's generator: one rank alone may have evaluated. Collective."""
-        state = torch.get_rng_state()
-        if len(set(self.ranks.gather(zlib.crc32(state.numpy().data), ITERATION))) > 1:
-            torch.set_rng_state(self.ranks.broadcast(state, what=ITERATION))
+    def begin_loading(self) -> None:
+        """Put the loop's random states aside: what samples draw depends on which they are, and ranks' loops agree."""
+        self._loops_states = process_states()
+        if self._states is None:
+            reseed(self.ranks.rank)
+        else:
+            set_process_states(self._states, [True] * len(self._states))
+
+    def end_loading(self) -> None:
+        """Give the loop its states back, if they were put aside."""
+        if self._loops_states is not None:
+            self._states = process_states()
+            set_process_states(self._loops_states, [True] * len(self._loops_states))
+            self._loops_states = None
 
     @property
     def _in_class(self) -> bool:
@@ -121,13 +131,11 @@ class _Split(Served):
             batch = super().__next__()
         finally:
             split.share = before
-            self._splitting.loading.end()
+            self._splitting.end_loading()
         if isinstance(batch, _Counted):
             total, batch = batch
         if self._whole:
-            if (
-                self._splitting.shard is False and torch.is_grad_enabled()
-            ):  # in an evaluation the share stays that of the batch before
+            if self._splitting.shard is False and torch.is_grad_enabled():  # else the share stays that of before
                 split.deliver(self, None)
             return batch
         if not split.is_here:
@@ -138,7 +146,9 @@ class _Split(Served):
             share, batch = self._splitting.parts.part(batch, total)
         else:
             share = self._shares.popleft()
-        self._splitting.take_over_state()
+        ranks = self._splitting.ranks
+        if len(set(ranks.gather(random_state(), ITERATION))) > 1:  # one rank alone may have evaluated
+            torch.set_rng_state(ranks.broadcast(torch.get_rng_state(), what=ITERATION))
         split.deliver(self, share, batch)
         return batch
 
@@ -163,35 +173,8 @@ class _OwnIndices(Sampler[Any]):
             indices = [*batch]
             shares.append(share := Share.of(len(indices), ranks.rank, ranks.size))
             if self._in_process:
-                self._splitting.loading.begin()
+                self._splitting.begin_loading()
             yield indices[share.start : share.stop]
-
-
-class _LoadingStates:
-    """The random states that this rank's samples are loaded with in the loop's process: its own, as a worker's are.
-
-    What samples draw depends on which they are, and the loop's states are to stay the same on all ranks.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._own: list[Any] | None = None
-        self._loops: list[Any] | None = None  # while samples are loaded
-
-    def begin(self) -> None:
-        """Put the loop's states aside."""
-        self._loops = process_states()
-        if self._own is None:
-            reseed(self._rank)
-        else:
-            set_process_states(self._own, [True] * len(self._own))
-
-    def end(self) -> None:
-        """Give the loop its states back, if they were put aside."""
-        if self._loops is not None:
-            self._own = process_states()
-            set_process_states(self._loops, [True] * len(self._loops))
-            self._loops = None
 
 
 class _Counted(NamedTuple):
@@ -201,14 +184,8 @@ class _Counted(NamedTuple):
     batch: Any
 
 
-class _Counting:
-    """A collate function that also counts the samples, in worker processes too."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: Any) -> _Counted:
-        return _Counted(len(samples), self._collate(samples))
+def _counted(collate: Callable[[Any], Any], samples: Any) -> _Counted:
+    return _Counted(len(samples), collate(samples))
 
 
 def splits_indices(loader: Loader) -> bool:

@@ -48,17 +48,12 @@ def reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     try:
         for other in others:
             _COMBINE[name](total, other)
-        if name == "AVG":
-            _divide(total, len(parts))
+        if name == "AVG" and (total.is_floating_point() or total.is_complex()):
+            divide(total, len(parts))
+        elif name == "AVG":
+            total.div_(len(parts), rounding_mode="trunc")
     except (RuntimeError, TypeError) as error:  # torch has both for dtypes that a function does not know
         got = f"ReduceOp.{name} of {total.dtype}"
         hint = "Convert the tensor to another dtype, such as float32 or int64, and reduce that"
         raise NanoError(error_message(got, "torch cannot compute it on the CPU", hint)) from error
     return total
-
-
-def _divide(total: torch.Tensor, count: int) -> None:
-    if total.is_floating_point() or total.is_complex():
-        divide(total, count)
-    else:
-        total.div_(count, rounding_mode="trunc")

@@ -117,14 +117,10 @@ class SharedChannel:
         self._segment.publish(own_place, self._steps)
         self._segment.wait(self._posted, self._steps, what)
         if any(words[place + _MARKS + turn] != mark for place in self._posted):  # which all ranks find
-            raise NanoError(self._mismatch(what))
+            own_site = memoryview(CallSite.of_this_rank(what).pack()[: self._piece])
+            lengths = self._exchange_piece("call sites", own_site, len(own_site))
+            sites = {name: bytes(self._slot(rank)[: lengths[rank]]) for rank, name in enumerate(self._ranks.names)}
+            by_name = {name: CallSite.unpack(site) for name, site in sites.items()}
+            raise NanoError(mismatch_message(self._ranks.names[self._ranks.rank], by_name))
         self._moves = self._moves or any(words[place + _FILES + turn] for place in self._posted)
         return [words[place + _LENGTHS + turn] for place in self._posted]
-
-    def _mismatch(self, what: str) -> str:
-        """Exchange what each rank does, and where, and return the message for it."""
-        own_site = memoryview(CallSite.of_this_rank(what).pack()[: self._piece])
-        lengths = self._exchange_piece("call sites", own_site, len(own_site))
-        sites = {self._ranks.names[rank]: bytes(self._slot(rank)[:length]) for rank, length in enumerate(lengths)}
-        own_name = self._ranks.names[self._ranks.rank]
-        return mismatch_message(own_name, {name: CallSite.unpack(site) for name, site in sites.items()})

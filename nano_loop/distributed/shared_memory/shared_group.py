@@ -313,7 +313,11 @@ class SharedGroups:
         def channel() -> SharedChannel:
             # Another thread's collectives, as of a checkpoint that is saved in the background, come between any others.
             is_loops = is_default and threading.get_ident() == self._thread
-            return self._channel if is_loops else self._channel_of(name, ranks)
+            if is_loops:
+                return self._channel
+            if name not in self._channels:
+                self._channels[name] = SharedChannel(ranks, self._folder, f"channel-{name}")
+            return self._channels[name]
 
         return SharedGroup(ranks, channel, options.group_id)
 
@@ -322,8 +326,3 @@ class SharedGroups:
         for channel in self._channels.values():
             channel.leave(returned=returned)
             channel.close()
-
-    def _channel_of(self, name: str, ranks: Ranks) -> SharedChannel:
-        if name not in self._channels:
-            self._channels[name] = SharedChannel(ranks, self._folder, f"channel-{name}")
-        return self._channels[name]

@@ -203,6 +203,110 @@ def transformer(run):
     return fit(run, model, loader, of_sentences, by_sgd(model, 0.01))
 
 
+class Tagger(Transformer):
+    """Scores three classes of each word."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 3, dtype=torch.float64)
+
+    def forward(self, words):
+        return self.head(self.layer(self.words(words), src_key_padding_mask=words == 0))
+
+
+def padded_to_100(samples):
+    """Words of different numbers, and their classes, which the first sentences of the data set have none of."""
+    words, _ = zip(*samples, strict=True)
+    classes = [torch.where(one % 5 < 3, one % 5, -100) if len(one) > 2 else torch.full_like(one, -100) for one in words]
+    return pad_sequence(words, batch_first=True), pad_sequence(classes, batch_first=True, padding_value=-100)
+
+
+def tagging(run, loss_of):
+    model = Tagger()
+    loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=padded_to_100)
+    return fit(
+        run, model, loader, lambda model, batch: loss_of(model(batch[0]).transpose(1, 2), batch[1]), by_sgd(model, 0.02)
+    )
+
+
+def padding(run):
+    return tagging(run, lambda scores, classes: F.cross_entropy(scores, classes))
+
+
+def language_model(run):
+    """As Hugging Face's: scores are moved on by a word, and flattened."""
+
+    def loss_of(scores, classes):
+        shifted = scores.transpose(1, 2)[:, :-1].reshape(-1, 3)
+        return nn.CrossEntropyLoss(label_smoothing=0.1)(shifted, classes[:, 1:].reshape(-1))
+
+    return tagging(run, loss_of)
+
+
+def class_weights(run):
+    """With padding, beside a mean over samples, and in a function of the mean."""
+    weight = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+
+    def loss_of(scores, classes):
+        likelihood = F.nll_loss(F.log_softmax(scores, 1), classes, weight)
+        smooth = F.cross_entropy(scores, classes, weight, label_smoothing=0.2)
+        return (likelihood / 3).exp() + smooth + 0.1 * scores.square().mean()
+
+    return tagging(run, loss_of)
+
+
+def probabilities(run):
+    """Of classes, and of the words that a mask has left."""
+
+    def loss_of(scores, classes):
+        rows, kept = scores.transpose(1, 2), classes >= 0
+        targets = F.one_hot(classes.clamp(min=0), 3).double()
+        return F.cross_entropy(rows[kept], targets[kept]) + F.cross_entropy(rows[kept], classes[kept])
+
+    return tagging(run, loss_of)
+
+
+def one_rank_without_words(run):
+    """Only the first sample of a batch has words that count."""
+
+    def first_counts(samples):
+        words, classes = padded_to_100(samples)
+        classes[1:] = -100
+        classes[0, 0] = 1
+        return words, classes
+
+    model = Tagger()
+    loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=first_counts)
+    return fit(
+        run,
+        model,
+        loader,
+        lambda model, batch: F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1]),
+        by_sgd(model, 0.02),
+    )
+
+
+def accumulated_words(run):
+    """Means over words, of which the loop adds up several, with an evaluation on rank 0 alone in between."""
+    model = Tagger()
+    optimizer = by_sgd(model, 0.02)
+    run.setup(model, optimizer)
+    losses = []
+    loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=padded_to_100)
+    for _ in range(EPOCHS):
+        for number, (words, classes) in enumerate(loader, 1):
+            loss = F.cross_entropy(model(words).transpose(1, 2), classes) / 2
+            if getattr(run, "global_rank", 0) == 0:
+                with torch.no_grad():
+                    F.cross_entropy(model(words).transpose(1, 2), classes)
+            losses.append(loss.item())  # the whole batch's, before the backward, too
+            loss.backward()
+            if number % 2 == 0 or number == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights(model), torch.tensor(losses, dtype=torch.float64)
+
+
 def accumulation(run, paused=False):
     """Of three batches each; what is left at the end of an epoch is a short batch alone, or with others."""
     model = mlp(6, 8, 1)
@@ -494,8 +598,8 @@ def gan_of_equal_shares(run):
     return gan(run, EVEN, torch.randn_like)
 
 
-def sampling(run):
-    """A sample of each distribution that torch draws elementwise."""
+def sampling(run, size=ODD):
+    """A sample of each distribution that torch draws elementwise, or row by row."""
     model = mlp(6, 1)
 
     def loss_of(model, batch):
@@ -506,12 +610,19 @@ def sampling(run):
             torch.empty_like(x).log_normal_(),
             torch.randint_like(x, 4),
             torch.randint(3, x.shape),
+            torch.poisson(x.exp()),
+            torch.binomial(x.abs().ceil(), x.sigmoid()),
+            torch.distributions.Gamma(x.abs() + 0.1, 1.0).sample(),
+            torch.distributions.Dirichlet(x.abs() + 0.1).sample(),
+            torch.multinomial(x.sigmoid(), 6, replacement=True),
+            torch.multinomial(x.sigmoid(), 6),
+            torch.multinomial(torch.ones(99), len(x), replacement=True).unsqueeze(1),
         )
         wide = torch.randn(4, len(x), 6, dtype=torch.float64)[0].T.unsqueeze(0).expand(1, 6, len(x)).mT[0]
         return F.mse_loss(model(by_mean + sum(parts) + wide), y)
 
     return *fit(
-        run, model, loader_of(*vectors(), batch_size=ODD), loss_of, by_sgd(model, 0.001)
+        run, model, loader_of(*vectors(), batch_size=size), loss_of, by_sgd(model, 0.001)
     ), torch.get_rng_state().double()
 
 
@@ -557,6 +668,7 @@ LOOPS = {
     for loop in (
         *(sgd, adam, lbfgs, convolutions, lstm, transformer, accumulation, paused_accumulation, clipping, plateau),
         *(one_cycle, moving_average, checkpointed, checkpointed_reentrant, two_losses, gradient_penalty),
+        *(padding, language_model, class_weights, probabilities, one_rank_without_words, accumulated_words),
         *(own_gradients, own_count, averages, evaluated_between, streamed, by_workers, read_ahead, augmented),
         *(dropout, noisy_transformer, noisy_transformer_words_first, noisy_transformer_of_equal_shares, noisy_lstm),
         *(noisy_lstm_of_equal_shares, gan, gan_of_equal_shares, sampling, checkpointed_dropout),

@@ -9,19 +9,19 @@ from distributed.small import OPTIONS
 from distributed.split_batches.loops import by_sgd, loader_of, mlp, needs_kernels, vectors
 from nano_loop import TorchNano
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
-from nano_loop.distributed.data_parallel.random_draws import RandomDraws
+from nano_loop.distributed.data_parallel.random_draws import RandomDraws, drawing, order_of
 from nano_loop.errors import NanoError, NanoWorkerError
 
 pytestmark = needs_kernels
 
 
-def drawn(ranks, total, draw):
+def drawn(ranks, total, draw, in_witness=lambda number: None):
     """What a rank draws of a batch of so many samples, and the lines that are drawn alike."""
     torch.manual_seed(5)
     split = ranks.context.split = SplitBatches()
     split.deliver(draw, share := Share.of(total, ranks.rank, ranks.size))
-    draws = RandomDraws(ranks)
-    with draws.in_force():
+    draws = RandomDraws(ranks, in_witness)
+    with drawing(draws.draw, ranks):
         return draw(share.samples), [*draws.drawn_alike]
 
 
@@ -70,6 +70,51 @@ def test_sizes_of_unequal_shares_tell(team):
     assert not lines
 
 
+def test_equal_shares_are_divided_as_the_witness_draws(team):
+    def draw(count):
+        weight = torch.empty(count, 3).normal_()  # which is as large in the witness
+        by_batch = torch.randn(count, 2), torch.rand(count * 3), torch.empty(5, count).bernoulli_(0.5)
+        return by_batch, weight, torch.get_rng_state()
+
+    def in_witness(number):
+        shapes = [(4, 3), (8, 2), (24,), (5, 8)]
+        return [[*shapes[number]], order_of(torch.empty(shapes[number]))] if number < 4 else None
+
+    torch.manual_seed(5)
+    alike = torch.empty(4, 3).normal_()
+    expected, state = [torch.randn(8, 2), torch.rand(24), torch.empty(5, 8).bernoulli_(0.5)], torch.get_rng_state()
+    (first, lines), (second, _) = team(2)(drawn, 8, draw, in_witness)
+    for number, one in enumerate(expected):
+        assert torch.equal(torch.cat([first[0][number], second[0][number]], number // 2), one)
+    for rank in first, second:
+        assert torch.equal(rank[1], alike)
+        assert torch.equal(rank[2], state)
+    assert not lines
+
+
+@pytest.mark.parametrize("total", [8, 9])
+def test_permutation_of_the_batch_is_an_error(team, total):
+    """As of mixup: the samples to mix with are on other ranks. Others are the plain loop's."""
+
+    def refused(ranks):
+        shapes = [[20], [8]]
+        with pytest.raises(NanoError, match=r"randperm of the [45] samples that this rank has of [89].*collate_fn"):
+            drawn(
+                ranks,
+                total,
+                lambda count: [torch.randperm(20), torch.randperm(count)],
+                lambda number: [shapes[number], [0]],
+            )
+        return True
+
+    assert all(team(2)(refused))
+
+
+def test_permutation_that_nothing_is_known_of_is_named(team):
+    (_, lines), _ = team(2)(drawn, 8, torch.randperm)
+    assert len(lines) == 1
+
+
 def test_sizes_that_are_no_shares_are_an_error(team):
     def refused(ranks):
         with pytest.raises(NanoError, match=r"\[5, 4\] samples.*\[\[3\], \[2\]\].*split_batches out"):
@@ -102,8 +147,8 @@ class Parting(TorchNano):
         model = mlp(6, 1)
         optimizer = by_sgd(model)
         self.setup(model, optimizer)
-        for x, y in loader_of(*vectors(), batch_size=12):
-            noise = torch.randn(len(x), 1, dtype=torch.float64)
+        for number, (x, y) in enumerate(loader_of(*vectors(), batch_size=12)):
+            noise = torch.randn(len(x), 1, dtype=torch.float64) if number else 0  # the witness has ended by then
             if self.global_rank == rank:
                 torch.rand(1)
             F.mse_loss(model(x) + noise, y).backward()

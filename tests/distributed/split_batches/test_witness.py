@@ -11,10 +11,25 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from distributed.small import OPTIONS
-from distributed.split_batches.loops import Plain, by_sgd, fit, loader_of, mlp, needs_kernels, squares, vectors, weights
+from distributed.split_batches.loops import (
+    EVEN,
+    Plain,
+    by_sgd,
+    fit,
+    loader_of,
+    mlp,
+    needs_kernels,
+    padding,
+    sampling,
+    squares,
+    tagging,
+    vectors,
+    weights,
+)
 from distributed.split_batches.test_loops import assert_equal
 from nano_loop import NanoError, NanoWorkerError, TorchNano
 from nano_loop.distributed.comm.split_batches import batch_sums
@@ -173,12 +188,69 @@ def alternating(run):
     return weights(one), weights(other)
 
 
-def contrastive(run):
+def contrastive(run, *more):
     def loss_of(model, batch):
         z = F.normalize(model(batch[0]))
         return F.cross_entropy(z @ z.T, torch.arange(len(z)))
 
-    return fit(run, mlp(6, 8, 4), loader_of(*vectors()), loss_of)
+    return fit(run, nn.Sequential(mlp(6, 8, 4), *more), loader_of(*vectors()), loss_of)
+
+
+def contrastive_with_dropout(run):
+    """What is drawn is divided, so it does not explain why gradients differ."""
+    return contrastive(run, nn.Dropout(0.1))
+
+
+def sampling_of_equal_shares(run):
+    return sampling(run, EVEN)
+
+
+class Noise(nn.Module):
+    """Draws by the number of samples, and once more in a checkpoint, in which samples lie behind."""
+
+    def forward(self, x):
+        return checkpoint(self._noisy, x, use_reentrant=False)
+
+    def _noisy(self, x):
+        return x + 0.1 * torch.rand(x.size(1), len(x), dtype=x.dtype).T
+
+
+def noise_of_equal_shares(run):
+    """Of a GAN, whose noise has the batch's size, of layers that draw, and of weights that do not have it."""
+    generator, critic = nn.Sequential(mlp(3, 6, 6), Noise()), mlp(6, 6, 1)
+    optimizers = by_sgd(generator, 0.02), by_sgd(critic, 0.02)
+    run.setup([generator, critic], [*optimizers])
+    for _ in range(4):
+        for x, _ in loader_of(*vectors(36), batch_size=EVEN):
+            for optimizer, sign in zip(optimizers, (1, -1), strict=True):
+                z = torch.empty(len(x), 3, dtype=torch.float64).uniform_(-1, 1) + torch.randn(len(x), 1).double()
+                optimizer.zero_grad()
+                scale = nn.Linear(6, len(x), dtype=torch.float64).weight.detach().abs().mean()  # alike on all ranks
+                real = critic(x + scale * 0 + torch.empty(len(x), 6).bernoulli_(0.5))
+                (sign * (F.softplus(real).mean() + F.softplus(-critic(generator(z))).mean())).backward()
+                optimizer.step()
+    return weights(generator), weights(critic), torch.get_rng_state().double()
+
+
+def tokens_times_samples(run):
+    """A mean over words, of which the loop makes a sum over samples."""
+    return tagging(run, lambda scores, classes: F.cross_entropy(scores, classes) * len(scores) / 9)
+
+
+def divided_by_own_count(run):
+    """A sum over words by a count, as Hugging Face's Trainer has it of each rank's batch."""
+    return tagging(
+        run, lambda scores, classes: F.cross_entropy(scores, classes, reduction="sum") / (classes >= 0).sum()
+    )
+
+
+def mixup(run):
+    def loss_of(model, batch):
+        x, y = batch
+        partner = torch.randperm(len(x))
+        return squares(model, (0.7 * x + 0.3 * x[partner], 0.7 * y + 0.3 * y[partner]))
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(), batch_size=EVEN), loss_of)
 
 
 def mean_over_words(run):
@@ -241,12 +313,16 @@ def test_sum_gets_the_weight_of_a_sum():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", [mean, noisy, alternating, decayed])
+@pytest.mark.parametrize(
+    "loop",
+    [mean, noisy, alternating, decayed, sampling_of_equal_shares, noise_of_equal_shares, tokens_times_samples, padding],
+)
 def test_mean_is_compared(loop):
     found, result = run_of(loop)
     assert_equal({"": found}, {"": plain(loop)})
     assert result.status == "applied"
-    assert "is a sum" not in result.detail
+    assert ("is a sum" in result.detail) is (loop is tokens_times_samples)
+    assert result.code is None
 
 
 @pytest.mark.slow
@@ -258,11 +334,20 @@ def test_rounding_in_deep_networks_is_no_other_loss():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", [contrastive, mean_over_words, decayed_sum])
+@pytest.mark.parametrize(
+    "loop", [contrastive, contrastive_with_dropout, mean_over_words, decayed_sum, divided_by_own_count]
+)
 def test_other_losses_are_refused_before_a_second_step(loop):
     with pytest.raises(NanoError, match=r"differ by .* from those of whole batches") as raised:
         run_of(loop)
     assert "nano_loop.share()" in str(raised.value)
+    assert_no_process_is_left()
+
+
+@pytest.mark.slow
+def test_mixup_is_refused_where_it_draws():
+    with pytest.raises(NanoError, match=r"randperm of the 6 samples that this rank has of 12"):
+        run_of(mixup)
     assert_no_process_is_left()
 
 
