@@ -86,7 +86,7 @@ def _configuration(cls, sizes, given=None):
 def _classes(kind):
     """Return classes of models that a kind of configuration has, those without a head first."""
     cls, found = CONFIG_MAPPING[kind], []
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(KeyError, ValueError):  # it has none, or a name that is none of its module
         found.append(MODEL_MAPPING[cls])
     with contextlib.suppress(Exception):
         module = importlib.import_module(cls.__module__.replace("configuration_", "modeling_"))
@@ -142,9 +142,10 @@ def build(kind):
     """Return the program of the first small model of a kind that trains, or None."""
     for model, named in itertools.islice(_attempts(kind), _MOST_ATTEMPTS):
         with contextlib.suppress(Exception):
-            loss = loss_of(model(**named))
+            program = Program(model, (), named)
+            tried = program.copy()  # a model may keep what it has computed
+            loss = loss_of(tried.model(**tried.inputs[1]))
             if loss is not None and loss.isfinite():
                 loss.backward()
-                model.zero_grad()
-                return Program(model, (), named)
+                return program
     return None

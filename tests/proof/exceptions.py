@@ -56,9 +56,10 @@ nano_loop's wherever there is one, also below the sizes from which on they pay.
 | `exact=True` | each bit, and all random numbers |
 | `"auto"`, `"bf16"` | an error of at most 1.5 times that of autocast by hand, and two units of bf16 in the last place |
 
-The unit is that of the largest number of its kind. Where a result falls short, the errors of eight trainings with other
-numbers are taken together. Where fp64 draws other random numbers, half of the digits of plain torch are compared. After
-each training, everything is undone, and `state_dict`s are plain.
+The unit is that of the largest number of its kind. Where a result falls short, up to 16 trainings follow, with tensors
+up to a hundredth smaller, so that others round. It differs if it falls short so much more often than plain torch does
+against it that chance would do so once in a thousand times. Where fp64 draws other random numbers, half of the digits of
+plain torch are compared. After each training, everything is undone, and `state_dict`s are plain.
 
 `make proof`, in continuous integration, trains one sample in six of the databases, by the hash of its name, in fp32 and
 `exact=True`, and each architecture in one of both.
