@@ -153,8 +153,9 @@ def _errors(compared, got, error):
     draws_others = not torch.equal(exact.found["random"][0], plain.found["random"][0])
 
     @functools.cache  # a model may have thousands of tensors
-    def largest_of(kind, usable):
-        return _largest((exact if usable else plain).found[kind])
+    def unit_of(kind, in_fp64):
+        largest = _largest((exact if in_fp64 else plain).found[kind])
+        return largest, eps * 2.0 ** math.floor(math.log2(largest or 1))
 
     for key, one, other in pairs:
         kind, place = key
@@ -165,10 +166,10 @@ def _errors(compared, got, error):
             values = exact.found.get(kind, [])
             reference = values[place] if len(values) == len(plain.found[kind]) and not exact.error else None
             usable = torch.is_tensor(reference) and reference.shape == one.shape
-            largest = largest_of(kind, usable)
+            largest, unit = unit_of(kind, usable)
             own = error(other, reference) if usable else math.inf
-            unit = eps * 2.0 ** math.floor(math.log2(largest or 1))
             if math.isinf(own) or (draws_others and own > _ELSE * largest and not by_rounding):
+                largest, unit = unit_of(kind, False)
                 reference, own, unit = other, 0.0, max(unit, _HALF * largest)
             errors[key] = error(one, reference), own, unit
     return others, errors
