@@ -34,6 +34,7 @@ _SIZES = (
     (r"\w*(experts_per_tok|top_?k|n_group|topk_group|first_k_dense_replace)", 1),
     (r"\w*(num_queries|query_tokens|num_latents)", 10),
     (r"image_size|input_size", 64),
+    (r"(mamba_)?chunk_size", 8),
 )
 _LAYERS = (r"\w*(num_hidden_layers|num_layers|n_layers?|encoder_layers|decoder_layers|num_blocks|depth|layer_num)", 2)
 #: Fields that are None unless a configuration says more.

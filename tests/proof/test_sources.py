@@ -98,3 +98,9 @@ def test_planted_fault_is_found(name, way, plant, kind, monkeypatch):
     plant(monkeypatch.setattr)
     [(_, _, found)] = compared(case, [way])
     assert kind in {each for each, _ in found}
+
+
+@pytest.mark.parametrize("kind", ["recurrent_gemma", "voxtral_realtime_text"])
+def test_model_that_keeps_results_or_has_no_name_is_built(kind):
+    [case] = cases("architectures", f"architectures/{kind}/0")
+    assert [(way, found) for way, _, found in compared(case, ["fp32"])] == [("fp32", [])]
