@@ -131,7 +131,8 @@ def train(program, accelerate=None, around=contextlib.nullcontext):
 def _kept(value):
     if not torch.is_tensor(value):
         return value if isinstance(value, (bool, int, float, str)) else None
-    return (value.detach().to_dense() if value.layout is not torch.strided else value.detach()).clone()
+    value = (value.detach().to_dense() if value.layout is not torch.strided else value.detach()).clone()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def seed(number):
