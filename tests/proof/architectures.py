@@ -34,6 +34,7 @@ _SIZES = (
     (r"\w*(experts_per_tok|top_?k|n_group|topk_group|first_k_dense_replace)", 1),
     (r"\w*(num_queries|query_tokens|num_latents)", 10),
     (r"image_size|input_size", 64),
+    (r"(mamba_)?chunk_size", 8),
 )
 _LAYERS = (r"\w*(num_hidden_layers|num_layers|n_layers?|encoder_layers|decoder_layers|num_blocks|depth|layer_num)", 2)
 #: Fields that are None unless a configuration says more.
@@ -86,7 +87,7 @@ def _configuration(cls, sizes, given=None):
 def _classes(kind):
     """Return classes of models that a kind of configuration has, those without a head first."""
     cls, found = CONFIG_MAPPING[kind], []
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(KeyError, ValueError):  # it has none, or a name that is none of its module
         found.append(MODEL_MAPPING[cls])
     with contextlib.suppress(Exception):
         module = importlib.import_module(cls.__module__.replace("configuration_", "modeling_"))
@@ -142,9 +143,10 @@ def build(kind):
     """Return the program of the first small model of a kind that trains, or None."""
     for model, named in itertools.islice(_attempts(kind), _MOST_ATTEMPTS):
         with contextlib.suppress(Exception):
-            loss = loss_of(model(**named))
+            program = Program(model, (), named)
+            tried = program.copy()  # a model may keep what it has computed
+            loss = loss_of(tried.model(**tried.inputs[1]))
             if loss is not None and loss.isfinite():
                 loss.backward()
-                model.zero_grad()
-                return Program(model, (), named)
+                return program
     return None

@@ -39,12 +39,12 @@ class Program:
         return made
 
     def redrawn(self, number):
-        """Return a copy whose numbers are up to a hundredth smaller each, with their signs, so that others round."""
+        """Return a copy whose tensors are up to a hundredth smaller each, so that others round, and ties stay ties."""
         made, generator = self.copy(), torch.Generator().manual_seed(number)
         with torch.no_grad():
             for value in tree_leaves((made.inputs, [*made.model.parameters()])):
                 if isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout is torch.strided:
-                    value.mul_(1 - torch.rand(value.shape, generator=generator) / 100)
+                    value.mul_(1 - torch.rand((), generator=generator) / 100)
         return made
 
     def optimizers(self):
@@ -131,7 +131,8 @@ def train(program, accelerate=None, around=contextlib.nullcontext):
 def _kept(value):
     if not torch.is_tensor(value):
         return value if isinstance(value, (bool, int, float, str)) else None
-    return (value.detach().to_dense() if value.layout is not torch.strided else value.detach()).clone()
+    value = (value.detach().to_dense() if value.layout is not torch.strided else value.detach()).clone()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def seed(number):

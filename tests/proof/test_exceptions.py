@@ -2,11 +2,14 @@
 
 import queue
 import sys
+from typing import NamedTuple
 
 import pytest
+import torch
 
-from proof import __main__, exceptions
+from proof import __main__, exceptions, ways
 from proof.exceptions import BY_DESIGN, Known
+from proof.program import Outcome
 
 CASE = "modules/nn.Linear/3"
 KNOWN = Known(CASE, ("fp32",), ("outputs",), BY_DESIGN, "it was never right")
@@ -62,3 +65,50 @@ def test_case_whose_process_dies_has_failed_and_the_others_are_trained(monkeypat
     __main__.take(waiting, tally, 1)
     assert (tally.passed, tally.failed) == (4, 2)
     assert tally.tried == {("a", "fp32"), ("b", ""), ("c", "fp32")}
+
+
+class Draws(NamedTuple):
+    """A program by the numbers of the draws in which ours and plain torch are off."""
+
+    ours: range
+    plain: range = range(0)
+    number: int = 0
+
+    def redrawn(self, number):
+        return self._replace(number=number)
+
+
+class Trained(ways.Compared):
+    """Draws that are not trained."""
+
+    def plain(self, in_fp64=False, around=None, again=False):
+        return self._off(not in_fp64 and self.program.number in self.program.plain)
+
+    def accelerated(self, way):
+        return self._off(self.program.number in self.program.ours)
+
+    def _off(self, is_off):
+        found = {"outputs": [torch.tensor([1.0, is_off / 1000])], "random": [torch.get_rng_state()]}
+        return Outcome(found, None, [])
+
+
+@pytest.mark.parametrize(
+    ("draws", "differs"),
+    [
+        (Draws(range(17)), True),
+        (Draws(range(13)), True),
+        (Draws(range(13), range(13, 17)), False),
+        (Draws(range(0, 17, 2), range(1, 17, 2)), False),
+        (Draws(range(1)), False),
+        (Draws(range(1, 17)), False),  # the first one is right
+    ],
+)
+def test_result_that_falls_short_more_often_than_plain_torchs_differs(draws, differs, monkeypatch):
+    monkeypatch.setattr(ways, "Compared", Trained)
+    compared = Trained(draws)
+    assert bool(ways.near(compared, compared.accelerated("fp32"), "fp32")) == differs
+
+
+def test_result_that_is_off_in_one_of_two_runs_differs():
+    off = Trained(Draws(range(1))).accelerated("fp32")
+    assert ways.near(Trained(Draws(range(0))), off, "fp32")

@@ -98,3 +98,10 @@ def test_planted_fault_is_found(name, way, plant, kind, monkeypatch):
     plant(monkeypatch.setattr)
     [(_, _, found)] = compared(case, [way])
     assert kind in {each for each, _ in found}
+
+
+@pytest.mark.parametrize(("kind", "trained"), [("recurrent_gemma", ["fp32"]), ("voxtral_realtime_text", [])])
+def test_model_that_keeps_results_is_trained_and_a_class_that_is_not_exported_is_not(kind, trained):
+    [case] = cases("architectures", f"architectures/{kind}/0")
+    found = [*compared(case, ["fp32"])]
+    assert ([way for way, *_ in found], [each for *_, off in found for each in off]) == (trained, [])
