@@ -252,7 +252,7 @@ def test_safe_lists_are_known_to_torch_and_not_in_its_fp32_list():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"fp32_ops": ["soft_max"]}, "Write softmax"),
+        ({"fp32_ops": ["soft_max"]}, "no such operator"),
         ({"fp32_ops": "nowhere/ops.txt"}, "No such file"),
         ({"bf16_ops": "safe"}, "is for fp32_ops"),
         ({"bf16_ops": ["aten::mul.Tensor"], "fp32_ops": ["mul"]}, "in both"),

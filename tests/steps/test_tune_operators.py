@@ -25,13 +25,13 @@ from nano_loop.steps import tune_operators as module
 from nano_loop.steps.tune_operators import TuneOperators
 
 OPTIONS = {"precision": "bf16", "verbose": False, "channels_last": True}
-PRODUCT = Choice("torch/product", "torch", {"torch": 2.0, "torch/product": 1.0})
+IN_FP32 = Choice("torch/fp32", "torch", {"torch": 2.0, "torch/fp32": 1.0})
 measured = pytest.mark.skipif(not gives_kernels(), reason="torch does not say which kernel an operator has")
 
 
 def parts(seed=0):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Tanh())
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=2), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Tanh())
     return model, torch.optim.SGD(model.parameters(), 0.01), torch.randn(4, 2, 8, 6, 6)
 
 
@@ -80,7 +80,7 @@ def test_run_computes_as_the_stored_choices_say(measuring, monkeypatch):
     (path,) = measuring.glob("operators-*.json")
     keys = [*stored(measuring)]
     plain = weights(tune_operators=False)
-    for way, same in (("torch", True), ("torch/product", False)):
+    for way, same in (("torch", True), ("torch/fp32", False)):
         entries = {key: [way, "torch", {}] for key in keys}
         path.write_text(json.dumps({"format": choices._FORMAT, "choices": entries}))
         choices._opened.clear()
@@ -202,7 +202,9 @@ def test_mode_that_the_loop_switches_on_keeps_to_the_first_guesses(
 
     def trained(switch=lambda: None, **options):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.Tanh(), nn.Flatten(2), nn.LayerNorm(64))
+        model = nn.Sequential(
+            nn.Conv2d(8, 16, 3, groups=2), nn.BatchNorm2d(16), nn.Tanh(), nn.Flatten(2), nn.LayerNorm(64)
+        )
 
         def loop(*arguments):
             switch()
@@ -242,7 +244,7 @@ class Others:
 
 def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
     known, sent = Choices(None), []
-    known.put("known", PRODUCT)
+    known.put("known", IN_FP32)
     monkeypatch.setattr(module, "choices_for", lambda machine: known)
     made = []
     for rank in range(2):
@@ -252,9 +254,9 @@ def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
         each.apply(TrainingObjects([nn.Linear(2, 2)]))
         made.append(each)
     zero, one = (each._tuner for each in made)
-    assert one.choices.all() == {"known": PRODUCT}
+    assert one.choices.all() == {"known": IN_FP32}
     assert one._budget.left(0.0) == 0
-    zero.choices.put("new", PRODUCT)
+    zero.choices.put("new", IN_FP32)
     for averagings, expected in ((3, 1), (4, 2), (5, 2)):
         for each in made:
             for function in each.ranks.context.after_averaging:
