@@ -247,14 +247,13 @@ def differences(row, way, calls):
     ours, functions = computed(row, way, calls, options=row.options)
     if isinstance(exact, RuntimeError) and not isinstance(torchs, RuntimeError):
         exact = torchs  # as of LSTMs, which torch maps in fp32 alone
+    if "view size is not compatible" in str(torchs) and not isinstance(ours, RuntimeError):
+        return  # torch's fault, in the forward mode of group norms of images in NHWC
     missing = {*row.functions} - functions - ONLY_BEHIND
     if way == "first" and missing:
         yield f"{where}: {missing} are not in the graph"
     if row.has_torchs_errors and isinstance(torchs, RuntimeError) and str(ours) != str(torchs):
         yield f"{where}: {ours!r:.200} instead of torch's own error, {torchs!r:.200}"
-    is_torchs_fault = isinstance(exact, RuntimeError) and UNIMPLEMENTED not in str(exact)
-    if is_torchs_fault and not (row.has_torchs_errors or isinstance(ours, RuntimeError)):
-        return  # as the forward mode of group norms of images in NHWC, which torch views as it can't
     if isinstance(ours, RuntimeError) or isinstance(exact, RuntimeError):
         kinds = [isinstance(each, RuntimeError) and UNIMPLEMENTED in str(each) for each in (ours, torchs)]
         if not (isinstance(ours, RuntimeError) and isinstance(torchs, RuntimeError) and kinds[0] == kinds[1]):
