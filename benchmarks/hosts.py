@@ -38,7 +38,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.averaging import Averaging
 from nano_loop.distributed.data_parallel.buckets import GroupTransport
 from nano_loop.distributed.launch_external.environment import Launch
-from nano_loop.distributed.launch_external.launcher import JoinOptions, join_run
+from nano_loop.distributed.launch_external.launcher import join_run
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTS = ("nano-loop-a", "nano-loop-b")
@@ -135,7 +135,7 @@ def work(args: argparse.Namespace) -> None:
     options, machine = Options(verbose=False), read_machine()
     address = ADDRESSES[rank // args.ranks]
     launch = Launch("the benchmark", rank, size)
-    with join_run(store, options, machine, launch, JoinOptions(address=address, threads=1)) as slot:
+    with join_run(store, options, machine, launch, address=address, threads=1) as slot:
         found = {name: measure(slot.ranks, name, args.rounds, args.steps) for name in args.only}
         slot.ranks.barrier()
     if rank == 0:

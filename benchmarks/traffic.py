@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 import nano_loop
 from benchmarks.execution_trace import Operator, Recorder
 from benchmarks.loop import endless
 from benchmarks.workloads import Workload
-from nano_loop.profiling.kinds import PRODUCTS, Event, kind_of_operator
+from nano_loop.profiling.kinds import PRODUCTS, kind_of_operator
 
 WARMUP, TIMED, UNCOUNTED, PROFILED = 4, 3, 1, 6
 #: Operators that calculate and move nothing, without the underscore that some begin with.
@@ -115,7 +116,7 @@ def _steps(model: Any, optimizer: Any, batches: Iterable[Any], loss: Callable[..
     return seconds, profiled[UNCOUNTED:], recorder.finish()
 
 
-def computing(events: Iterable[Event]) -> frozenset[str]:
+def computing(events: Iterable[FunctionEvent]) -> frozenset[str]:
     """Return the operators of ATen that compute themselves, other than those that call others and views.
 
     The median call decides, for another program may interrupt any of them.
@@ -136,7 +137,7 @@ def computing(events: Iterable[Event]) -> frozenset[str]:
     return frozenset(name for name, found in shares.items() if statistics.median(found) >= _OWN_SHARE)
 
 
-def _times(events: Sequence[Event], mine: Collection[str]) -> dict[Place, list[float]]:
+def _times(events: Sequence[FunctionEvent], mine: Collection[str]) -> dict[Place, list[float]]:
     """Return the microseconds of each call of the operators that are not products and not inside of others."""
     found = defaultdict[Place, list[float]](list)
     for event in events:
@@ -191,14 +192,14 @@ def is_product(name: str) -> bool:
     return kind_of_operator(name.removeprefix("aten::")) == PRODUCTS or "attention" in name
 
 
-def _around(event: Event) -> Iterator[Event]:
+def _around(event: FunctionEvent) -> Iterator[FunctionEvent]:
     parent = event.cpu_parent
     while parent is not None:
         yield parent
         parent = parent.cpu_parent
 
 
-def _is_loading(event: Event) -> bool:
+def _is_loading(event: FunctionEvent) -> bool:
     return any(each.name.startswith("enumerate(DataLoader)") for each in (event, *_around(event)))
 
 
