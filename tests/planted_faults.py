@@ -249,7 +249,7 @@ FAULTS = (
         "tests/distributed/files/test_shards.py",
     ),
     Fault(
-        "distributed/launch/workers.py",
+        "distributed/launch/ending.py",
         "    if failure is not None and failure.kind <= Kind.LATE:",
         "    if False:",
         "tests/distributed/launch/test_workers.py",

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -38,16 +38,15 @@ from nano_loop.patching.objects.optimizers import held_by, trained_by
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
-from nano_loop.patching.torch_private_compiler import is_compiled
 from nano_loop.patching.user_code import warn
 from nano_loop.policy.product_precision import line_searches_in_fp32
 from nano_loop.runtime.ambient_training import ChangedValues, Training
+from nano_loop.runtime.left_alone import reason_to_leave
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import LOADER_STEPS
-from nano_loop.steps.step import SkipReason
 
 _modes: list[Ambient] = process_wide("ambient modes", [])
 
@@ -218,7 +217,7 @@ class Ambient:
             return
         training = self._training_of([module, *optimizers])
         if training is None:
-            reason = _reason_to_leave(module)
+            reason = reason_to_leave(module)
             training = Training(None if reason else self._run)
             if reason:
                 detail = f"{class_name(module)} is left alone: {reason.detail}"
@@ -273,27 +272,6 @@ class Ambient:
 
 
 _OTHERS = "an optimizer that is not a torch optimizer"
-_BY_PROCESSES = SkipReason("distributed", "several processes train it")
-#: Why modules of classes that others have wrapped them in are left alone, by the names of the classes.
-_WRAPPERS = {
-    "DistributedDataParallel": _BY_PROCESSES,
-    "FullyShardedDataParallel": _BY_PROCESSES,
-    "FSDPModule": _BY_PROCESSES,
-    "_FabricModule": SkipReason("fabric", "Fabric has set it up"),
-}
-
-
-def _reason_to_leave(model: nn.Module) -> SkipReason | None:
-    """Return why a model is not set up, since others have set it up, or None."""
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return _BY_PROCESSES
-    for module in model.modules():
-        if is_compiled(module):
-            return SkipReason("compiled", "torch.compile has compiled it")
-        for base in type(module).__mro__:
-            if base.__name__ in _WRAPPERS:
-                return _WRAPPERS[base.__name__]
-    return None
 
 
 def _mode_here() -> Ambient | None:

@@ -189,7 +189,8 @@ class Run:
         if not self._is_inner:
             self.scope = RunScope(slot.ranks, self.in_all_threads)
             hint = _SET_UP if self._task is None else self._task.set_up
-            self.stepped = SteppedOptimizers(slot.ranks, self.scope, hint, self.apply, self._unmet, self._clock)
+            unmet = partial(self._results.unmet_of, self._steps)
+            self.stepped = SteppedOptimizers(slot.ranks, self.scope, hint, self.apply, unmet, self._clock)
             ending.enter_context(self.stepped.looking())
 
     def __exit__(
@@ -329,21 +330,7 @@ class Run:
             results.append(self._memory.final_result())  # the last line
             self._results.add_final(self._place, [result for result in results if result is not None])
             if self._is_inner and self._kinds is STEPS:
-                self._results.note_unmet(self._unmet())
-
-    def _unmet(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the steps that were asked for by True and apply to nothing that was set up: reasons and what to do."""
-        results = [] if self.report is None else self.report.results
-        in_use = {result.name for result in results if result.status != "skipped"}
-        reasons = {result.name: result.detail for result in results}
-        for step in self._steps:
-            if not self.options.is_asked_for(step.name):
-                continue
-            reason, missing = step.unused_because or reasons.get(step.name), _PARTS[step.needs]
-            if reason is not None and (step.unused_because or step.name not in in_use):
-                yield step.name, reason, f"Remove {step.name}"
-            elif step.name not in in_use:
-                yield step.name, f"no {missing} was set up", f"Pass the {missing}, or remove {step.name}"
+                self._results.note_unmet(self._steps)
 
     def _is_relevant(self, step: Step, parts: TrainingObjects) -> bool:
         if not step.enabled or (step.once and self._is_set_up):
@@ -369,8 +356,6 @@ def _default_steps(task: RunTask | None) -> tuple[type[Step], ...]:
     return STEPS if task is None else task.steps
 
 
-#: What a step misses where it has no line, by what it needs.
-_PARTS = {"models": "model", "optimizers": "optimizer", "trained": "model", "loaders": "DataLoader", None: "model"}
 _SET_UP = "Call run.setup(model, optimizer) before the first step"
 
 

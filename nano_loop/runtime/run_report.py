@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -12,10 +12,13 @@ from nano_loop.cpu import Machine, format_cpu_list
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.kernels.build import summary
 from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult
+from nano_loop.steps.step import Step
 from nano_loop.version import __version__
 
 #: The command whose result ``num_processes="auto"`` takes.
 _MEASURE = "nano-loop tune --num-processes auto --split-batches SCRIPT"
+#: What a step misses where it has no line, by what it needs.
+_PARTS = {"models": "model", "optimizers": "optimizer", "trained": "model", "loaders": "DataLoader", None: "model"}
 _MUCH = 100 << 20  # bytes that a copy of the arguments takes, from which on the report says so
 
 
@@ -62,9 +65,24 @@ class RunReport:
         self.add(slot, [result for result, kind in zip(results, kinds, strict=True) if kind not in self._final])
         self._final.update(kinds)
 
-    def note_unmet(self, unmet: Iterable[tuple[str, str, str]]) -> None:
-        """Note what was asked for and applied to nothing in a run inside: names, reasons, and what to do."""
+    def note_unmet(self, steps: Iterable[Step]) -> None:
+        """Note what was asked for by True and applied to nothing in a run inside, which has these steps."""
+        unmet = self.unmet_of(steps)
         self.unmet = {entry[0]: entry for entry in unmet if self.unmet is None or entry[0] in self.unmet}
+
+    def unmet_of(self, steps: Iterable[Step]) -> Iterator[tuple[str, str, str]]:
+        """Yield the steps that were asked for by True and apply to nothing that was set up: reasons and what to do."""
+        results = [] if self.report is None else self.report.results
+        in_use = {result.name for result in results if result.status != "skipped"}
+        reasons = {result.name: result.detail for result in results}
+        for step in steps:
+            if not step.options.is_asked_for(step.name):
+                continue
+            reason, missing = step.unused_because or reasons.get(step.name), _PARTS[step.needs]
+            if reason is not None and (step.unused_because or step.name not in in_use):
+                yield step.name, reason, f"Remove {step.name}"
+            elif step.name not in in_use:
+                yield step.name, f"no {missing} was set up", f"Pass the {missing}, or remove {step.name}"
 
 
 def _empty_report(slot: RankSlot, options: Options) -> SetupReport:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import ctypes
 import functools
 import io
 import os
 import shutil
-import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +21,7 @@ from urllib.parse import quote
 
 from nano_loop.distributed.files.folder import began, cache_folders, discard, folders_of, place_of
 from nano_loop.distributed.files.functions import Functions, naming
+from nano_loop.distributed.files.landlock import keep_writes_in
 from nano_loop.distributed.files.original_os import Replacement, original_os
 from nano_loop.distributed.files.overlay import Overlay
 from nano_loop.distributed.files.refused import explaining_files
@@ -202,56 +201,6 @@ def _keep_temporary_files_in(folder: str) -> Callable[[], None]:
 
     setattr(tempfile, _sanitize, sanitized)
     return lambda: setattr(tempfile, _sanitize, original)
-
-
-# --- the boundary that the kernel draws ---
-# Compiled code cannot change the caller's files behind it. Linux has it since 5.13, by the name of Landlock. It holds
-# for the thread that draws it and all that it starts, to their ends.
-
-_CREATE, _ADD, _RESTRICT = 444, 445, 446  # the numbers of the calls, the same for all processors
-_VERSION, _BENEATH = 1, 1
-_NO_NEW_PRIVILEGES = 38  # of prctl
-# What is kept to the folders: to write a file, to remove, make and link one. A folder that compiled code makes is real.
-_WRITE, _REMOVE, _MAKE, _LINK = 1 << 1, 1 << 5, 1 << 8, 1 << 12
-_MOVE, _TRUNCATE = 1 << 13, 1 << 14  # since versions 2 and 3
-
-
-def keep_writes_in(folders: Iterable[str]) -> bool:
-    """Refuse to this thread, and to what it starts, to change files outside of folders.
-
-    Returns
-    -------
-    bool
-        Whether the kernel does so.
-    """
-    if sys.platform != "linux":
-        return False
-    call = ctypes.CDLL(None).syscall
-    call.restype = ctypes.c_long
-    version = call(_CREATE, None, ctypes.c_size_t(0), _VERSION)
-    if version < 1:
-        return False
-    rights = _WRITE | _REMOVE | _MAKE | _LINK | _MOVE * (version >= 2) | _TRUNCATE * (version >= 3)
-    handled = struct.pack("=Q", rights)
-    rules = call(_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
-    if rules < 0:
-        return False
-    try:
-        for folder in folders:
-            _allow(call, rules, folder, rights)
-        ctypes.CDLL(None).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        return bool(call(_RESTRICT, rules, 0) == 0)
-    finally:
-        os.close(rules)
-
-
-def _allow(call: Any, rules: int, folder: str, rights: int) -> None:
-    try:
-        descriptor = original_os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it is not there
-        return
-    call(_ADD, rules, _BENEATH, struct.pack("=Qi", rights, descriptor), 0)
-    os.close(descriptor)
 
 
 # --- functions of compiled code: a rank gives each its private path ---

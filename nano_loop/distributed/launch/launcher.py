@@ -60,7 +60,7 @@ class Launcher(ABC):
     - *files*: a rank other than 0 writes to a private folder, which is deleted with the run
       (`nano_loop.distributed.files.folder`);
     - *watching*: a launcher that starts processes describes each as a
-      `nano_loop.distributed.launch.workers.Worker`. `nano_loop.distributed.launch.workers.running_together` watches
+      `nano_loop.distributed.launch.workers.Worker`. `nano_loop.distributed.launch.ending.running_together` watches
       them, and turns the first failure into the `NanoWorkerError` that rank 0 raises;
     - *ending*: when the body of `joined` is left, in whatever way, every rank has ended, and processes, process group,
       files, environment variables and affinity masks are as they were before.

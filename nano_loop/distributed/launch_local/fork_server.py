@@ -10,8 +10,6 @@ the caller's own children are not disturbed.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import functools
 import gc
 import importlib
 import os
@@ -19,26 +17,18 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
-import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
-
-import torch
 
 from nano_loop.cpu.glibc import allocator_of_this_process
 from nano_loop.cpu.parent_process import end_with
-from nano_loop.distributed.comm.rank_slot import RankSlot
-from nano_loop.distributed.comm.ranks import Ranks, RunContext
 from nano_loop.distributed.files.private_files import prepare
-from nano_loop.distributed.launch.group import local_group
-from nano_loop.distributed.launch.stream import Reporter, Stream
-from nano_loop.distributed.launch.worker import Assignment, work
-from nano_loop.integrations.fabric.rank_zero import note_rank
+from nano_loop.distributed.launch.stream import Stream
+from nano_loop.distributed.launch_local import stack_dump
+from nano_loop.distributed.launch_local.forked_worker import work_for
 
 _DESCRIPTORS = 3  # that come with each request for a worker: its stream, standard output, standard error
 
@@ -180,7 +170,7 @@ class ForkServer:
         """Do what the caller has asked for on a worker's stream; where it has closed that, end the worker."""
         kinds = {request["kind"] for request, _ in stream.receive()}
         if "stack" in kinds:
-            request_stacks(*worker)
+            stack_dump.request(*worker)
         if "kill" in kinds or not stream.is_open:
             _kill_group(worker.pid)
 
@@ -246,124 +236,3 @@ def _handle_of(process: int) -> int | None:
         return os.pidfd_open(process)
     except (AttributeError, OSError):
         return None
-
-
-# --- a worker, from its fork on ---
-
-
-def work_for(start: dict[str, Any], stream: Stream, output: int, errors: int) -> None:
-    """Do the work of a rank in this process, and end it.
-
-    Parameters
-    ----------
-    start : dict
-        What `nano_loop.distributed.launch_local.start.start_of` has returned.
-    stream : Stream
-        Its stream to rank 0.
-    output, errors : int
-        The descriptors of its standard output and its standard error.
-    """
-    _take_streams(output, errors)
-    _take_over(start)
-    dump_stacks_on_signal(start["folder"], start["rank"])
-    reporter = Reporter(start["rank"], stream.send)
-    folder = Path(start["folder"])
-    work(reporter, folder, functools.partial(_joined, reporter), payload=folder)
-    # Threads of the user's may be running; there is nothing to clean up that rank 0 does not.
-    os._exit(0)
-
-
-def _take_over(start: dict[str, Any]) -> None:
-    """Take over from the caller's process what a process has from its start."""
-    if start["cpus"]:
-        os.sched_setaffinity(0, start["cpus"])
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ.clear()
-    os.environ.update(start["environ"])
-    if os.environ.get("OMP_NUM_THREADS", "") != before and os.environ["OMP_NUM_THREADS"].isdecimal():
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read another number
-    if start["working_folder"] is not None:
-        os.chdir(start["working_folder"])
-    sys.argv[:] = start["argv"]
-    if start["script"] is not None:  # which processes that are spawned import
-        sys.modules["__main__"].__file__ = start["script"]
-    importlib.invalidate_caches()
-
-
-@contextlib.contextmanager
-def _joined(reporter: Reporter, assignment: Assignment, rank: int) -> Iterator[RankSlot]:
-    """Connect a worker with the other ranks; the one after the last is the witness, and is alone."""
-    if rank == assignment.size:
-        note_rank(None)
-        _end_at_sockets(reporter)
-        first = assignment.slots[0]
-        yield RankSlot(Ranks(context=RunContext(witness=reporter.report)), first.machine, first.host)
-        return
-    slot = assignment.slots[rank]
-    with local_group(slot.ranks, assignment.options.process_group_backend):
-        yield slot
-
-
-def _end_at_sockets(reporter: Reporter) -> None:
-    """End this process, whose other effects are dropped, before it talks to another host."""
-    process = os.getpid()
-
-    def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("socket.connect", "socket.bind", "socket.sendto") and isinstance(arguments[1], tuple):
-            if os.getpid() == process:
-                reporter.report("ends", why=f"it opens a socket ({event})")
-            os._exit(0)
-
-    sys.addaudithook(audit)
-
-
-def _take_streams(output: int, errors: int) -> None:
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(output, 1)
-    os.dup2(errors, 2)
-    os.close(output)
-    os.close(errors)
-
-
-# --- where its threads are: it writes that to a file when a signal comes, whatever it is doing then ---
-
-#: Not one that a loop handles; handled in C, so also where Python's lock is held.
-_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 1
-_LONGEST = 20_000  # characters
-_STOPPED = ("T", "t")  # states of a process, as in /proc
-_IS_STOPPED = "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
-
-
-def dump_stacks_on_signal(folder: str, rank: int) -> None:
-    """Let this process write the stacks of its threads to a file in the run's folder whenever the signal comes."""
-    try:
-        file = _path(folder, rank).open("w")  # stays open as long as the process lives
-    except OSError:  # the folder has no room, which what comes next says better
-        signal.signal(_SIGNAL, signal.SIG_IGN)
-    else:
-        faulthandler.register(_SIGNAL, file, all_threads=True)
-
-
-def request_stacks(process: int, folder: str, rank: int) -> None:
-    """Send the signal; of a process that is stopped, write down that."""
-    with contextlib.suppress(OSError):  # there is no /proc, or the process is gone
-        os.kill(process, _SIGNAL)
-        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in _STOPPED:
-            _path(folder, rank).write_text(_IS_STOPPED)
-
-
-def read_stacks(folder: str, rank: int, deadline: float) -> str:
-    """Return what the process has written, once that is complete; nothing where it writes nothing."""
-    dump, path = "", _path(folder, rank)
-    while time.monotonic() < deadline:
-        written = path.read_text(errors="replace") if path.exists() else ""
-        if written and written == dump:
-            break
-        dump = written
-        time.sleep(0.02)
-    return dump[:_LONGEST]
-
-
-def _path(folder: str, rank: int) -> Path:
-    return Path(folder) / f"stacks-{rank}"

@@ -13,12 +13,13 @@ from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.system_limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.files.folder import cache_folders_made, place_of, workers_files
+from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.worker import PAYLOAD, WORKER_INIT, Assignment, State, write_payload
-from nano_loop.distributed.launch.workers import Workers, running_together
+from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_local.output import standard_streams_open
 from nano_loop.distributed.launch_local.process import WitnessProcess, forked
 from nano_loop.distributed.launch_local.server import Server, keep, server_for, start_early

@@ -19,7 +19,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.failure import Failure, Kind, died
 from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch.workers import Worker
-from nano_loop.distributed.launch_local.fork_server import read_stacks
+from nano_loop.distributed.launch_local import stack_dump
 from nano_loop.distributed.launch_local.output import Output, pipe
 from nano_loop.distributed.launch_local.server import HELLO, Server
 from nano_loop.distributed.launch_local.start import start_of
@@ -82,7 +82,7 @@ class WorkerProcess(Worker):
     def stack_dump(self) -> str:
         """See `Worker.stack_dump`."""
         self._ask("stack")
-        return "" if self._has_ended else read_stacks(self._folder, self.rank, time.monotonic() + HELLO)
+        return "" if self._has_ended else stack_dump.read(self._folder, self.rank, time.monotonic() + HELLO)
 
     def kill(self) -> None:
         """See `Worker.kill`."""

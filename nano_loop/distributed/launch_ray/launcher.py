@@ -16,12 +16,13 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.system_limits import SHARED_MEMORY, limits_in_words
+from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.worker import Assignment, State, write_payload
-from nano_loop.distributed.launch.workers import Workers, running_together
+from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import join_run
 from nano_loop.distributed.launch_ray.caller import changes_undone_by, for_actors

@@ -11,7 +11,6 @@ there. So `type(layer) is nn.Linear` holds inside the loop, and copies and pickl
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.utils.parametrize import ParametrizationList
 
-from nano_loop.patching.attributes import defined_in, library, replaced
+from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.entry import through_interceptor
+from nano_loop.patching.calls.entry_points import MODULE_CALL, called_by_loops, entry_points
 from nano_loop.patching.calls.exports import is_exporting, plain_models_exported
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.ownership import NO_RULES, NONE, Rules, call_state, forget_graphs, note_graph, rules_now
@@ -44,13 +43,6 @@ _interceptors: dict[int, tuple[CallInterceptor, ...]] = call_state.interceptors
 _lock = threading.RLock()  # a model that is freed meanwhile ends its run
 #: The ids of interceptors with a call that `torch.compile` has traced.
 _traced: set[int] = process_wide("traced interceptors", set())
-#: Through which a loop calls modules.
-MODULE_CALL: tuple[type, str] = nn.Module, "__call__"
-# Modules of torch's classes are called through __call__. Replacing their methods too would affect every model.
-_NOT_THE_USERS = frozenset({"torch", "builtins", "typing", "abc", "collections"})
-# Classes of trainers: what overrides one of their methods is a hook, which the trainer calls, not a computation.
-_TRAINERS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"})
-_STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 _FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
 
 
@@ -275,11 +267,11 @@ class CallInterceptors:
             forget_graphs()
 
     def _open(self, model: nn.Module) -> CallInterceptor:
-        modules = _called_by_loops(model)
+        modules = called_by_loops(model)
         if not self._entry_points:
             self._undoing.enter_context(newcomers_covered())
             self._undoing.enter_context(plain_models_exported())
-        points = {MODULE_CALL} if self._trainings_only else _entry_points_of(modules)
+        points = {MODULE_CALL} if self._trainings_only else entry_points(modules)
         for owner, name in points - self._entry_points:
             self._entry_points.add((owner, name))
             self._undoing.enter_context(replaced(owner, name, through_interceptor))
@@ -307,7 +299,7 @@ def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> N
     """Intercept calls into a module that is registered in a set-up model during the run."""
     if module is not None:
         for interceptor in _interceptors.get(id(parent), ()):
-            interceptor.cover(_called_by_loops(module))
+            interceptor.cover(called_by_loops(module))
 
 
 def newcomers_covered() -> AbstractContextManager[Any]:
@@ -349,32 +341,3 @@ def _of_this_thread(interceptors: tuple[CallInterceptor, ...]) -> CallIntercepto
     thread = threading.get_ident()
     own = (interceptor for interceptor in reversed(interceptors) if interceptor.thread == thread)
     return next(own, interceptors[-1])
-
-
-def _called_by_loops(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model`, except parametrizations, which an access to `layer.weight` calls."""
-    modules = list(model.modules())
-    lists = [module for module in modules if isinstance(module, ParametrizationList)]
-    parametrizations = {part for parametrization_list in lists for part in parametrization_list.modules()}
-    return [module for module in modules if module not in parametrizations]
-
-
-def _entry_points_of(modules: list[nn.Module]) -> set[tuple[type, str]]:
-    """Return the class attributes through which the loop can call one of `modules`."""
-    methods = {MODULE_CALL}
-    for kind in {type(module) for module in modules}:
-        hooks = [nn.Module, *(base for base in kind.__mro__ if library(base) in _TRAINERS)]
-        for owner in kind.__mro__:
-            if library(owner) not in _NOT_THE_USERS | _TRAINERS:
-                methods |= {(owner, name) for name, value in defined_in(owner).items() if _computes(name, value, hooks)}
-    return methods
-
-
-def _computes(name: str, value: object, hooks: list[type]) -> bool:
-    """Whether a class attribute is a method that the loop may call for a computation."""
-    lazy = inspect.isgeneratorfunction(value) or inspect.iscoroutinefunction(value)
-    if lazy or not inspect.isfunction(value):
-        return False
-    if name in _STEPS or name in ("forward", "__call__"):
-        return True
-    return not (name.startswith("_") or any(hasattr(base, name) for base in hooks))

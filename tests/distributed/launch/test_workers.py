@@ -7,9 +7,10 @@ import pytest
 
 from nano_loop import NanoWorkerError
 from nano_loop.distributed.comm.ranks import wait_until
+from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.failure import Failure, Kind, died, raised
 from nano_loop.distributed.launch.interrupts import Interrupts
-from nano_loop.distributed.launch.workers import Workers, running_together
+from nano_loop.distributed.launch.workers import Workers
 from nano_loop.errors import RankLateError, RankLeftError
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
