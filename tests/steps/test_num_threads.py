@@ -9,7 +9,8 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.runtime import run as run_module
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.trial import StepTrial
-from nano_loop.steps.threads import NumThreads, Threads
+from nano_loop.steps.num_threads import NumThreads
+from nano_loop.steps.threads import Threads
 
 
 @pytest.fixture(autouse=True)

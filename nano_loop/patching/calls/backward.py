@@ -71,12 +71,15 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
             return original(*args, **kwargs)
         waiting: list[Callable[[], None]] = []
         call_state.at_end = waiting
-        queue_callback(
-            lambda: [function() for function in waiting]
-        )  # here the outer backward is still the one that is running
+        queue_callback(lambda: _run(waiting))  # here the outer backward is still the one that is running
         try:
             return original(*args, **kwargs)
         finally:
             call_state.at_end = None
 
     return backward
+
+
+def _run(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
