@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nano_loop.kernels.attention import blocked_attention
+from nano_loop.kernels.attention import attention, blocked_attention
 
 from .nested import differences
 from .pairs import BF16, EXACT, FP64, SHIPPED, pair, run_accelerated, run_plain
@@ -32,6 +32,7 @@ def test_kernel_for_attention_draws_as_often_as_torch(monkeypatch):
     """So that the next shuffle of the loader is the plain loop's; its numbers are held by tests/kernels."""
     build = job(model=Attending)
     taken, original = [], blocked_attention.blocked_attention
+    monkeypatch.setattr(attention, "MIN_SCORES", 1)
     monkeypatch.setattr(blocked_attention, "blocked_attention", lambda *args: taken.append(1) or original(*args))
     actual, _ = run_accelerated(build, fit, SHIPPED)
     found = [*differences(actual["random"], run_plain(build, fit)["random"])]

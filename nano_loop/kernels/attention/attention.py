@@ -21,6 +21,7 @@ from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.override import BF16, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.torch_private import in_functorch
+from nano_loop.patching.torch_private_autograd import in_forward_mode
 
 #: The name of the algorithm in C.
 BLOCKS = "blocks"
@@ -50,7 +51,7 @@ def _supports(
     if min(tensor.dim() for tensor in tensors) < 3 or math.prod(query.shape[:-1]) * key.size(-2) < MIN_SCORES:
         return None
     # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
-    if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+    if in_functorch() or in_forward_mode() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return None
     if torch.get_autocast_dtype("cpu") is not torch.bfloat16:
         return None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kernels.compared.convolutions import NHWC, SEEDS, STRIDES
 from kernels.compared.oracle import Row, at_least, drawn, pairs
-from nano_loop.kernels.convolution import convolution, depthwise, gradient_plans
+from nano_loop.kernels.convolution import convolution, depthwise, gradient_plans, weight_gradient
 from nano_loop.patching.operators.operators import gives_kernels, overridden
 from nano_loop.patching.ownership import NO_RULES
 
@@ -87,8 +87,9 @@ row_of = functools.partial(
 TRANSPOSED = {"transposed": True, "left": [(True, True, False)]}
 IN_2D = TRANSPOSED | {"function": F.conv_transpose2d}
 OF_EACH = {"channels": 8, "outputs": 8, "groups": 8}
-#: The bias of a transposed convolution is a sum.
+#: The bias of a transposed convolution is a sum. The weight's gradient is torch's, on CPUs with bf16 instructions, too.
 OF_BIAS = row_of(
+    patches=[*EVERY_SIZE, (weight_gradient, "FEWEST", 1 << 30)],
     sizes=drawn(
         images=(1, 5),
         channels=(2, 40),
