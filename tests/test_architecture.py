@@ -110,19 +110,19 @@ BUDGETS = {
     "": 450,  # 430 is the goal
     "api": 1_300,
     "cli": 2_325,  # 2_100 is the goal
-    "integrations": 1_600,
+    "integrations": 1_500,
     "runtime": 2_525,  # 1_700 is the goal
     "steps": 3_975,  # 3_300 is the goal
-    "policy": 150,
+    "policy": 125,
     "kernels": 11_750,  # 9_600 is the goal
-    "autotune": 730,
+    "autotune": 700,
     "optimizers": 1_050,  # 600 is the goal
     "patching": 3_250,  # 3_100 is the goal
     "precision": 2_075,  # 2_000 is the goal
     "data": 1_400,
     "distributed": 13_300,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
-    "compile": 200,
+    "compile": 150,
     "config": 1_550,  # 1_300 is the goal
     "cpu": 1_250,
     "storage": 400,  # 350 is the goal
