@@ -207,8 +207,8 @@ class CallInterceptors:
 
     Parameters
     ----------
-    See `CallInterceptor`. If True, modules are called by ``__call__``, and no method of the user's is replaced.
-        ``__call__``.
+    trainings_only : bool
+        See `CallInterceptor`. If True, modules are called by ``__call__``, and no method of the user's is replaced.
     """
 
     def __init__(self, trainings_only: bool = False) -> None:
