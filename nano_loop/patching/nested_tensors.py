@@ -26,8 +26,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
     Parameters
     ----------
-    Accepts a tensor and returns a tensor, or the same object for no change.
-        Takes a tensor and returns a tensor, or the same object for no change.
+    function : callable
+        Accepts a tensor and returns a tensor, or the same object for no change.
     value : object
         A tensor, or arbitrarily nested tuples (including named tuples), lists, sets, mappings, dataclasses and
         namespaces of tensors. Other objects are returned unchanged.

@@ -41,8 +41,8 @@ class _Call(threading.local):
         Whether `channels_last` converts the model. None: unknown, as in compiled code.
     is_unmarked : bool
         Whether the most recently converted tensor has no node to mark. It decides if there is no graph.
-    The address of the latest `empty_like` of an NHWC tensor, and whether that is NHWC due to `channels_last`.
-        NHWC.
+    latest : tuple
+        The address of the latest `empty_like` of an NHWC tensor, and whether that is NHWC due to `channels_last`.
     is_mask : bool or None
         The `is_mask` that `drawn` should use; None: the argument passed to it.
     """
