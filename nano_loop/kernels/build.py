@@ -221,7 +221,7 @@ def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
         if packaged(file).exists():
             damage = damage_of(packaged(file))
             if damage is not None:
-                raise UnavailableError(f"{damage}: install nano_loop again")
+                raise UnavailableError(f"{damage}: reinstall nano_loop")
             return _opened(str(packaged(file)), is_threaded)
         return _cached(name, file, is_threaded)
     except (OSError, NanoError) as error:

@@ -283,7 +283,7 @@ def _run(command: Sequence[str], folder: Path, seconds: float) -> None:
 def _refuse_clang(command: Sequence[str]) -> None:
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
     if "clang" in version.stdout:
-        raise UnavailableError(f"{command[0]} is clang, whose OpenMP is not torch's; gcc is needed")
+        raise UnavailableError(f"{command[0]} is clang, whose OpenMP is not torch's; use gcc")
 
 
 def _processor() -> str:

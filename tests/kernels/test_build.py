@@ -139,7 +139,7 @@ def test_damaged_library_of_the_package_is_not_loaded(package, monkeypatch, name
     found = CompiledKernel("cross_entropy", {}).unavailable
     assert found.startswith(f"{name}-{SUPPORTED[-1].name}-")
     assert reason in found
-    assert found.endswith("install nano_loop again")
+    assert found.endswith("reinstall nano_loop")
     assert build.summary() == (f"no C kernels: {found}" if name == "openmp" else f"C kernels {SUPPORTED[-1].name}")
 
 

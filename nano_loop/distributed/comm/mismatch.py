@@ -17,8 +17,8 @@ BATCH_NORM = "a batch norm in train mode"
 MEAN_LOSS = "a mean of cross-entropy"
 _ALONE_IN = {BATCH_NORM: "after model.eval()", MEAN_LOSS: "under torch.no_grad()"}
 
-_DIVIDED = "a loader that is divided is iterated by every rank"
-_ALONE = "what one rank does alone under torch.no_grad(), where each rank takes all batches"
+_DIVIDED = "every rank must iterate a loader that is divided"
+_ALONE = "code for one rank only under torch.no_grad(), where each rank gets all batches"
 
 
 class CallSite(NamedTuple):
@@ -56,10 +56,10 @@ def mismatch_message(own_rank: int, all_ranks: Mapping[int, CallSite]) -> str:
     iterating = [rank for rank, where in all_ranks.items() if where.what == ITERATION]
     others = [rank for rank, where in all_ranks.items() if where.what != all_ranks[own_rank].what]
     if not others:
-        got = f"ranks {', '.join(map(str, sorted(all_ranks)))} wait for each other, in different groups of ranks"
-        expected = "ranks that are in several groups must use them in the same order"
+        got = f"ranks {', '.join(map(str, sorted(all_ranks)))} wait for each other in different process groups"
+        expected = "ranks in several groups must use them in the same order"
         message = error_message(
-            got, expected, "Make the loop call the collectives of its groups in one order on every rank"
+            got, expected, "Make the loop call the collectives of its groups in the same order on every rank"
         )
     elif iterating:
         other = next(rank for rank in all_ranks if rank not in iterating)

@@ -47,7 +47,7 @@ def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple
     if chosen is None:
         return partition(machine, len(ranks))
     if not hasattr(os, "sched_setaffinity"):
-        expected = f"{sys.platform} has no way to bind a process to CPUs"
+        expected = f"{sys.platform} cannot bind processes to CPUs"
         raise NanoConfigError(error_message(options.as_written["cpu_for_each_process"], expected, "Omit it"))
     if isinstance(chosen, int):
         return partition(machine, len(ranks), chosen)

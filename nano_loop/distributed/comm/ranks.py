@@ -66,8 +66,8 @@ class Loop:
     def same_steps(self) -> tuple[str, str]:
         """The last two parts of a message about ranks that have taken different numbers of steps."""
         agree = f"{self.collectives}.broadcast(stop) or {self.collectives}.all_reduce(loss)"
-        advice = f"If a rank's own values decide when it stops, make all ranks decide the same first: {agree}"
-        return "all ranks have to run the same number of steps", advice
+        advice = f"If a rank stops based on its own values, make all ranks agree first: {agree}"
+        return "all ranks must run the same number of steps", advice
 
 
 def by_host(hosts: Sequence[object]) -> list[list[int]]:
@@ -232,7 +232,7 @@ class Ranks:
         if self._channel is None:
             got = f"rank {self.rank} of {self.size} has no channel to the others"
             raise NanoError(
-                error_message(got, "values travel between ranks that have joined a run", "Start a run first")
+                error_message(got, "only ranks that have joined a run can exchange values", "Start a run first")
             )
         return self._channel
 

@@ -40,12 +40,12 @@ def limit_in_words(error: OSError, folder: Path) -> tuple[str, str] | None:
         return "the system cannot open more files", "Close programs, or raise the limit (sysctl fs.file-max)"
     if error.errno == errno.EAGAIN:
         advice = "End some, or raise the limit (ulimit -u, or the container's)"
-        return "this user or container may have no more processes", advice
+        return "this user or container has reached its limit of processes", advice
     if error.errno == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return f"no file of this process may have more than {most:,} bytes", f"Raise the limit (ulimit -f); {_NO_COPY}"
+        return f"files of this process may have at most {most:,} bytes", f"Raise the limit (ulimit -f); {_NO_COPY}"
     if error.errno == errno.EDQUOT:
-        return f"this user's quota in {folder} is used up", "Delete files there, or ask for more"
+        return f"this user's quota in {folder} is used up", "Delete files there, or request a larger quota"
     if error.errno == errno.ENOSPC:
         return _no_room(Path(error.filename).parent if isinstance(error.filename, str) else folder)
     return None
@@ -64,7 +64,7 @@ def _no_room(folder: Path) -> tuple[str, str]:
     if SHARED_MEMORY in parent.parents or parent == SHARED_MEMORY:
         advice = "Enlarge it (docker run --shm-size=..., mount -o remount,size=... /dev/shm)"
     else:
-        advice = "Set TMPDIR to a folder that has room"
+        advice = "Set TMPDIR to a folder with free space"
     return limit, f"{advice}; {_NO_COPY}"
 
 

@@ -19,10 +19,10 @@ _MOST_TEXT = 10_000  # characters
 _DENIED = re.compile(r"permission denied|read-?only", re.IGNORECASE)
 _MISSING = re.compile(r"no such file|not found|does not exist|unable to open|cannot open", re.IGNORECASE)
 _QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"|(/[^\s:'\",]+)")
-_ONE_RULE = "only rank 0 writes your files, and what another rank writes is its own, which compiled code does not see"
-_ADVICE = "Do it on rank 0 alone: if nano_loop.is_global_zero()"
-_ROOM = "what a worker writes needs room there until the run ends"
-_MAKE_ROOM = "Make room, set TMPDIR to a folder on a larger disk, or write on rank 0 alone (nano_loop.is_global_zero())"
+_ONE_RULE = "only rank 0 writes your files; other ranks' writes are private, and compiled code does not see them"
+_ADVICE = "Do it on rank 0 only: if nano_loop.is_global_zero()"
+_ROOM = "files written by a worker are stored there until the run ends"
+_MAKE_ROOM = "Free space, set TMPDIR to a folder on a larger disk, or write on rank 0 only (nano_loop.is_global_zero())"
 _LITTLE = 1 << 20  # free bytes on a disk that is considered full
 
 

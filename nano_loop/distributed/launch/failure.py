@@ -118,7 +118,7 @@ def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> 
     words = _words_of(error)
     text = f"{type(error).__name__}: {words}" if words else type(error).__name__
     what = "raised " + text.rstrip(".").partition("\n")[0] + where
-    advice = _limit(error) or "Fix the error in its traceback"
+    advice = _limit(error) or "Fix the error shown in its traceback"
     return Failure(rank, kind_of(error), what, advice, traceback=_shortened(traceback))
 
 
@@ -183,7 +183,7 @@ def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failur
     last_words : str
         The end of its standard error.
     """
-    advice = "See what it wrote before" if last_words else "Run the loop with num_processes=1 to find the cause"
+    advice = "See its previous output" if last_words else "Run the loop with num_processes=1 to find the cause"
     if exitcode is None or exitcode >= 0:
         code = "" if exitcode is None else f" with exit code {exitcode}"
         return Failure(rank, Kind.CAUSE, f"ended its process{code}", advice, exitcode, last_words or None)
@@ -191,7 +191,7 @@ def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failur
     what = f"crashed with {name}" if name in _CRASHES else f"was ended by {name}"
     if name == "SIGKILL":
         what = "was killed by SIGKILL"
-        advice = "The kernel does that when memory runs out: see dmesg, lower the batch size or num_processes"
+        advice = "The kernel does this when memory runs out: see dmesg; lower the batch size or num_processes"
     elif name not in _CRASHES and not last_words:
         advice = "Find out what sends it: a job scheduler, a time limit (ulimit -t) or another program"
     return Failure(rank, Kind.CAUSE, what, advice, exitcode, last_words or None)

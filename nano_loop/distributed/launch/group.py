@@ -167,15 +167,15 @@ def _shared_groups(groups: SharedGroups) -> Iterator[None]:
 def _make_group(options: Any, backend_options: Any = None) -> SharedGroup:
     if not _groups:
         got = f"backend={NAME!r} outside a run"
-        raise NanoError(error_message(got, "it connects the ranks of a run of nano_loop", 'Use "gloo"'))
+        raise NanoError(error_message(got, "it connects the ranks of a nano_loop run", 'Use "gloo"'))
     return _groups[-1].make(options, backend_options)
 
 
 def refuse_existing_group() -> None:
     """Raise if the process is already in a group: torch has one default group per process."""
     if distributed.is_available() and distributed.is_initialized():
-        got = f"this process is in a process group of {distributed.get_world_size()} already"
-        expected = "num_processes makes a process group, and torch has one default group"
+        got = f"this process is already in a process group of {distributed.get_world_size()}"
+        expected = "num_processes creates a process group, and torch has one default group"
         raise NanoError(error_message(got, expected, "Call torch.distributed.destroy_process_group() before"))
 
 

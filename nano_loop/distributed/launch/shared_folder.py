@@ -70,7 +70,7 @@ def refuse_foreign_folder(folder: Path) -> None:
     except OSError as error:
         got = f"the folder of the run, {folder}, cannot be found ({error.strerror})"
         hint = "Start all ranks of a host in one container, or with one shared-memory file system"
-        raise NanoError(error_message(got, "ranks of one host meet there", hint)) from error
+        raise NanoError(error_message(got, "the ranks of one host meet there", hint)) from error
 
 
 def shared_memory_device() -> int:

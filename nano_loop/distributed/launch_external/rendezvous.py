@@ -120,8 +120,8 @@ class Presence(NamedTuple):
             host, cpus, process = json.loads(text)
             return cls(Host(*host), tuple(cpus), process)
         except (TypeError, ValueError) as error:
-            got = f"rank {rank} has sent {text[:100]!r}"
-            expected = "a rank begins with its host and its CPUs, as nano_loop writes them"
+            got = f"rank {rank} sent {text[:100]!r}"
+            expected = "a rank first sends its host and its CPUs, in nano_loop's format"
             hint = "Run the same version of nano_loop on every host"
             raise NanoError(error_message(got, expected, hint)) from error
 

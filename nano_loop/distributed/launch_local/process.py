@@ -24,7 +24,7 @@ from nano_loop.distributed.launch_local.output import Output, pipe
 from nano_loop.distributed.launch_local.server import HELLO, Server
 from nano_loop.distributed.launch_local.start import start_of
 
-_ENDED_BY_OTHERS = "End no Python by its name (pkill); where memory runs out, the kernel ends processes: see dmesg"
+_ENDED_BY_OTHERS = "Do not kill Python by name (pkill); if memory runs out, the kernel kills processes: see dmesg"
 _ENDING = 3.0  # seconds for a killed process to end before its fork server is ended as well
 
 
@@ -146,7 +146,7 @@ class WorkerProcess(Worker):
         words = self._outputs[-1].last_words or self._server.last_words
         if exitcode is None and self._server.pid is not None:
             server = f" ({self._server.pid})" if self._server.gone else ""
-            what = f"ended with the process that it was forked from{server}, which was killed or has failed"
+            what = f"ended with the process that it was forked from{server}, which was killed or failed"
             return Failure(self.rank, Kind.CAUSE, what, _ENDED_BY_OTHERS, traceback=words or None)
         return died(self.rank, exitcode, words)
 
@@ -216,9 +216,9 @@ class WitnessProcess(WorkerProcess):
             if self._failure is not None:
                 self.why = f"it {self._failure.what}"
             elif self.finished or self._has_ended:
-                self.why = "it has ended before"
+                self.why = "it has ended already"
             elif time.monotonic() > deadline:
-                self.why = f"it has taken {deadline - self._began:.0f} s"
+                self.why = f"it took {deadline - self._began:.0f} s"
             else:
                 check()
                 wait([*self.sources], 0.1)

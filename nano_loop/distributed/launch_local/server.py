@@ -233,8 +233,8 @@ def _popen(origin: dict[str, Any], control: int, errors: int) -> subprocess.Pope
 # earlier a script that will need it. The kept process uses no CPU, and ends automatically after a minute without a run,
 # with the caller, or when a run needs another environment.
 
-_IS_PYTHON = "every rank but the first is a Python process that nano_loop starts"
-_HAS_NANO_LOOP = "Point sys.executable to a Python that has nano_loop"
+_IS_PYTHON = "every rank except the first is a Python process that nano_loop starts"
+_HAS_NANO_LOOP = "Set sys.executable to a Python that has nano_loop"
 
 _TASKS = tuple(f"nano_loop.{room}" for room in ("api", "integrations.lightning"))  # not imported by the rooms below
 #: Seconds without a run after which the process ends.

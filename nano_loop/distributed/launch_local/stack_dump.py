@@ -13,7 +13,7 @@ from pathlib import Path
 _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 1
 _LONGEST = 20_000  # characters
 _STOPPED = ("T", "t")  # process states, as in /proc
-_IS_STOPPED = "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
+_IS_STOPPED = "it is stopped by SIGSTOP or a debugger; kill -CONT resumes it"
 
 
 def dump_on_signal(folder: str, rank: int) -> None:

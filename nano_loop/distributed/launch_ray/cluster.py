@@ -37,8 +37,7 @@ _ADVICE = (
     "of a node (a larger cpu_for_each_process)"
 )
 _SHARED = (
-    "Put files that all ranks read where all nodes see them under the same path, such as NFS; what rank 0 writes lies "
-    "on its node"
+    "Put files that all ranks read on a path that all nodes share, such as NFS; files written by rank 0 are on its node"
 )
 _INSTALL = (
     "Every node needs the same Python environment as the caller's: install it there, or ship code with "
@@ -69,7 +68,7 @@ def connected() -> Iterator[None]:
     """Connect to Ray if the caller has not, and disconnect on exit in this case."""
     if client.ray.is_connected():
         got = "this process is connected through Ray Client (ray://)"
-        expected = "the caller is rank 0, so it has to run on a node of the cluster"
+        expected = "the caller is rank 0, so it must run on a node of the cluster"
         raise NanoConfigError(error_message(got, expected, "Start the script with `ray job submit`, or on a node"))
     with ExitStack() as stack:
         if not ray.is_initialized():
@@ -222,14 +221,14 @@ def _too_few(options: Options, count: int, cpus: int, on_cluster: Sequence[Node]
     if options.cpu_for_each_process is not None:
         got += f", {options.as_written['cpu_for_each_process']}"
     share = f"{cpus} CPU{'s' * (cpus > 1)}"
-    expected = f"{count} ranks of {share} need room, rank 0 on this node, and the cluster has {_list(on_cluster)}"
+    expected = f"{count} ranks of {share} must fit, rank 0 on this node, and the cluster has {_list(on_cluster)}"
     return error_message(got, expected, "Lower num_processes, or add nodes to the cluster before the call")
 
 
 def _in_use(options: Options, count: int, cpus: int) -> str:
     got = f"{count} × {cpus} CPUs were not free within {options.timeout:g} s"
-    expected = f"rank 0 is on this node, and free are {_list(nodes(), free=True)}"
-    return error_message(got, expected, "End other jobs, ask for less, or pass a longer timeout")
+    expected = f"rank 0 must be on this node, and the free CPUs are {_list(nodes(), free=True)}"
+    return error_message(got, expected, "End other jobs, request fewer CPUs, or pass a longer timeout")
 
 
 def _list(on_cluster: Sequence[Node], *, free: bool = False) -> str:

@@ -122,5 +122,5 @@ def _refuse_missing_ray(options: Options) -> None:
     version = importlib.metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ImportError(
-            error_message(f"{got} with Ray {version}", "it takes Ray 2.51 or later", f"Upgrade: {advice}")
+            error_message(f"{got} with Ray {version}", "Ray 2.51 or later is required", f"Upgrade: {advice}")
         )

@@ -107,7 +107,7 @@ class RankWorker:
         setting, rank = self._setting, self._setting["rank"]
         for name, version in versions().items():
             if setting["versions"][name] != version:
-                what = f"has {name} {version}, and the caller's has {setting['versions'][name]}"
+                what = f"has {name} {version}, but the caller has {setting['versions'][name]}"
                 return Failure(rank, Kind.CAUSE, what, "Give every node the same Python environment")
         _take_over(setting)
         store, other = meeting_at(*setting["store"]), meeting_at(*setting["store"])

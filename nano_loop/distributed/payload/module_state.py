@@ -152,7 +152,7 @@ class ModuleState:
     def _why_not(self, value: Any, kind: str) -> str:
         """Return the reason why a value of this kind is not sent, or an empty string if it is sent."""
         if is_cache(value) and value.cache_info().currsize:
-            return "keeps what it has returned"
+            return "caches its results"
         try:
             size = self._probe.size_of(value, may_run_code=self._is_used)
         except _OwnError:

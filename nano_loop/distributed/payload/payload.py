@@ -62,7 +62,7 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
         raise NanoError(_refusal(call, names, error)) from error
     if state.not_compared:
         got = "; ".join(f"{name} {why}" for name, why in state.not_compared.items())
-        expected, hint = "worker processes have it as after a new import", "If they need more, set it in worker_init"
+        expected, hint = "workers have its value after a new import", "If they need another one, set it in worker_init"
         warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
     return copied
 

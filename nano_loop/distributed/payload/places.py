@@ -198,8 +198,8 @@ def _kept(sent: Any, own: Any) -> Any:
     if type(sent) is not LeftOut:
         return sent
     if sent.is_required and own is _MISSING:
-        expected = "workers import that module anew, and have nothing there"
-        hint = "Set it in a function, call that, and pass it as worker_init"
+        expected = "workers import that module again, and have no value there"
+        hint = "Set it in a function, call it, and pass it as worker_init"
         raise NanoError(error_message(sent.words, expected, hint))
     return own
 

@@ -84,7 +84,7 @@ class ReachedModules:
         for path, known in codes.items():
             if _has_changed(path, known):
                 got = f"{path} has changed since it was imported"
-                expected = "worker processes import it from that file, and would compute by other code"
+                expected = "worker processes import that file, and would run different code"
                 raise NanoError(error_message(got, expected, "Restart the program"))
 
     def _contents(self, value: Any) -> Iterable[Any]:

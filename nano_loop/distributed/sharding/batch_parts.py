@@ -16,8 +16,8 @@ from nano_loop.errors import NanoError, error_message
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 _SINGLE = (type(None), str, bytes, bool, int, float, complex, np.generic)
-_EXPECTED = "split_batches takes samples out of tensors, arrays and lists by their first dimension, the batch's"
-_HINT = "Let collate_fn return such columns, of one length, in tuples or dicts, or leave split_batches out"
+_EXPECTED = "split_batches splits tensors, arrays and lists along their first dimension, the batch"
+_HINT = "Let collate_fn return such columns of equal length in tuples or dicts, or omit split_batches"
 
 
 class BatchParts:
@@ -67,11 +67,11 @@ class BatchParts:
         is_list = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
         if not is_list and (count := _count(value)) is not None:
             if count != share.total:
-                raise _refusal(value, place, f"of {count}, where the batch has {share.total} samples")
+                raise _refusal(value, place, f"of length {count}, but the batch has {share.total} samples")
             return _rows(value, share.start, share.stop)
         fields = _fields(value)
         if fields is None:
-            raise _refusal(value, place, "of which nothing is known")
+            raise _refusal(value, place, "of an unsupported type")
         may_hold_samples = is_list and len(value) == share.total
         try:
             parts = {key: self._part(field, share, f"{place}[{key!r}]") for key, field in fields.items()}
@@ -83,7 +83,7 @@ class BatchParts:
         if is_list and may_hold_samples is not bool(parts):  # contradictory or unclear
             self._holds_samples.setdefault(place, may_hold_samples)
         elif is_list and value and (not parts or place not in self._holds_samples):
-            why = f"of {len(value)}, which may be columns, or not, of {share.total} samples"
+            why = f"of length {len(value)}, which may or may not be columns of {share.total} samples"
             raise _refusal(value, place, why, _OpenError if parts else NanoError)
         if may_hold_samples and (not parts or self._holds_samples[place]):
             return value[share.start : share.stop]

@@ -22,7 +22,7 @@ _MOST = 1 << 16  # maximum number of samples of a loader that are compared with 
 _ELEMENTS = 1 << 18  # maximum elements of a tensor among the first items
 _ARRAYS = (torch.Tensor, np.ndarray)
 _COLUMNS = (*_ARRAYS, list, tuple, dict)
-_DRAWN_APART = "what ranks have in one order is divided; of this, each rank takes all that it has"
+_DRAWN_APART = "data in the same order on all ranks is divided; of this data, each rank takes everything"
 _WAYS = (
     "Draw the order from a generator of torch, random or numpy that is the process's or the sampler's own, or give "
     "each rank a part, by nano_loop.global_rank()"
@@ -118,9 +118,9 @@ class OwnShares:
         loaders, datasets, _, samples_by_rank, lengths = zip(*by_rank, strict=True)
         if len(set(loaders)) > 1:
             iterated = ", ".join(f"rank {rank} loader {loader}" for rank, loader in enumerate(loaders))
-            got = f"the ranks iterate different loaders of those that were set up: {iterated}"
-            hint = "Make the loop iterate its loaders in one order on every rank"
-            raise NanoError(error_message(got, "all ranks iterate the same loaders in the same order", hint))
+            got = f"the ranks iterate different set-up loaders: {iterated}"
+            hint = "Make the loop iterate its loaders in the same order on every rank"
+            raise NanoError(error_message(got, "all ranks must iterate the same loaders in the same order", hint))
         self.apart = len({one[:3] for one in by_rank}) > 1
         self.steps = max(lengths) if self.apart and None not in lengths else 0
         if len(set(datasets)) > 1:

@@ -26,8 +26,8 @@ from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.objects.loaders import ClassIteration, Start
 from nano_loop.patching.torch_private_loaders import collates_as_torch, is_default_collate
 
-_ALL = "split_batches divides each batch of all data among the ranks"
-_UNDIVIDED = "Give every rank all data: leave out a sampler or subset by rank, or split_batches"
+_ALL = "split_batches divides each batch of the whole data set among the ranks"
+_UNDIVIDED = "Give every rank all data: omit samplers and subsets by rank, or omit split_batches"
 
 
 class BatchSplitting(BatchSharding):
@@ -139,7 +139,7 @@ class _Split(Served):
                 split.deliver(self, None)
             return batch
         if not split.is_here:
-            expected = "with split_batches a batch belongs to the backward that follows in the loop's thread"
+            expected = "with split_batches, a batch belongs to the next backward in the loop's thread"
             hint = "Iterate it in the thread that trains; num_workers loads ahead"
             raise NanoError(error_message("a loader that another thread iterates", expected, hint))
         if self._shares is None:

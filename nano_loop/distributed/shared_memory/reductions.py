@@ -32,7 +32,7 @@ def name_of(operation: Any) -> str:
     for name in _COMBINE:
         if operation == getattr(ReduceOp, name):
             return name
-    expected = f"processes of one host can compute {', '.join(_COMBINE)}"
+    expected = f"processes on one host can compute {', '.join(_COMBINE)}"
     raise NanoError(error_message(f"{operation}", expected, "Use one of these"))
 
 
@@ -54,6 +54,6 @@ def reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
             total.div_(len(parts), rounding_mode="trunc")
     except (RuntimeError, TypeError) as error:  # torch raises either for unsupported dtypes
         got = f"ReduceOp.{name} of {total.dtype}"
-        hint = "Convert the tensor to another dtype, such as float32 or int64, and reduce that"
+        hint = "Convert the tensor to another dtype, such as float32 or int64, before reducing it"
         raise NanoError(error_message(got, "torch cannot compute it on the CPU", hint)) from error
     return total

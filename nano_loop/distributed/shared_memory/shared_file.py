@@ -76,8 +76,8 @@ def map_by_name(path: Path, size: int) -> mmap.mmap:
         return map_whole(str(path), size)
     except (OSError, NanoError) as error:
         got = f"{size / 2**20:.0f} MiB of shared memory in {path.parent} could not be allocated ({error})"
-        hint = "Free some of it; give a container more, for example docker run --shm-size=1g"
-        message = error_message(got, "the ranks of one host exchange their values there", hint)
+        hint = "Free some of it, or give the container more, for example docker run --shm-size=1g"
+        message = error_message(got, "the ranks of one host exchange values there", hint)
         raise NanoError(message) from error
 
 

@@ -136,9 +136,9 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     def _gather(self, outputs: Tensors, tensor: torch.Tensor) -> None:
         sizes = [output.nbytes for output in outputs]
         if any(size != tensor.nbytes for size in sizes):
-            got = f"gathering {tensor.nbytes} bytes of each rank to tensors of {', '.join(map(str, sizes))}"
-            hint = "Pass a tensor of the shape and dtype of the others' for each rank"
-            raise NanoError(error_message(got, "they are of one size", hint))
+            got = f"gathering {tensor.nbytes} bytes from each rank into tensors of {', '.join(map(str, sizes))}"
+            hint = "Pass a tensor of the same shape and dtype for each rank"
+            raise NanoError(error_message(got, "all must have the same size", hint))
         gathered = self._exchange(f"gather of {tensor.nbytes} bytes", tensor)
         for output, part in zip(outputs, gathered, strict=False):
             _fill(output, part)
@@ -211,7 +211,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
             size = lengths[self.rank()]
             if size != output.nbytes:
                 got = f"rank {rank} sends {size} bytes to a tensor of {tuple(output.shape)} {output.dtype}"
-                expected = "what is sent and the tensor that receives it are of one size"
+                expected = "the sent and the receiving tensor must have the same size"
                 raise NanoError(error_message(got, expected, "Check the shapes of the tensors that all ranks pass"))
             _fill(output, stream[sum(lengths[: self.rank()]) :][:size].clone())  # copied to aligned memory
         return Done([*outputs])
@@ -239,12 +239,12 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         return Done([])
 
     def _refuse_message(self, *args: Any, **kwargs: Any) -> NoReturn:
-        expected = "processes of one host exchange values by collectives alone"
+        expected = "processes on one host exchange values by collectives only"
         hint = "Use broadcast or all_gather, which every rank calls, or pass process_group_backend='gloo'"
         raise NanoError(error_message("a message from one rank to another", expected, hint))
 
     def _refuse_coalesced(self, *args: Any, **kwargs: Any) -> NoReturn:
-        expected = "processes of one host take one tensor in each call"
+        expected = "processes on one host accept one tensor per call"
         raise NanoError(error_message("a coalesced collective", expected, "Call the collective for each tensor"))
 
     send = recv = recv_anysource = _refuse_message

@@ -43,7 +43,7 @@ class _Kernel(CompiledKernel):
     @functools.cached_property
     def unavailable(self) -> str | None:
         reason = super().unavailable
-        return reason or (None if _draws_as_torch() else "torch draws masks with another generator here")
+        return reason or (None if _draws_as_torch() else "torch draws masks with a different generator here")
 
 
 #: Calls take microseconds.

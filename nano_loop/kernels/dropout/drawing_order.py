@@ -179,7 +179,7 @@ def contiguous_like(tensor: Tensor) -> Tensor:
 def _noting(original: Kernel | None) -> Callable[..., Tensor]:
     """Record the tensor passed to ``empty_like``, which dropouts and ``randn_like`` call before filling."""
     if original is None:
-        raise TypeError("torch gives no kernel to call")
+        raise TypeError("torch does not return the kernel to call")
 
     def empty_like(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = original(keys, tensor, *args, **kwargs)
@@ -196,7 +196,7 @@ def in_order(operator: str) -> AbstractContextManager[None]:
 
     def make(original: Kernel | None) -> Callable[..., Tensor]:
         if original is None:
-            raise TypeError("torch gives no kernel to call")
+            raise TypeError("torch does not return the kernel to call")
 
         def fill(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             generator = kwargs.get("generator")
