@@ -64,7 +64,7 @@ def raise_in_the_loop():
 def test_exception_of_a_rank_is_the_cause_and_names_its_node(hosts):
     error = refused(failing(raise_in_the_loop, rank=2), worker_init=apart if hosts == 2 else None)
     assert str(error).startswith("rank 2 on node ")
-    assert ") raised ValueError: bad batch: a run needs all of its ranks. Fix the error shown in its traceback." in str(error)
+    assert ") raised ValueError: bad batch: a run needs all of its ranks. Fix the error in its traceback." in str(error)
     assert isinstance(error.__cause__, ValueError)
     assert "raise_in_the_loop" in error.traceback
     assert error.rank == 2
@@ -234,7 +234,7 @@ def test_cpus_in_use_are_an_error_that_lists_what_is_free():
     error = refused(small.fit, NanoError, num_processes=2, timeout=2)
     for each in taken:
         ray.kill(each)
-    assert str(error).startswith("2 × 1 CPUs were not free within 2 s: rank 0 must be on this node, and the free CPUs are 0 CPUs on")
+    assert str(error).startswith("2 × 1 CPUs were not free within 2 s: rank 0 must be on this node, and")
     assert "End other jobs, request fewer CPUs, or pass a longer timeout." in str(error)
 
 

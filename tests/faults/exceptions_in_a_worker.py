@@ -137,7 +137,7 @@ FAULTS = [
         raising(ValueError, "a bad batch"),
         "rank 1 raised ValueError: a bad batch",
         "a run needs all of its ranks",
-        "Fix the error shown in its traceback",
+        "Fix the error in its traceback",
         when=FIRST,
         cause=ValueError,
     ),

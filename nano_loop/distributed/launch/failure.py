@@ -118,7 +118,7 @@ def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> 
     words = _words_of(error)
     text = f"{type(error).__name__}: {words}" if words else type(error).__name__
     what = "raised " + text.rstrip(".").partition("\n")[0] + where
-    advice = _limit(error) or "Fix the error shown in its traceback"
+    advice = _limit(error) or "Fix the error in its traceback"
     return Failure(rank, kind_of(error), what, advice, traceback=_shortened(traceback))
 
 
