@@ -234,7 +234,8 @@ def test_cpus_in_use_are_an_error_that_lists_what_is_free():
     error = refused(small.fit, NanoError, num_processes=2, timeout=2)
     for each in taken:
         ray.kill(each)
-    assert str(error).startswith("2 × 1 CPUs were not free within 2 s: rank 0 must be on this node, and")
+    got, expected = "2 × 1 CPUs were not free within 2 s", "rank 0 must be on this node; available: 0 CPUs on"
+    assert str(error).startswith(f"{got}: {expected}")
     assert "End other jobs, request fewer CPUs, or pass a longer timeout." in str(error)
 
 

@@ -227,7 +227,7 @@ def _too_few(options: Options, count: int, cpus: int, on_cluster: Sequence[Node]
 
 def _in_use(options: Options, count: int, cpus: int) -> str:
     got = f"{count} × {cpus} CPUs were not free within {options.timeout:g} s"
-    expected = f"rank 0 must be on this node, and the free CPUs are {_list(nodes(), free=True)}"
+    expected = f"rank 0 must be on this node; available: {_list(nodes(), free=True)}"
     return error_message(got, expected, "End other jobs, request fewer CPUs, or pass a longer timeout")
 
 

@@ -131,7 +131,8 @@ def test_list_inside_of_a_batch_keeps_its_meaning_where_its_length_is_that_of_th
         return [[X[:count], X[:count]], X[:count]]
 
     parts = BatchParts(0, 2)
-    with pytest.raises(NanoError, match=r"a list at batch\[0\] of length 2, which may or may not be columns"):
+    words = r"a list at batch\[0\] of length 2, which may or may not be columns of 2 samples"
+    with pytest.raises(NanoError, match=words):
         parts.part(batch_of(2), 2)
     parts.part(batch_of(5), 5)
     (left, right), y = parts.part(batch_of(2), 2)[1]
