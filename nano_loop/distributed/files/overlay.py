@@ -98,7 +98,7 @@ class Overlay:
         """Whether a file is shared by all ranks: of the system, of a cache, or of the run."""
         return f"{key}/".startswith(self.shared)
 
-    # --- what is at a path ---
+    # # --- lookups ---
 
     def key(self, path: Any, follow: bool = True) -> str:
         """Return the absolute path as the rank sees it, without symbolic links, except a final one unless `follow`.
@@ -193,7 +193,7 @@ class Overlay:
         place: str = original_os.getcwd()
         return place[len(self.root) :] or "/" if self.root and f"{place}/".startswith(f"{self.root}/") else place
 
-    # --- what rank 0 has done before this rank, which is later in the loop that both run ---
+    # # --- changes by rank 0, which is further along in the same loop ---
 
     def is_rank_0s(self, key: str) -> bool:
         """Whether the file that this rank sees was created by rank 0 in this run and has no private version."""
@@ -247,7 +247,7 @@ class Overlay:
         return self.new(key) if status is None or stat.S_ISREG(status.st_mode) else path
 
     def copy_up(self, key: str) -> str:
-        """Return a private copy of a file or link; if it cannot be copied, such as a folder, its own location."""
+        """Return the path of a private copy of a file or link; other kinds, such as folders, are not copied."""
         place, status = self.at(key)
         if place is None or status is None:
             raise missing(key)

@@ -132,7 +132,7 @@ def _refusal(call: Any, names: Mapping[str, Any], error: Exception) -> str:
     return error_message(where, expected, "Create it inside train, or omit it from the call")
 
 
-# --- which argument cannot be pickled, and the first steps down to what in it is to blame ---
+# # --- finding the argument that cannot be pickled, and the first steps down to the object at fault ---
 
 _STEPS = 3  # such as: its attribute `_modules`, its item 'encoder', its attribute `cache`
 _OF_CALLABLES = ("__self__", "__defaults__", "__kwdefaults__", "func", "args", "keywords")

@@ -1,4 +1,4 @@
-"""The gradient of a table of which a step looks up few rows. It is dense to users, but its nonzero rows are known.
+"""The gradient of a table in which a step looks up few rows. It is dense to users, but its nonzero rows are known.
 
 For each lookup, torch zero-fills a tensor of the table's size and adds row by row; if a table is used twice, it then
 adds these tensors. Here a C function (``rows.c``) sums the rows of all lookups in torch's order into persistent memory:
