@@ -116,7 +116,7 @@ def test_batch_of_fewer_samples_than_ranks_stays_whole():
     ("batch", "words"),
     [
         ((X.T, X), r"a Tensor at batch\[0\] of length 2, but the batch has 5 samples"),
-        ({"x": X, "lengths": [1, 2]}, r"a list at batch\['lengths'\] of 2, which may be columns, or not"),
+        ({"x": X, "lengths": [1, 2]}, r"a list at batch\['lengths'\] of length 2, which may or may not be columns"),
         ((X, object()), r"an? object at batch\[1\] of an unsupported type"),
         ({"epoch": 3}, r"without a column of 5 samples"),
     ],
