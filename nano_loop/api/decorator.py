@@ -181,7 +181,7 @@ def _parts_and_names(
         raise NanoConfigError(_without_model(got, function))
     if around and _starts_workers(settings.options) and is_sent_by_name(inspect.unwrap(function)):
         got = f"{got} uses the global variable{'s' * (len(around) > 1)} {', '.join(around)}"
-        expected = f"worker processes import {function.__module__} anew, and would train different objects"
+        expected = f"worker processes import {function.__module__} again, and would train different objects"
         advice = f"Pass them as arguments: def {function.__name__}({', '.join([*arguments, *around])})"
         raise NanoConfigError(error_message(got, expected, advice))
     return parts, {**arguments, **around, _name(function): function}

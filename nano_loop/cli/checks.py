@@ -23,7 +23,7 @@ class Finding(NamedTuple):
     """A fact that the user should know."""
 
     id: str  # the name of the finding, stable across versions
-    what: str  # what was found, with its value
+    what: str  # the fact, with its value
     why: str
     advice: str
     #: Whether it slows down training or makes it fail. If not, it explains how this machine differs from a better one.
@@ -161,13 +161,13 @@ def kernels_in_c(inspected: Inspected) -> Iterator[Finding]:
         advice = "Install nano_loop again: pip install --force-reinstall --no-deps nano_loop"
         yield Finding("damaged-kernels", f"the package is damaged: {reason}", _LOST, advice)
     if cache is not None and not cache.is_writable:
-        advice = "Make it writable for this user alone (chmod 700), or set XDG_CACHE_HOME to a folder that is"
+        advice = "Make it writable only for this user (chmod 700), or set XDG_CACHE_HOME to a folder that is"
         if not (cache.path and cache.is_there):
-            advice = "Set XDG_CACHE_HOME to a folder that this user alone can write to"
+            advice = "Set XDG_CACHE_HOME to a folder that only this user can write to"
         yield Finding(
             "cache-folder",
             f"{cache.path} is not writable for this user only" if cache.path else "this user has no home folder",
-            f"each run measures operators anew{', and compiles the kernels in C, which takes seconds' * compiles}",
+            f"each run measures operators again{', and compiles the kernels in C, which takes seconds' * compiles}",
             advice,
             hurts=compiles,
         )

@@ -52,7 +52,7 @@ REMOVED_OTHERS = {
         "Unset it, and block all hosts except your own from the ranks' ports, as by a private network or a VPN",
     ),
     "doctor --torch": ("it was removed", "Run python -m torch.utils.collect_env for torch's version and build"),
-    "env --shell": ("it was removed: the lines are those of POSIX shells", "Omit it, or write nano-loop run"),
+    "env --shell": ("it was removed: the lines are for POSIX shells", "Omit it, or write nano-loop run"),
     "tune --again": ("it was removed: each search measures again", "Omit it"),
     **{f"nano_loop.{name}": _TUNE for name in ("tune", "Tuning")},
     **{f"nano_loop.lightning.{name}": _PLUGIN for name in ("precision", "ProductsPrecision")},

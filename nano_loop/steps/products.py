@@ -86,7 +86,7 @@ def reason_against(options: Options, machine: Machine) -> SkipReason | None:
     if in_bf16 and not machine.has_fast_bf16:
         return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
     if not gives_kernels():
-        expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+        expected = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
         return SkipReason("old_torch", f"fp32, since {expected}")
     if in_bf16 and product.KERNEL.unavailable is not None:
         return SkipReason("no_kernel", f"fp32, since {for_report(product.KERNEL.unavailable)}")

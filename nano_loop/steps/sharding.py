@@ -105,7 +105,7 @@ class Sharding(RanksStep):
             counts_batches = steps * max(len(self.clock.optimizers), 1) >= self.clock.steps
             if counts_batches and abs(scheduler.last_epoch * size - total) <= _ABOUT * total:
                 got = f"{type(scheduler).__name__} is at step {scheduler.last_epoch} of {total} at the end of the run"
-                expected = f"each of {size} processes takes one of {size} batches, and as many steps"
+                expected = f"each of {size} processes gets one of {size} batches, and so takes fewer steps"
                 advice = f"Build it for ceil(len(loader) / {size}) steps per epoch, or inside the training function"
                 warn(error_message(got, expected, advice))
 
@@ -161,7 +161,7 @@ _WHOLE = "whole (shard=False)"
 _BY_USER = "sharded by their own samplers"
 _DIVIDED = "divided by the program"
 _DRAWN = "drawn differently on each rank"
-_ALL = "each rank takes all that it has"
+_ALL = "each rank reads all of its own"
 _SPLIT_INDICES = "split by the indices of each batch"
 _SPLIT = "read by every rank, which keeps its part of each batch"
 _KINDS = (_SPLIT_INDICES, _SPLIT, _BY_BATCH, _READ_BY_ALL, _WHOLE, _BY_USER)

@@ -144,7 +144,7 @@ def test_json_has_the_changes(without, capsys):
     [
         (["--jemalloc", "--tcmalloc"], None, "a process has one allocator"),
         (["--undo", "--jemalloc"], None, "--undo restores everything"),
-        (["--shell", "fish"], None, "--shell: it was removed: the lines are those of POSIX shells. Omit it"),
+        (["--shell", "fish"], None, "--shell: it was removed: the lines are for POSIX shells. Omit it"),
         *((arguments, "nonsense", f"nano-loop: {EXPORTS} is damaged: ") for arguments in ([], ["--undo"])),
     ],
     ids=str,

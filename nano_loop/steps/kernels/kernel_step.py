@@ -140,7 +140,7 @@ class KernelStep(Step):
         if not (self.required or any(map(kernels.is_for, parts.models))):
             return kernels.absent
         if kernels.calls_torchs_kernels and not gives_kernels():
-            expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+            expected = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
             return SkipReason("old_torch", expected)
         reason = kernels.kernel.unavailable if kernels.says_without_kernel is None else None
         if reason is None:
