@@ -182,7 +182,7 @@ def _refuse_missing(script: str, is_module: bool) -> None:
         expected, hint = "there is no such module", "Check its name and the working folder"
         raise NanoConfigError(error_message(f"-m {script}", expected, hint))
     if not is_module and script != "-" and not os.path.exists(script):
-        hint = "Check the path of the script. Write values of flags with =, such as --channels-last=auto"
+        hint = "Check the path of the script, and write the value of a flag with =: --channels-last=auto"
         raise NanoConfigError(error_message(script, "there is no such file", hint))
 
 
