@@ -49,16 +49,10 @@ def deterministic(program):
 
 
 @row()
-def inference_between_steps(program):
-    with torch.inference_mode():
-        program.seen.append(program.call(*program.samples).clone())
-
-
-@row(repeats=True)
-def a_step_without_gradients(program):
-    with torch.no_grad():
-        program.seen.append(program.call(*program.samples))
-        program.seen.append(program.call(*program.samples))
+def calls_without_gradients_between_steps(program):
+    for mode in (torch.inference_mode, torch.no_grad, torch.no_grad):
+        with mode():
+            program.seen.append(program.call(*program.samples).clone())
 
 
 @row(is_seen=False)
@@ -73,15 +67,11 @@ def autocast_by_the_program(program):
 
 
 @row(is_seen=False)
-def onednn_turned_off(program):
+def kernels_of_torch_turned_off(program):
+    program.within(sdpa_kernel(SDPBackend.MATH))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch names its flag for GPUs
         program.within(torch.backends.mkldnn.flags(enabled=False))
-
-
-@row(is_seen=False, repeats=True)
-def attention_by_the_math_kernel(program):
-    program.within(sdpa_kernel(SDPBackend.MATH))
 
 
 class Counting(TorchFunctionMode):
@@ -177,11 +167,6 @@ def another_loss(program):
     program.set(program, loss=functools.partial(F.cross_entropy, weight=weights, label_smoothing=0.1, ignore_index=3))
 
 
-@row(repeats=True)
-def summed_loss(program):
-    program.set(program, loss=lambda out, targets: F.cross_entropy(out, targets, reduction="none").square().mean())
-
-
 # --- dtypes ---
 
 
@@ -218,12 +203,8 @@ def inputs_of_another_dtype(program):
 
 
 @row(is_seen=False, repeats=True)
-def double_and_back(program):
+def words_of_another_dtype_and_a_model_that_had_one(program):
     program.model.double().float()
-
-
-@row(is_seen=False, repeats=True)
-def words_of_another_dtype(program):
     call = program.call
     program.set(program, call=lambda images, words: call(images, words.int()))
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grad_value_
-from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler, default_collate
+from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .program import SAMPLES
@@ -59,11 +59,6 @@ def tensors_of_a_dataset(program):
 
 @row()
 def batch_size(program):
-    program.set(program.loader.batch_sampler, batch_size=4)
-
-
-@row(repeats=True)
-def drop_last(program):
     program.set(program.loader.batch_sampler, batch_size=5, drop_last=True)
 
 
@@ -96,12 +91,6 @@ def epoch_of_a_sampler(program):
         train()
 
     program.set(program, train=train_epochs)
-
-
-@row(repeats=True)
-def weighted_samples(program):
-    weights = torch.linspace(0, 1, SAMPLES)
-    program.set(program.loader.batch_sampler, sampler=WeightedRandomSampler(weights, SAMPLES))
 
 
 @row()
@@ -173,23 +162,10 @@ def settings_of_each_kind(program):
 
 
 @row(repeats=True)
-def momentum_0(program):
-    setting(("sgd",), momentum=0)(program)
-
-
-@row(repeats=True)
-def nesterov(program):
+def other_settings_of_each_kind(program):
     setting(("sgd",), nesterov=True)(program)
-
-
-@row(repeats=True)
-def amsgrad(program):
     program.adamw.state.clear()  # which has no maximum
     setting(("adamw",), amsgrad=True)(program)
-
-
-@row(repeats=True)
-def lr_decay(program):
     setting(("adagrad",), lr_decay=0.5)(program)
 
 
