@@ -10,7 +10,7 @@ import textwrap
 import cloudpickle
 import pytest
 import torch
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from nano_loop import nano
 
@@ -47,18 +47,6 @@ def test_ema_by_deepcopy(model, optimizer, loader, by_hand=untouched):
             outputs.append(average(x))
     assert type(average) is type(model)
     assert type(average.head) is torch.nn.Linear
-    return outputs, average.state_dict()
-
-
-@pair(*NETS, configs=CONVOLUTIONS)
-def test_ema_by_averaged_model(model, optimizer, loader, by_hand=untouched):
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    outputs = []
-    for x, y in loader:
-        train(entropy(by_hand(model)), [(x, y)], optimizer)
-        average.update_parameters(model)
-        with torch.no_grad():
-            outputs.append(average(x))
     return outputs, average.state_dict()
 
 

@@ -1,7 +1,5 @@
 """channels_last=True in loops whose code counts on PyTorch's usual layout."""
 
-import copy
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -195,27 +193,6 @@ def initialised_again(model, optimizer, loader):
 )
 def test_loop_that_counts_on_the_usual_layout(model, loop):
     against_plain(model, loop)
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize("kept", [copy.deepcopy, pickled])
-def test_a_copy_from_inside_the_run_works_after_it(kept):
-    """Its forward counts on the usual layout, like any plain model's."""
-
-    @nano(channels_last=True, verbose=False)
-    def train(model, x):
-        model(x)
-        return kept(model), {name: value.clone() for name, value in model.state_dict().items()}
-
-    model, x = Flattening().eval(), torch.randn(2, 3, 8, 8)
-    copied, state = train(model, x)
-    torch.testing.assert_close(copied(x), model(x))
-    other = Flattening().eval()
-    other.load_state_dict(state, assign=True)
-    torch.testing.assert_close(other(x), model(x))
 
 
 def test_a_compiled_model_that_counts_on_the_usual_layout():

@@ -48,50 +48,21 @@ class Autoencoder(nn.Module):
         return [self.encoder[0], self.decoder]
 
 
-def autoencoder(name=""):
-    return job(name, model=Autoencoder, optimizer=ADAMW, loader=lambda: vectors(shuffle=False))
-
-
-@pair(autoencoder())
-def test_a_submodule_called_directly(model, optimizer, loader, by_hand=untouched):
-    codes = []
+@pair(job(model=Autoencoder, optimizer=ADAMW, loader=lambda: vectors(shuffle=False)))
+def test_submodules_and_methods_called_by_the_loop(model, optimizer, loader, by_hand=untouched):
+    results = []
     for x, _ in steps(loader, optimizer):
         code = by_hand(model.encoder)(x)
         out = by_hand(model.decoder)(code)
-        mse_loss(out, x).backward()
-        codes += [code, out]
-    return codes, [layer.saw for layer in model.layers]
-
-
-@pair(autoencoder())
-def test_a_loss_method_on_the_model(model, optimizer, loader, by_hand=untouched):
-    results = []
-    for x, _ in steps(loader, optimizer):
         found = by_hand(model.my_loss)(x, x, scale=0.5)
-        found["loss"].backward()
-        results.append(found)
+        loss = by_hand(model.training_step)((x, x)) + by_hand(model.encode)(x).abs().mean()
+        (mse_loss(out, x) + found["loss"] + loss + mse_loss(by_hand(model.forward)(x), x)).backward()
+        results += [code, out, found, loss]
     return results, [layer.saw for layer in model.layers]
-
-
-@pair(autoencoder())
-def test_several_methods_on_the_model(model, optimizer, loader, by_hand=untouched):
-    results = []
-    for x, _ in steps(loader, optimizer):
-        loss = by_hand(model.training_step)((x, x))
-        code = by_hand(model.encode)(x)
-        (loss + code.abs().mean()).backward()
-        results += [loss, code]
-    return results, [layer.saw for layer in model.layers]
-
-
-@pair(autoencoder())
-def test_forward_called_by_its_name(model, optimizer, loader, by_hand=untouched):
-    train(lambda x, _: mse_loss(by_hand(model.forward)(x), x), loader, optimizer)
-    return [layer.saw for layer in model.layers]
 
 
 def test_methods_and_submodules_run_in_bf16_and_give_fp32():
-    """What the loops above compare, in so many words."""
+    """What the loop above compares, in so many words."""
 
     @nano(precision="bf16", verbose=False)
     def compute(model, x):
@@ -120,19 +91,6 @@ def test_a_sequential_model_indexed_sliced_and_walked(model, optimizer, loader, 
     return outputs
 
 
-def in_containers():
-    heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
-    return nn.ModuleDict({"stem": nn.Linear(6, 8), "heads": heads})
-
-
-@pair(job(model=in_containers))
-def test_modules_in_a_dict_and_a_list(model, optimizer, loader, by_hand=untouched):
-    for x, y in steps(loader, optimizer):
-        stem = by_hand(model["stem"])(x)
-        sum(cross_entropy(by_hand(head)(stem), y) for head in model["heads"]).backward()
-    return list(model), stem
-
-
 def initialise(module):
     if type(module) == nn.Linear:  # noqa: E721 - as PyTorch's own documentation writes it
         nn.init.ones_(module.weight)
@@ -146,18 +104,6 @@ def test_layers_found_by_their_exact_type(model, optimizer, loader, by_hand=unto
     assert isinstance(model, Net)
     assert type(model) is Net
     return repr(model), type(model).__name__, model.__class__ is Net, fit(model, optimizer, loader, by_hand)
-
-
-class Squares(nn.Linear):
-    """Overrides `__call__` itself, as some libraries do."""
-
-    def __call__(self, x):
-        return super().__call__(x).square()
-
-
-@pair(job(model=lambda: nn.Sequential(nn.Linear(6, 4), Squares(4, 3))))
-def test_a_module_with_a_call_of_its_own(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand), by_hand(model[1])(torch.ones(2, 4))
 
 
 class Slotted(nn.Module):
@@ -286,18 +232,6 @@ def test_weights_and_modules_shared_within_the_model(model, optimizer, loader, b
     return outputs
 
 
-def two_models_with_one_part():
-    body = nn.Linear(6, 8)
-    models = {"first": nn.Sequential(body, nn.ReLU(), nn.Linear(8, 3)), "second": nn.Sequential(body, nn.Linear(8, 3))}
-    parameters = {id(p): p for model in models.values() for p in model.parameters()}
-    return {**models, "optimizer": torch.optim.Adam(parameters.values(), lr=0.01), "loader": vectors()}
-
-
-@pair(two_models_with_one_part)
-def test_a_module_shared_between_two_models(first, second, optimizer, loader, by_hand=untouched):
-    return train(lambda *batch: sum(entropy(by_hand(model))(*batch) for model in (first, second)), loader, optimizer)
-
-
 def a_model_and_its_part():
     model = Net()
     return {"model": model, "encoder": model.encoder, "optimizer": ADAMW(model.parameters()), "loader": vectors()}
@@ -365,48 +299,12 @@ def test_a_method_of_the_model_that_holds_the_loop(model, optimizer, loader, by_
     return [model.update(optimizer, loader, by_hand) for _ in range(2)]
 
 
-class Remembering(nn.Linear):
-    def __init__(self):
-        super().__init__(6, 3)
-        self.memory, self.cache = [], {}
-
-    def notes(self):
-        return self.memory, self.cache
-
-    def forward(self, x, collected):
-        out = super().forward(x)
-        self.cache["last"] = out.detach().float()
-        collected.append(out.detach())
-        return out
-
-
-@pair(job(model=Remembering), without=[FP64])
-def test_containers_that_the_model_and_the_loop_share(model, optimizer, loader, by_hand=untouched):
-    """What a method gives is the model's own list, and what the model is given is the loop's own."""
-    collected = []
-    for x, y in steps(loader, optimizer):
-        cross_entropy(by_hand(model)(x, collected), y).backward()
-        notes, cache = model.notes()
-        notes.append(y)
-        cache["seen"] = len(collected)
-    assert len(model.memory) == len(collected) == model.cache["seen"] == len(loader)
-    return collected, model.memory
-
-
 @pair(job())
 def test_a_module_of_the_loops_own_is_left_alone(model, optimizer, loader, by_hand=untouched):
     """A head that the loop makes for itself is no part of the model, so it runs plain."""
     probe = Watching(16, 3)
     train(entropy(lambda x: probe(by_hand(model.encoder)(x))), loader, optimizer)
     return probe.saw
-
-
-@pair(job())
-def test_a_replaced_module_called_directly(model, optimizer, loader, by_hand=untouched):
-    model.head = Watching(16, 3)
-    optimizer.add_param_group({"params": model.head.parameters()})
-    train(entropy(lambda x: by_hand(model.head)(by_hand(model.encoder)(x))), loader, optimizer)
-    return model.head.saw
 
 
 class Tabled(nn.Module):

@@ -92,23 +92,6 @@ def test_a_fault_is_named_once_by_a_warning(monkeypatch):
     assert "<- not of rounding" in str(train.report["verify"].data)
 
 
-def test_the_gradients_that_reach_the_outputs_are_those_of_the_loop():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return {"used": self.used(x), "unused": self.unused(x)}
-
-    def train(model, optimizer):
-        model(torch.ones(2, 4))["used"].sum().backward()
-        optimizer.step()
-
-    _, result = verified(train, Two())
-    assert {row.name for row in result.data["Two"].gradients} == {"used.weight", "used.bias"}
-
-
 def test_calls_of_submodules_and_methods_are_compared_together():
     class Encoding(nn.Module):
         def __init__(self):
@@ -167,26 +150,6 @@ def test_a_model_that_cannot_be_copied_is_said_and_trained():
             losses = train(model, optimizer, loader)
     assert len(losses) == 2
     assert train.report["verify"].status == "skipped"
-
-
-def test_a_model_that_does_not_run_in_fp64_is_said_and_trained():
-    class Single(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.last = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.last(x) @ torch.ones(3, 1, dtype=torch.float32)
-
-    def train(model, optimizer):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        return True
-
-    with pytest.warns(NanoWarning, match="a copy of Single raised RuntimeError.*Omit verify"):
-        trained, result = verified(train, Single())
-    assert trained
-    assert result.status == "skipped"
 
 
 def test_two_models_of_one_class_have_two_names_and_frozen_models_are_left_out():

@@ -9,11 +9,8 @@ import textwrap
 
 import pytest
 import torch
-from loops.nested import differences
 from loops.pairs import has_ipex
-from loops.tasks import Net, vectors
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from nano_loop import NanoConfigError, NanoError, nano
@@ -314,41 +311,6 @@ def test_report_is_all_that_is_printed(imported):
 # --- what loops do not show ---
 
 
-def fitted(model, optimizer, loader):
-    losses = []
-    for _ in range(3):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses
-
-
-def job():
-    torch.manual_seed(0)
-    model, loader = Net(), vectors()
-    model.encoder[3].p = 0.0  # the order of dropout's draws is not what is compared
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    torch.manual_seed(1)
-    return model, optimizer, loader
-
-
-@needs_ipex
-def test_model_in_eval_mode_needs_no_optimizer():
-    """`ipex.optimize` has other rules for it; its kernels have none."""
-    model = Net().eval()
-    x = torch.randn(4, 6)
-    expected = model(x)
-
-    @nano(use_ipex=True, verbose=False)
-    def evaluate(model):
-        return model(x)
-
-    torch.testing.assert_close(evaluate(model), expected)
-
-
 @needs_ipex
 @pytest.mark.parametrize("training", [True, False])
 def test_encoder_layer_that_fails_when_it_is_packed_runs(training):
@@ -363,24 +325,6 @@ def test_encoder_layer_that_fails_when_it_is_packed_runs(training):
 
     found = run(model, torch.optim.AdamW(model.parameters()))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def halves(first, second):
-    """Train in two runs with a checkpoint between them, with or without IPEX each; gives losses and weights."""
-    model, optimizer, loader = job()
-    losses = nano(use_ipex=first, verbose=False)(fitted)(model, optimizer, loader)
-    saved = model.state_dict(), optimizer.state_dict()
-    resumed, its_optimizer, _ = job()
-    resumed.load_state_dict(saved[0])
-    its_optimizer.load_state_dict(saved[1])
-    losses += nano(use_ipex=second, verbose=False)(fitted)(resumed, its_optimizer, loader)
-    return losses, resumed.state_dict()
-
-
-@needs_ipex
-@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
-def test_run_without_ipex_resumes_one_with_it_and_back(first, second):
-    assert not [*differences(halves(first, second), halves(False, False), 1e-4)]
 
 
 # --- several processes ---
