@@ -77,16 +77,6 @@ def test_weights_are_rounded_once_for_all_steps(step, made):
     assert line.endswith("frozen weights of Net rounded once")
 
 
-def test_what_is_computed_has_the_bits_of_autocast_by_hand(step, made):
-    model = Net()
-    set_up(step, model)
-    trained(model, steps=2)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(X)
-    assert made
-    assert torch.equal(model(X), expected.float())
-
-
 def only_evaluated(model):
     with torch.no_grad():
         for _ in range(3):
@@ -159,24 +149,6 @@ def test_copies_are_freed_with_the_model_and_with_the_run(step, monkeypatch):
     assert [copy() is not None for copy in copies] == 3 * [False] + 3 * [True]
     made.undo()
     assert not any(copy() is not None for copy in copies)
-
-
-def test_a_weight_that_is_trained_again_has_no_copy(step, made):
-    model = Net()
-    set_up(step, model)
-    trained(model)
-    model.linear.requires_grad_(True)
-    trained(model)
-    assert model.linear.weight.grad is not None
-    assert sorted(made) == sorted(ALL)
-
-
-def test_report_says_nothing_of_memory_of_numpy_which_has_no_copies(step, monkeypatch):
-    monkeypatch.setattr(frozen_weights, "FEWEST", 10)
-    model = nn.Linear(8, 8).requires_grad_(False)
-    model.weight.data = torch.from_numpy(model.weight.detach().numpy().copy())
-    _, line = set_up(step, model)
-    assert "rounded" not in line
 
 
 @pytest.mark.filterwarnings("ignore:.*this CPU has no bf16 instructions")

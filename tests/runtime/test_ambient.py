@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import threading
-import weakref
 
 import pytest
 import torch
@@ -92,17 +91,6 @@ def in_a_loss():
     return [net]
 
 
-def an_optimizer_for_each_parameter():
-    net = nn.Linear(3, 2)
-    optimizers = [torch.optim.SGD([parameter], 0.1) for parameter in net.parameters()]
-    for _ in range(3):
-        nn.functional.mse_loss(net(X), Y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return [net]
-
-
 def without_a_module():
     weight = nn.Parameter(torch.ones(3, 2))
     optimizer = torch.optim.Adam([weight], 0.1)
@@ -127,12 +115,6 @@ def by_closures():
     return [net]
 
 
-def with_raw_parameters_put_in():
-    net = nn.Linear(3, 2)
-    net._parameters["weight"] = nn.Parameter(torch.ones(2, 3))
-    return [fit(net, adam(net))]
-
-
 def loaded():
     stream = io.BytesIO()
     net = nn.Linear(3, 2)
@@ -144,14 +126,6 @@ def loaded():
 def copied():
     net = nn.Linear(3, 2)
     return [fit(*copy.deepcopy((net, adam(net))))]
-
-
-def frozen_teacher():
-    teacher, student = nn.Linear(3, 2), nn.Linear(3, 2)
-    optimizer = adam(student)
-    for _ in range(3):
-        step(optimizer, nn.functional.mse_loss(student(X), teacher(X).detach()))
-    return [student, teacher]
 
 
 def with_parameters_put_in_for_a_call():
@@ -187,30 +161,18 @@ def by_data():  # as fastai's optimizers change parameters
     return trained_by_hand(lambda parameter: parameter.data.sub_(parameter.grad, alpha=0.1))
 
 
-def by_lists():  # as Keras' do
-    @torch.no_grad()
-    def change(parameter):
-        torch._foreach_add_([parameter], [parameter.grad], alpha=-0.1)
-
-    return trained_by_hand(change)
-
-
 PROGRAMS = {
     estimator: ["Sequential, trained by Adam"],
     adversaries: ["Linear, trained by Adam"],
     in_parts: ["Linear, trained by SGD"],
     in_a_loss: ["Loss, trained by Adam"],
-    an_optimizer_for_each_parameter: ["Linear, trained by SGD"],
     without_a_module: ["Adam trains no module that is called"],
     by_closures: ["Linear, trained by LBFGS", "Linear, trained by SGD"],
-    with_raw_parameters_put_in: ["Linear, trained by Adam"],
     loaded: ["Linear, trained by Adam"],
     copied: ["Linear, trained by Adam"],
-    frozen_teacher: ["Linear, trained by Adam"],
     with_parameters_put_in_for_a_call: ["Linear, trained by Adam"],
     unfrozen_later: ["Sequential, trained by SGD"],
     by_data: ["Sequential, trained by an optimizer that is not a torch optimizer"],
-    by_lists: ["Sequential, trained by an optimizer that is not a torch optimizer"],
 }
 
 
@@ -307,20 +269,6 @@ def test_loaders_that_are_made_anew_add_no_lines(install, capsys):
     for _ in range(3):
         estimator()
     assert capsys.readouterr().err == ""
-
-
-def test_set_up_lasts_as_long_as_the_model(install):
-    install()
-    models = []
-    for _ in range(5):
-        net = nn.Linear(3, 2)
-        fit(net, adam(net))
-        models.append(weakref.ref(net))
-    del net
-    gc.collect()
-    assert not any(reference() for reference in models)
-    assert torch.nn.Module.__call__.__name__  # it is still replaced, and no model is set up
-    assert not nano_loop.patching.ownership.call_state.interceptors
 
 
 def test_new_optimizer_of_a_model_is_set_up_with_it(install):
@@ -607,20 +555,3 @@ def test_block_with_a_model_sets_up_its_optimizers_and_loaders():
     assert {"fused_optimizer", "fast_fetch"} <= {*run.report.applied}
     assert other.seen == [torch.float32]
     assert models_in(run.report) == []
-
-
-def test_parameters_may_be_converted_in_a_block():
-    with accelerated(precision="bf16-true", verbose=False):
-        net = fit(net := Net(), adam(net))
-        assert net.layer.weight.dtype is torch.bfloat16
-    assert net.layer.weight.dtype is torch.float32
-    assert set(net.seen) == {torch.bfloat16}
-
-
-def test_optimizer_in_an_attribute_of_a_module_is_set_up_by_the_decorator():
-    net = Net()
-    net.optimizer = adam(net)
-    train = nano(verbose=False)(lambda net: fit(net, net.optimizer))
-    train(net)
-    assert train.report["fused_optimizer"].detail == "Adam"
-    assert not is_fused(net.optimizer)

@@ -79,12 +79,6 @@ def test_text_says_what_the_environment_overrode():
     assert len(lines) == 3
 
 
-def test_names_are_by_status_each_once():
-    found = report(FUSED, FETCH, StepResult("fused_optimizer", "applied", "SGD"))
-    assert found.applied == ("fused_optimizer",)
-    assert found.skipped == ("fast_fetch",)
-
-
 def test_last_result_of_a_step_is_found_by_its_name():
     assert report(FETCH, FUSED, FETCHED)["fast_fetch"] is FETCHED
     with pytest.raises(KeyError, match="precision"):
@@ -144,13 +138,6 @@ def test_measurement_is_printed_once(capsys):
     one, other = (StepResult("ipex_speed", "measured", f"{number} ms") for number in (1, 2))
     assert printed_by(capsys, memory, [one]) == [str(one)]
     assert printed_by(capsys, memory, [other]) == []
-
-
-def test_later_setups_name_what_has_nothing_to_do_in_one_line(capsys):
-    assert printed_by(capsys, LastPrinted(), [FUSED, NO_NORM, NO_ATTENTION]) == [
-        str(FUSED),
-        "  nothing to do: fast_norm, fast_attention",
-    ]
 
 
 class OutStream(io.StringIO):
