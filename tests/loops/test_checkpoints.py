@@ -146,25 +146,3 @@ def shape_of(state):
     if isinstance(state, torch.Tensor):
         return state.dtype, state.shape
     return {key: shape_of(item) for key, item in state.items()} if isinstance(state, dict) else type(state)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_checkpoint_loaded_twice_within_a_loop(optimizer):
-    """A loop that returns to its last good state, as after a loss that exploded."""
-
-    def rewind(model, optimizer, loader):
-        fit(model, optimizer, loader, untouched, epochs=1)
-        checkpoint = saved(model=model, optimizer=optimizer)
-        for _ in range(2):
-            load(checkpoint, model=model, optimizer=optimizer)
-            fit(model, optimizer, loader, untouched, epochs=1)
-
-    results = []
-    for run in (rewind, nano(channels_last=True, verbose=False)(rewind)):
-        arguments = new_run(OPTIMIZERS[optimizer], 1)
-        del arguments["scheduler"]
-        seed_all(0)
-        run(**arguments, loader=images())
-        results.append(record(arguments))
-    found = [*differences(results[1], results[0], TOLERANCES[True])]
-    assert not found, "\n".join(found)

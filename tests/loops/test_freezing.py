@@ -6,32 +6,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from .pairs import BF16, EXACT, SHIPPED, WITH_IPEX, named, pair, untouched
-from .tasks import ADAM, ADAMW, SGD, Net, entropy, fit, job, steps, train, vectors
-
-
-@pair(job("sgd"), job("adamw", optimizer=ADAMW))
-def test_a_layer_frozen_and_thawed(model, optimizer, loader, by_hand=untouched):
-    model.encoder.requires_grad_(False)
-    first = fit(model, optimizer, loader, by_hand, epochs=1)
-    model.encoder.requires_grad_(True)
-    return first, fit(model, optimizer, loader, by_hand, epochs=1)
-
-
-def head_first(optimizer):
-    def build():
-        model = Net()
-        model.encoder.requires_grad_(False)
-        return {"model": model, "optimizer": optimizer(model.head.parameters()), "loader": vectors()}
-
-    return build
-
-
-@pair(head_first(SGD), head_first(ADAM))
-def test_a_layer_thawed_by_a_param_group(model, optimizer, loader, by_hand=untouched):
-    first = fit(model, optimizer, loader, by_hand, epochs=1)
-    model.encoder.requires_grad_(True)
-    optimizer.add_param_group({"params": model.encoder.parameters(), "lr": 0.001})
-    return first, fit(model, optimizer, loader, by_hand, epochs=1)
+from .tasks import ADAM, Net, entropy, fit, job, steps, train, vectors
 
 
 class WithUnused(Net):

@@ -158,25 +158,6 @@ def batches_after_the_call(model, optimizer, loader):
     return outputs
 
 
-class Filling(ConvNet):
-    """Takes a batch as a dict and leaves its results there."""
-
-    def forward(self, batch):
-        batch["features"] = self.features(batch["x"])
-        batch["logits"] = self.head(batch["features"].flatten(1))
-
-
-def filled_batches(model, optimizer, loader):
-    outputs = []
-    for x, y in steps(loader, optimizer):
-        batch = {"x": x}
-        model(batch)
-        assert batch["x"] is x
-        cross_entropy(batch["logits"], y).backward()
-        outputs.append(batch)
-    return outputs
-
-
 def initialised_again(model, optimizer, loader):
     """`orthogonal_` writes through `view_as`."""
     nn.init.orthogonal_(model.features[0].weight)
@@ -188,7 +169,7 @@ def initialised_again(model, optimizer, loader):
     ("model", "loop"),
     [
         *((ConvNet, views_in_the_loop), (ConvNet, edits_through_views), (ConvNet, initialised_again)),
-        *((InPlace, batches_after_the_call), (Filling, filled_batches)),
+        (InPlace, batches_after_the_call),
     ],
 )
 def test_loop_that_counts_on_the_usual_layout(model, loop):

@@ -5,10 +5,10 @@ import functools
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_
 
 from .pairs import BF16, CONVOLUTIONS, EXACT, FP64, FUSED, SHIPPED, WITH_IPEX, pair, untouched
-from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, fit, images, job, steps, train, vectors
+from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, images, job, steps, train, vectors
 
 EACH_FUSED_KIND = {
     "sgd": SGD,
@@ -130,16 +130,6 @@ def test_contiguous_gradients_assigned_to_convolutions(model, optimizer, loader,
         for p, gradient in zip(model.parameters(), gradients, strict=True):
             p.grad = gradient.contiguous()
         optimizer.step()
-
-
-@pair(*map(convolutional, EACH_FUSED_KIND))
-def test_weights_replaced_through_a_vector(model, optimizer, loader, by_hand=untouched):
-    """`vector_to_parameters` gives every parameter new, contiguous memory, under state that exists already."""
-    fit(model, optimizer, loader, by_hand, epochs=1)
-    vector = parameters_to_vector(model.parameters())
-    vector_to_parameters(vector * 0.9, model.parameters())
-    losses = fit(model, optimizer, loader, by_hand, epochs=1)
-    return vector, losses
 
 
 def odd_parameters():

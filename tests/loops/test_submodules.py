@@ -91,62 +91,6 @@ def test_a_sequential_model_indexed_sliced_and_walked(model, optimizer, loader, 
     return outputs
 
 
-def initialise(module):
-    if type(module) == nn.Linear:  # noqa: E721 - as PyTorch's own documentation writes it
-        nn.init.ones_(module.weight)
-
-
-@pair(job())
-def test_layers_found_by_their_exact_type(model, optimizer, loader, by_hand=untouched):
-    model.apply(initialise)
-    decayed = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
-    assert decayed == ["encoder.0", "head"]
-    assert isinstance(model, Net)
-    assert type(model) is Net
-    return repr(model), type(model).__name__, model.__class__ is Net, fit(model, optimizer, loader, by_hand)
-
-
-class Slotted(nn.Module):
-    """Has attributes found at run time, a static and a class method, and a callable submodule list."""
-
-    shared = 3
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, self.shared)
-
-    def __getattr__(self, name):
-        if name == "alias":
-            return self.layer
-        return super().__getattr__(name)
-
-    @staticmethod
-    def double(x):
-        return 2 * x
-
-    @classmethod
-    def width(cls):
-        return cls.shared
-
-    def forward(self, x, *, twice=False):
-        return self.double(self.alias(x)) if twice else self.alias(x)
-
-    def batches_of(self, loader, by_hand):
-        for x, y in loader:
-            yield by_hand(self)(x, twice=True), y
-
-
-@pair(job(model=Slotted))
-def test_generators_properties_and_static_methods(model, optimizer, loader, by_hand=untouched):
-    outputs = [model.width(), model.double(3), by_hand(model.alias)(torch.ones(1, 6))]
-    for out, y in model.batches_of(loader, by_hand):
-        optimizer.zero_grad()
-        cross_entropy(out, y).backward()
-        optimizer.step()
-        outputs.append(out)
-    return outputs
-
-
 @pair(job())
 def test_hooks_of_the_user_on_modules(model, optimizer, loader, by_hand=untouched):
     seen = []
@@ -274,23 +218,6 @@ class Agent(Net):
 
     def update(self, optimizer, batches, by_hand):
         return train(entropy(by_hand(self)), batches, optimizer)
-
-    def descend(self, batches, by_hand):
-        """Gradient descent without an optimizer."""
-        losses = []
-        for x, y in batches:
-            loss = cross_entropy(by_hand(self)(x), y)
-            gradients = torch.autograd.grad(loss, [*self.parameters()])
-            with torch.no_grad():
-                for p, gradient in zip(self.parameters(), gradients, strict=True):
-                    p -= 0.1 * gradient
-            losses.append(loss.item())
-        return losses
-
-
-@pair(job(model=Agent), without=[FP64])
-def test_a_method_of_the_model_that_changes_its_weights_itself(model, optimizer, loader, by_hand=untouched):
-    return model.descend(loader, by_hand)
 
 
 @pair(job("sgd", model=Agent), job("adamw", model=Agent, optimizer=ADAMW), without=[FP64])

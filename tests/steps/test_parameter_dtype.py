@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from distributed import small
+from loops.pairs import has_ipex
 from torch import nn
 
 from nano_loop import TorchNano, all_gather, nano
@@ -159,6 +160,7 @@ def test_class_has_the_precision_and_its_dtype():
         {"precision": "bf16-true"},
         {"precision": 32, "optimizer_state": "bf16"},
         {"precision": "bf16-true", "optimizer_state": "bf16"},
+        *([{"use_ipex": True}, {"use_ipex": True, "precision": "bf16"}] if has_ipex() else []),
     ],
     ids=str,
 )

@@ -294,20 +294,6 @@ def test_import_leaves_the_process_as_it_was(imported):
     assert seen["after"] == seen["before"]
 
 
-@needs_ipex
-def test_report_is_all_that_is_printed(imported):
-    _, err = imported
-    lines = err.splitlines()
-    assert lines[0].startswith("nano_loop ")
-    assert all(
-        line.startswith(
-            ("  applied  ", "  skipped  ", "  measured  ", "  nothing to do: ", "  too small to gain: ", "  for bf16")
-        )
-        for line in lines[1:]
-    ), err
-    assert [line for line in lines if "applied  ipex" in line and "2.8.0" in line]
-
-
 # --- what loops do not show ---
 
 
@@ -328,63 +314,3 @@ def test_encoder_layer_that_fails_when_it_is_packed_runs(training):
 
 
 # --- several processes ---
-
-RANKS = """
-    import hashlib, json, os, sys, torch
-    from torch import nn
-    from nano_loop import TorchNano
-
-    class Train(TorchNano):
-        def train(self, kind):
-            torch.manual_seed(int(os.environ.get("RANK", 0)))  # each begins with other weights
-            model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(16), nn.Linear(16, 3))
-            model(torch.ones(1, 1, 6, 6))
-            begun = weights(model)
-            optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
-            data = torch.utils.data.TensorDataset(torch.rand(100, 1, 6, 6), torch.randint(3, (100,)))
-            model, optimizer, loader = self.setup(model, optimizer, torch.utils.data.DataLoader(data, 4))
-            steps = 0
-            while steps < 50:
-                for x, y in loader:
-                    optimizer.zero_grad()
-                    nn.functional.cross_entropy(model(x), y).backward()
-                    optimizer.step()
-                    steps += 1
-            gathered = [None] * self.world_size
-            torch.distributed.all_gather_object(gathered, (begun, weights(model), self.report["ipex"].status))
-            return gathered
-
-    def weights(model):
-        flat = torch.cat([each.detach().flatten() for each in model.parameters()])
-        assert flat.dtype is torch.float32
-        return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-
-    found = {}
-    for kind in ("SGD", "AdamW"):
-        for precision in (32, "bf16"):
-            processes = None if "RANK" in os.environ else 2
-            options = dict(num_processes=processes, precision=precision, use_ipex=True, verbose=False, timeout=80)
-            found[f"{kind} {precision}"] = Train(**options).train(kind)
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(found))
-"""
-
-
-@needs_ipex
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["", "torchrun"])
-def test_all_ranks_have_the_same_weights_after_fifty_steps(tmp_path, launcher):
-    script = tmp_path / "ranks.py"
-    script.write_text(textwrap.dedent(RANKS))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if launcher else []
-    command = [sys.executable, "-W", "ignore", *torchrun, script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    for kind, ranks in json.loads(done.stdout.splitlines()[-1]).items():
-        begun, ended, status = map(set, zip(*ranks, strict=True))
-        assert len(ranks) == 2, kind
-        assert len(ended) == 1, kind
-        assert not begun & ended, kind
-        assert status == {"applied"}, kind
-        assert len(begun) == (2 if launcher else 1), kind
