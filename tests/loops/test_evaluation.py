@@ -11,11 +11,7 @@ from nano_loop import nano
 
 from .nested import differences, mapped
 from .pairs import (
-    BF16,
     CONVOLUTIONS,
-    EXACT,
-    FUSED,
-    WITH_IPEX,
     built,
     left_as_found,
     named,
@@ -165,19 +161,3 @@ def test_an_error_in_the_midst_of_a_step_leaves_nothing_behind(error):
 def looks(recorded):
     """A record without its numbers, which another precision changes."""
     return mapped(recorded, lambda tensor: torch.empty(0, dtype=tensor.dtype))
-
-
-@pair(job(optimizer=ADAM), configs=[EXACT, FUSED, BF16, *WITH_IPEX])
-def test_a_run_within_a_run(model, optimizer, loader, by_hand=untouched):
-    """Evaluates by a function that is accelerated itself, in other ways than the loop is."""
-    losses = []
-
-    @nano(precision="bf16", verbose=False)
-    def evaluate(model, loader):
-        with torch.no_grad():
-            return [model(x) for x, _ in loader]
-
-    for _ in range(2):
-        losses.append(fit(model, optimizer, loader, by_hand, epochs=1))
-        losses.append(evaluate(model, loader))
-    return losses
