@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from .pairs import BF16, EXACT, SHIPPED, WITH_IPEX, named, pair, untouched
+from .pairs import BF16, EXACT, SHIPPED, WITH_IPEX, Config, named, pair, untouched
 from .tasks import ADAM, Net, entropy, fit, job, steps, train, vectors
 
 
@@ -96,9 +96,29 @@ def state_loaded_in_another_place(model, optimizer):
     yield
 
 
+def written_in_place_and_by_a_view_of_before(model, optimizer):
+    view = model.base[0].weight.data[3]
+    with torch.no_grad():
+        model.base[0].weight.mul_(1.01)
+        model.base[1].weight[3:5].zero_()
+    yield
+    view.fill_(0.3)
+
+
+def replaced(model, optimizer):
+    model.base[1].weight = nn.Parameter(model.base[1].weight * 2, requires_grad=False)
+    yield
+
+
+#: It keeps the bf16 numbers alone of frozen weights, which have no others.
+ROUNDED_ONCE = Config("frozen-bf16", EXACT.options | {"frozen_dtype": "bf16"})
+
+
 def adapted(change):
     def build():
         model = LowRank()
+        for layer in model.base:
+            layer.weight.data = layer.weight.data.bfloat16().float()
         trained = [p for p in model.parameters() if p.requires_grad]
         return {"model": model, "optimizer": torch.optim.AdamW(trained, lr=0.01), "loader": vectors(), "change": change}
 
@@ -111,9 +131,10 @@ def adapted(change):
         (
             *(merged_and_unmerged, clamped_by_data, written_by_an_array_that_is_kept, set_to_other_memory),
             *(thawed_and_frozen, recomputed, state_loaded_in_another_place),
+            *(written_in_place_and_by_a_view_of_before, replaced),
         ),
     ),
-    configs=(BF16, SHIPPED),
+    configs=(BF16, SHIPPED, ROUNDED_ONCE),
 )
 def test_frozen_weights_that_change_between_steps(model, optimizer, loader, change, by_hand=untouched):
     """And between forward and backward, and between the forwards of one step."""

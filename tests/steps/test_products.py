@@ -356,14 +356,6 @@ def test_report_says_why_nothing_has_rounded_by_what_was_tried(step, asked, trie
 
 
 @here
-@pytest.mark.parametrize("layout", [False, True])
-def test_convolutions_are_tried_in_nhwc_alone(layout):
-    model, x = nn.Conv2d(64, 64, 3), torch.randn(32, 64, 32, 32)
-    _, report = accelerated(model, x, channels_last=layout)
-    assert (report["precision"].code == "nchw") == (not layout)
-
-
-@here
 def test_small_products_and_models_are_fp32(rounded):
     model, x = built("perceptron")
     exact = step(model, x)

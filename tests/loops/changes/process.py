@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from .table import row
 
@@ -108,12 +107,6 @@ def a_mode_of_operators(program):
     program.within(Noting())
 
 
-@row(repeats=True)
-def checkpointed(program):
-    call = program.call
-    program.set(program, call=lambda *batch: checkpoint(call, *batch, use_reentrant=False))
-
-
 @row()
 def called_with_other_weights(program):
     """By `torch.func.functional_call`, as in meta-learning."""
@@ -151,13 +144,6 @@ def retained_graph(program):
     program.set(program, loss=loss)
 
 
-@row(repeats=True)
-def called_twice(program):
-    """Two forwards to one backward, the first of which is held."""
-    call = program.call
-    program.set(program, call=lambda images, words: call(images, words) + call(images.flip(0), words.flip(0)))
-
-
 # --- losses ---
 
 
@@ -184,15 +170,6 @@ def converted(program, dtype):
     getattr(program.model, dtype)()
     for optimizer in program.optimizers:
         optimizer.load_state_dict(optimizer.state_dict())
-
-
-@row(repeats=True)
-def a_layer_in_double(program):
-    model = program.model
-    model.mlp.double()
-    program.undo.callback(model.mlp.float)
-    program.undo.callback(model.mlp.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),)).remove)
-    program.undo.callback(model.mlp.register_forward_hook(lambda _, __, out: out.float()).remove)
 
 
 @row()

@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import clip_grad_value_
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -67,11 +66,6 @@ def sampler_of_the_batches(program):
     program.set(program.loader.batch_sampler, sampler=SequentialSampler(range(12)))
 
 
-@row(repeats=True)
-def generator_of_the_sampler(program):
-    program.set(program.loader.sampler, generator=torch.Generator().manual_seed(7))
-
-
 @row()
 def epoch_of_a_sampler(program):
     """As `DistributedSampler.set_epoch`, by which it sorts."""
@@ -121,10 +115,6 @@ def a_batch_sampler_that_counts(program):
 # --- schedules ---
 
 
-def every_group(program):
-    return [group for optimizer in program.optimizers for group in optimizer.param_groups]
-
-
 def setting(optimizers, **settings):
     def change(program):
         for name in optimizers:
@@ -137,15 +127,6 @@ def setting(optimizers, **settings):
 @row()
 def lr(program):
     setting(("sgd", "adamw", "adagrad"), lr=0.3)(program)
-
-
-@row(repeats=True)
-def lr_of_one_parameter(program):
-    """A group is divided in two."""
-    group = program.adamw.param_groups[0]
-    first, *others = group["params"]
-    group["params"] = others
-    program.adamw.add_param_group({"params": [first], "lr": 0.1})
 
 
 @row()
@@ -167,12 +148,6 @@ def other_settings_of_each_kind(program):
     program.adamw.state.clear()  # which has no maximum
     setting(("adamw",), amsgrad=True)(program)
     setting(("adagrad",), lr_decay=0.5)(program)
-
-
-@row(is_seen=False, repeats=True)
-def foreach(program):
-    setting(("sgd", "adamw", "adagrad"), foreach=True, fused=None)(program)
-    program.undo.callback(lambda: program.seen.append([group["foreach"] for group in every_group(program)]))
 
 
 @row()
@@ -374,15 +349,6 @@ def moments_kept_and_written(program):
             moment.data.mul_(0.5).add_(0.01)
 
     program.undo.callback(program.adamw.register_step_post_hook(written).remove)
-
-
-@row(repeats=True)
-def gradients_clipped_otherwise(program):
-    def clipped(parameters, _):
-        clip_grad_value_(parameters, 1e-3)
-        return torch.zeros(())
-
-    program.set(nn.utils, clip_grad_norm_=clipped)
 
 
 @row()

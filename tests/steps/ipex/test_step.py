@@ -185,6 +185,8 @@ def test_a_run_of_another_kind_is_no_comparison(timed):
     assert timed(12.0, True, width=4) is None
     assert timed(12.0, True, precision="bf16") is None
     assert timed(12.0, True, batch_size=64) is None
+    assert timed(10.0, False, torch_version="2.13.0") is None
+    assert timed(12.0, True, batch_size=None) is None
     assert timed(12.0, True, kind=torch.optim.AdamW) is None
     assert timed(None, True) is None  # too few steps
     assert timed(12.0, True) is not None
@@ -200,17 +202,6 @@ def test_kernels_that_stay_in_force_are_not_taken_for_torchs_own(timed, monkeypa
     assert "not asked for" in report["ipex"].detail
     assert ipex._measured == kept
     assert not torch.optim.SGD(model.parameters(), lr=0.1)._optimizer_step_post_hooks
-
-
-def test_loop_whose_batches_are_not_known_is_not_compared(timed):
-    assert timed(10.0, False, batch_size=None) is None
-    assert timed(12.0, True, batch_size=None) is None
-    assert ipex._measured == {}
-
-
-def test_without_ipex_no_step_is_timed(timed):
-    assert timed(10.0, False, torch_version="2.13.0") is None
-    assert ipex._measured == {}
 
 
 @needs_ipex
