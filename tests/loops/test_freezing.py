@@ -5,6 +5,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from nano_loop.config.declarations import EXACT as VALUES
+
 from .pairs import BF16, EXACT, SHIPPED, WITH_IPEX, Config, named, pair, untouched
 from .tasks import ADAM, Net, entropy, fit, job, steps, train, vectors
 
@@ -111,7 +113,7 @@ def replaced(model, optimizer):
 
 
 #: It keeps the bf16 numbers alone of frozen weights, which have no others.
-ROUNDED_ONCE = Config("frozen-bf16", EXACT.options | {"frozen_dtype": "bf16"})
+ROUNDED_ONCE = Config("frozen-bf16", VALUES | {"frozen_dtype": "bf16"})
 
 
 def adapted(change):
