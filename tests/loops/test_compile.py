@@ -65,9 +65,6 @@ def train(model, optimizer, loader, by_hand=untouched):
 
 BACKENDS = compiled("eager"), compiled("aot_eager", Normed)
 test_a_model_compiled_before = pair(*BACKENDS, configs=[EXACT, FUSED, BF16, *WITH_IPEX], repeats=[EXACT])(train)
-# The tracing of the one, and the graphs of the other.
-MORE = pair(compiled("aot_eager"), configs=[EXACT, FUSED, BF16, *WITH_IPEX])(train)
-test_a_model_compiled_before_that_repeats_both = pytest.mark.slow(MORE)
 
 
 @pair(job(optimizer=ADAMW, loader=full_batches), configs=[EXACT, BF16, *WITH_IPEX])

@@ -562,22 +562,11 @@ class Shadowed(Rows):
     def __init__(self, x, y):
         super().__init__(x, y)
         vars(self)["hidden"] = x
+        self.real = self.values = y
 
     @property
     def hidden(self):
         return self.y
-
-    def __getitem__(self, index):
-        return self.hidden[index]
-
-
-class PartOfValues(Rows):
-    def __init__(self, x, y):
-        super().__init__(x, y)
-        self.real = self.values = y
-
-    def __getitem__(self, index):
-        return self.x.real[index], self.values[index]
 
 
 class Counts(Rows):
@@ -588,15 +577,6 @@ class Counts(Rows):
         return self.x[index], self.seen
 
 
-class Intercepted(Rows):
-    def __getattribute__(self, name):
-        value = super().__getattribute__(name)
-        return value + 1 if name == "x" else value
-
-    def __getitem__(self, index):
-        return self.x[index]
-
-
 class Recovers(Rows):
     def __getitem__(self, index):
         try:
@@ -605,19 +585,27 @@ class Recovers(Rows):
             return self.x[index]
 
 
-class Items(Pair):
-    def __getitems__(self, indices):
-        return [(torch.tensor(index), 0) for index in indices]
-
-
 class ItemStream(IterableDataset, Pair):
     def __iter__(self):
         return iter(range(9))
 
 
-OWN = (Shadowed, PartOfValues, Counts, Intercepted, Recovers, Items, ItemStream)
+def intercepted(self, name):
+    value = object.__getattribute__(self, name)
+    return value + 1 if name == "x" else value
+
+
 DO_MORE = {
-    **{kind.__name__: kind for kind in OWN},
+    **{kind.__name__: kind for kind in (Counts, Recovers, ItemStream)},
+    "shadowed": type("Indexing", (Shadowed,), {"__getitem__": lambda self, index: self.hidden[index]}),
+    "part of values": type(
+        "Indexing", (Shadowed,), {"__getitem__": lambda self, index: (self.x.real[index], self.values[index])}
+    ),
+    "intercepted": rows(lambda self, index: self.x[index], __getattribute__=intercepted),
+    "items": rows(
+        lambda self, index: (self.x[index], self.y[index]),
+        __getitems__=lambda self, indices: [(torch.tensor(index), 0) for index in indices],
+    ),
     "twice": rows(lambda self, index: self.x[index] * 2),
     "one of two": rows(lambda self, index: self.x[index] if torch.rand(1) < 0.5 else self.x[index] * 2),
     "the zeroth": rows(lambda self, index: self.x[index] if index else self.shifted[index]),
