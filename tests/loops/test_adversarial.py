@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, softplus
 
 from .pairs import CONVOLUTIONS, ROUNDED, pair, untouched
-from .tasks import ADAM, ADAMW, entropy, images, job, steps, train, vectors
+from .tasks import ADAM, ADAMW, images, job, steps, train, vectors
 
 
 def convolutional_gan():
@@ -86,16 +86,3 @@ def test_several_forwards_and_backwards(model, optimizer, loader, by_hand=untouc
         norms.append(model.head.weight.grad.norm())
         first.square().mean().backward()
     return norms
-
-
-@pair(job(optimizer=ADAMW))
-def test_an_adversarial_example(model, optimizer, loader, by_hand=untouched):
-    """FGSM: the gradient of the input moves the input, in the middle of a step."""
-    moved = []
-    for x, y in loader:
-        x.requires_grad_()
-        cross_entropy(by_hand(model)(x), y).backward()
-        worse = (x + 0.05 * x.grad.sign()).detach()
-        train(entropy(by_hand(model)), [(worse, y)], optimizer)
-        moved.append(worse)
-    return moved

@@ -1,7 +1,6 @@
 """Copies made inside the loop: averages of the weights, deep copies, pickles. All of them are plain."""
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -214,13 +213,3 @@ def test_a_copy_trains_on_after_the_run():
     assert torch.equal(first, second)
     assert torch.equal(copied(x), model(x))
     assert not torch.equal(copied(x), first)
-
-
-@pair(job(), configs=[EXACT, BF16, *WITH_IPEX])
-def test_a_whole_model_saved_and_loaded_in_the_loop(model, optimizer, loader, by_hand=untouched):
-    buffer = io.BytesIO()
-    torch.save({"model": model, "optimizer": optimizer}, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    plain = fit(loaded["model"], loaded["optimizer"], loader, untouched)
-    return plain, fit(model, optimizer, loader, by_hand)

@@ -8,9 +8,9 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy, embedding
 from torch.nn.utils import parametrizations, parametrize, prune
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
-from .pairs import EXACT, FP64, FUSED, ROUNDED, WITH_IPEX, named, pair, untouched
+from .pairs import FP64, ROUNDED, named, pair, untouched
 from .tasks import ADAM, ADAMW, SGD, entropy, fit, job, steps, train, vectors
 
 ADAGRAD = functools.partial(torch.optim.Adagrad, lr=0.1)
@@ -106,11 +106,6 @@ def test_activation_checkpointing_in_the_loop(model, optimizer, loader, by_hand=
 
 def deep():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-@pair(job(model=deep), configs=[EXACT, FUSED, *WITH_IPEX[:1]])  # in fp32: by hand, nothing is around the pieces
-def test_a_sequence_checkpointed_in_segments(model, optimizer, loader, by_hand=untouched):
-    return train(entropy(lambda x: checkpoint_sequential(model, 2, x, use_reentrant=False)), loader, optimizer)
 
 
 def parametrized(kind):

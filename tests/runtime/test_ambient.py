@@ -1,6 +1,5 @@
 """The ambient mode: what a program trains is set up where it trains, and computes what it does without."""
 
-import copy
 import gc
 import io
 import threading
@@ -123,11 +122,6 @@ def loaded():
     return [fit(*torch.load(stream, weights_only=False))]
 
 
-def copied():
-    net = nn.Linear(3, 2)
-    return [fit(*copy.deepcopy((net, adam(net))))]
-
-
 def with_parameters_put_in_for_a_call():
     net = nn.Linear(3, 2)
     optimizer = adam(net)
@@ -169,7 +163,6 @@ PROGRAMS = {
     without_a_module: ["Adam trains no module that is called"],
     by_closures: ["Linear, trained by LBFGS", "Linear, trained by SGD"],
     loaded: ["Linear, trained by Adam"],
-    copied: ["Linear, trained by Adam"],
     with_parameters_put_in_for_a_call: ["Linear, trained by Adam"],
     unfrozen_later: ["Sequential, trained by SGD"],
     by_data: ["Sequential, trained by an optimizer that is not a torch optimizer"],

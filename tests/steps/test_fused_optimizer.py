@@ -97,17 +97,3 @@ def test_checkpoint_shows_the_users_flags_and_steps_are_fused_after_loading_one_
     assert kernels(optimizer) == ["_fused_adam_"]
     made.undo()
     assert kernels(optimizer) == []
-
-
-def test_some_switched_and_some_not_are_both_said(step):
-    model = nn.Linear(2, 2)
-    both = TrainingObjects([model], [torch.optim.Adam(model.parameters()), torch.optim.ASGD(model.parameters())])
-    assert step(FusedOptimizer).apply(both) == "Adam; ASGD has no fused CPU kernel"
-
-
-@pytest.mark.parametrize(
-    ("value", "asked", "required"), [("auto", True, False), (True, True, True), (False, False, False)]
-)
-def test_option_says_whether_it_is_asked_for_and_required(step, value, asked, required):
-    made = step(FusedOptimizer, fused_optimizer=value)
-    assert (made.enabled, made.required) == (asked, required)
