@@ -649,19 +649,6 @@ def test_samples_of_other_classes_are_fetched_by_them(dataset, make):
     assert changes == {"collate_fn": collate}
 
 
-def test_loader_set_up_twice_and_in_a_run_within_a_run_is_fast_until_the_last_has_ended(step, dataset):
-    loader = DataLoader(dataset, batch_size=4)
-    outer, inner = step(FastFetch), step(FastFetch)
-    for each in (outer, outer, inner):
-        each.apply(TrainingObjects(loaders=[loader]))
-    inner.undo()
-    with only_whole_batches():
-        next(iter(loader))
-    outer.undo()
-    with only_whole_batches(), pytest.raises(AssertionError, match="one by one"):
-        next(iter(loader))
-
-
 def test_tensors_replaced_in_the_dataset_are_seen(fast, dataset):
     loader = fast(DataLoader(dataset, batch_size=4))
     dataset.tensors = (torch.zeros(23, 1),)
