@@ -10,14 +10,7 @@ from torch.nn.functional import cross_entropy
 from nano_loop import nano
 
 from .nested import differences, mapped
-from .pairs import (
-    CONVOLUTIONS,
-    built,
-    left_as_found,
-    named,
-    pair,
-    untouched,
-)
+from .pairs import CONVOLUTIONS, built, left_as_found, named, pair, untouched
 from .records import laid_otherwise, record, record_strides
 from .tasks import ADAM, ADAMW, ConvNet, Net, entropy, fit, images, job, steps, train, vectors
 

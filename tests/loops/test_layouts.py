@@ -11,16 +11,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from nano_loop import nano
 
 from .nested import differences
-from .pairs import (
-    NHWC,
-    NHWC_BF16,
-    NHWC_FUSED,
-    Config,
-    built,
-    run_accelerated,
-    run_plain,
-    untouched,
-)
+from .pairs import NHWC, NHWC_BF16, NHWC_FUSED, Config, built, run_accelerated, run_plain, untouched
 from .tasks import ADAM, SGD, ConvNet, fit, images, job, steps
 
 # Another layout sums in another order: a step differs by 1e-6, and a few steps of SGD stay below 1e-4.

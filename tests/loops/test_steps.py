@@ -10,12 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from .pairs import BF16, CONVOLUTIONS, EXACT, FP64, FUSED, SHIPPED, WITH_IPEX, pair, untouched
 from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, images, job, steps, train, vectors
 
-EACH_FUSED_KIND = {
-    "sgd": SGD,
-    "adam": ADAM,
-    "adamw": ADAMW,
-    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
-}
+EACH_FUSED_KIND = {"sgd": SGD, "adam": ADAM, "adamw": ADAMW, "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1)}
 
 
 def two_optimizers():
