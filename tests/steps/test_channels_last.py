@@ -41,23 +41,23 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "args", "named"),
+    ("make", "args", "named", "of_layer"),
     [
-        (Nested, [{"image": torch.rand(2, 3, 6, 6)}], {"mask": torch.rand(2, 3, 6, 6)}),
-        (lambda: nn.ModuleList([nn.Conv2d(1, 4, 3)])[0], [torch.rand(2, 1, 6, 6)], {}),
-        (Decoder, [torch.rand(5, 16)], {}),
-        (lambda: nn.Conv3d(2, 3, 2), [torch.rand(1, 2, 4, 4, 4)], {}),
-        (lambda: nn.AvgPool2d(2), [torch.rand(2, 3, 4, 4)], {}),
+        (Nested, [{"image": torch.rand(2, 3, 6, 6)}], {"mask": torch.rand(2, 3, 6, 6)}, "input"),
+        (lambda: nn.Conv2d(1, 4, 3), [torch.rand(2, 1, 6, 6)], {}, "output"),
+        (Decoder, [torch.rand(5, 16)], {}, "output"),
+        (lambda: nn.Conv3d(2, 3, 2), [torch.rand(1, 2, 4, 4, 4)], {}, "input"),
+        (lambda: nn.AvgPool2d(2), [torch.rand(2, 3, 4, 4)], {}, "input"),
     ],
     ids=["nested", "one channel", "made inside", "volume", "no convolution"],
 )
-def test_images_are_nhwc_inside_and_as_the_caller_has_them_outside(step, make, args, named):
-    model, seen = make(), []
+def test_images_are_nhwc_inside_and_as_the_caller_has_them_outside(step, make, args, named, of_layer):
+    model, seen = make(), {}
     step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
-    getattr(model, "convolution", model).register_forward_hook(lambda module, args, out: seen.append(out))
-    out = model(*args, **named)
-    assert out.is_contiguous()
-    assert is_nhwc(seen[0])
+    layer = getattr(model, "convolution", model)
+    layer.register_forward_hook(lambda module, args, out: seen.update(input=args[0], output=out))
+    assert model(*args, **named).is_contiguous()
+    assert is_nhwc(seen[of_layer])
     given = args[0]["image"] if isinstance(args[0], dict) else args[0]
     assert given.is_contiguous()
 
