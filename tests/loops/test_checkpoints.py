@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from nano_loop import nano
 
 from .nested import differences
-from .pairs import seed_all, untouched
+from .pairs import IPEX, WITH_IPEX, seed_all, untouched
 from .records import laid_otherwise, record, record_strides
 from .tasks import ConvNet, Net, fit, images, vectors
 
@@ -37,6 +37,7 @@ WAYS = {
     "plain-fp64": (None, {"precision": 64}),
     "fp64-plain": ({"precision": 64}, None),
     "fp64-fp64": ({"precision": 64}, {"precision": 64}),
+    **({"plain-ipex": (None, IPEX.options), "ipex-plain": (IPEX.options, None)} if WITH_IPEX else {}),
 }
 
 

@@ -67,6 +67,17 @@ BACKENDS = compiled("eager"), compiled("aot_eager", Normed)
 test_a_model_compiled_before = pair(*BACKENDS, configs=[EXACT, FUSED, BF16, *WITH_IPEX], repeats=[EXACT])(train)
 
 
+def compiled_in_place():
+    arguments = job(optimizer=ADAMW, loader=full_batches)()
+    arguments["model"].compile(backend="eager")
+    return arguments
+
+
+@pair(compiled_in_place, configs=[EXACT, BF16, *WITH_IPEX])
+def test_a_model_compiled_in_place(model, optimizer, loader, by_hand=untouched):
+    return train(model, optimizer, loader, by_hand)
+
+
 @pair(job(optimizer=ADAMW, loader=full_batches), configs=[EXACT, BF16, *WITH_IPEX])
 def test_a_model_compiled_inside_the_loop(model, optimizer, loader, by_hand=untouched):
     return train(torch.compile(model, backend="eager"), optimizer, loader, by_hand)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from nano_loop import nano
 
@@ -60,6 +61,19 @@ def views_in_the_loop(model, optimizer, loader):
         gradient = torch.cat([p.grad.view(-1) for p in model.parameters()])
         outputs.append((out, gradient, torch.cat([p.detach().view(-1) for p in model.parameters()])))
     return outputs
+
+
+def weights_through_a_vector(model, optimizer, loader):
+    """It reads with `view`, and what it writes lies otherwise than the momentum that is there already."""
+    plainest(model, optimizer, loader)
+    vector = parameters_to_vector(model.parameters())
+    vector_to_parameters(vector * 0.9, model.parameters())
+    return vector, plainest(model, optimizer, loader)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused_optimizer": False}], ids=["fused", "unfused"])
+def test_weights_replaced_through_a_vector(options):
+    against_plain(ConvNet, weights_through_a_vector, replace(LOOSE, options={"channels_last": True, **options}))
 
 
 @pytest.mark.parametrize("config", [NHWC, NHWC_FUSED, NHWC_BF16], ids=lambda c: c.name)

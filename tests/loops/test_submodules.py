@@ -176,6 +176,18 @@ def test_weights_and_modules_shared_within_the_model(model, optimizer, loader, b
     return outputs
 
 
+def two_models_with_one_part():
+    body = nn.Linear(6, 8)
+    models = {"first": nn.Sequential(body, nn.ReLU(), nn.Linear(8, 3)), "second": nn.Sequential(body, nn.Linear(8, 3))}
+    parameters = {id(p): p for model in models.values() for p in model.parameters()}
+    return {**models, "optimizer": torch.optim.Adam(parameters.values(), lr=0.01), "loader": vectors()}
+
+
+@pair(two_models_with_one_part)
+def test_a_module_shared_between_two_models(first, second, optimizer, loader, by_hand=untouched):
+    return train(lambda *batch: sum(entropy(by_hand(model))(*batch) for model in (first, second)), loader, optimizer)
+
+
 def a_model_and_its_part():
     model = Net()
     return {"model": model, "encoder": model.encoder, "optimizer": ADAMW(model.parameters()), "loader": vectors()}

@@ -3,6 +3,7 @@
 import gc
 import io
 import threading
+import weakref
 
 import pytest
 import torch
@@ -262,6 +263,20 @@ def test_loaders_that_are_made_anew_add_no_lines(install, capsys):
     for _ in range(3):
         estimator()
     assert capsys.readouterr().err == ""
+
+
+def test_set_up_lasts_as_long_as_the_model(install):
+    install()
+    models = []
+    for _ in range(5):
+        net = nn.Linear(3, 2)
+        fit(net, adam(net))
+        models.append(weakref.ref(net))
+    del net
+    gc.collect()
+    assert not any(reference() for reference in models)
+    assert torch.nn.Module.__call__.__name__  # it is still replaced, and no model is set up
+    assert not nano_loop.patching.ownership.call_state.interceptors
 
 
 def test_new_optimizer_of_a_model_is_set_up_with_it(install):
@@ -548,3 +563,20 @@ def test_block_with_a_model_sets_up_its_optimizers_and_loaders():
     assert {"fused_optimizer", "fast_fetch"} <= {*run.report.applied}
     assert other.seen == [torch.float32]
     assert models_in(run.report) == []
+
+
+def test_parameters_may_be_converted_in_a_block():
+    with accelerated(precision="bf16-true", verbose=False):
+        net = fit(net := Net(), adam(net))
+        assert net.layer.weight.dtype is torch.bfloat16
+    assert net.layer.weight.dtype is torch.float32
+    assert set(net.seen) == {torch.bfloat16}
+
+
+def test_optimizer_in_an_attribute_of_a_module_is_set_up_by_the_decorator():
+    net = Net()
+    net.optimizer = adam(net)
+    train = nano(verbose=False)(lambda net: fit(net, net.optimizer))
+    train(net)
+    assert train.report["fused_optimizer"].detail == "Adam"
+    assert not is_fused(net.optimizer)

@@ -64,6 +64,25 @@ def test_hooks_of_the_user_before_the_setup_come_before_it_and_later_ones_after_
     assert calls == ["first", "ours", "last", "first, after", "ours, after", "last, after"]
 
 
+def test_arguments_pass_from_one_function_to_the_next(clock):
+    """As closures that each of them wraps."""
+    optimizer, calls = made(), []
+    clock.add([optimizer])
+
+    def wrapping(name):
+        def before(optimizer, args, kwargs):
+            closure = args[1]
+            return (args[0], lambda: (calls.append(name), closure())[1]), kwargs
+
+        return before
+
+    clock.before(wrapping("inner"))
+    clock.before(lambda *_: None)
+    clock.before(wrapping("outer"))
+    assert optimizer.step(lambda: 7) == 7
+    assert calls == ["outer", "inner"]
+
+
 def test_lbfgs_calls_its_closure_often_and_steps_once(clock, told):
     parameter, calls = nn.Parameter(torch.tensor([3.0, -2.0])), []
     optimizer = torch.optim.LBFGS([parameter], max_iter=4)

@@ -121,6 +121,13 @@ def test_number_of_processes_is_what_was_found_and_else_one():
         assert Settings.read(others).options.processes == 1
 
 
+def test_number_of_processes_is_taken_where_the_environment_asks_for_it(monkeypatch):
+    learnt_number(2)
+    for name, value in AUTO.items():
+        monkeypatch.setenv(f"NANO_LOOP_{name.upper()}", str(value))
+    assert Settings.read({}).options.processes == 2
+
+
 def test_number_of_processes_is_that_of_these_cores():
     """A container may have fewer than the host on which they were measured."""
     machine = read_machine()

@@ -141,6 +141,12 @@ def test_last_line_of_the_report_is_the_peak_and_its_largest_part(capfd: pytest.
     assert found.predicted is None or found.predicted > 0
 
 
+def test_run_without_a_step_has_no_line_about_memory() -> None:
+    with nano_loop.accelerated(nn.Linear(2, 2), verbose=False) as run:
+        pass
+    assert "memory" not in {result.name for result in run.report.results}
+
+
 def test_nothing_is_asked_after_the_first_step_and_nothing_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, counts = [], []
     monkeypatch.setattr(memory, "resident_memory", lambda: asked.append(1) or 100 * MB)

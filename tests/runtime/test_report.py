@@ -140,6 +140,13 @@ def test_measurement_is_printed_once(capsys):
     assert printed_by(capsys, memory, [other]) == []
 
 
+def test_later_setups_name_what_has_nothing_to_do_in_one_line(capsys):
+    assert printed_by(capsys, LastPrinted(), [FUSED, NO_NORM, NO_ATTENTION]) == [
+        str(FUSED),
+        "  nothing to do: fast_norm, fast_attention",
+    ]
+
+
 class OutStream(io.StringIO):
     """The stream of a notebook, by its module."""
 

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +71,15 @@ def test_loop_goes_on_with_one_thread_where_that_is_faster_by_ten_percent(loop, 
     measured = loop.numbers[loop.numbers.index(1) - 1 :][:6]
     assert measured == [MORE, 1, 1, MORE, MORE, 1] or one > 1  # in turn, and no later than the budget has it
     assert loop.trial.medians == pytest.approx({1: one, MORE: 1.0})
+
+
+@pytest.mark.parametrize("share", [0.9, 0.1, None])
+def test_what_is_found_beside_other_programs_is_marked_and_for_this_run_alone(loop, monkeypatch, share):
+    monkeypatch.setattr(module, "Waits", lambda: SimpleNamespace(share=lambda: share))
+    loop.steps(1500, {1: 0.5, MORE: 1.0})
+    assert loop.trial.setting == 1
+    assert bool(loop.trial.unsure) == (share == 0.9)
+    assert bool(loop.trial._choices._unsure) == (share == 0.9)
 
 
 @pytest.mark.parametrize(("one", "number"), [(0.6, 1), (1.0, MORE)])

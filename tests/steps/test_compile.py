@@ -61,6 +61,16 @@ def test_second_setup_of_a_model_compiles_nothing_and_says_the_same(step):
     assert made.skip_reason(TrainingObjects([model])) is None
 
 
+def test_what_the_user_compiled_stays_compiled(step):
+    model = nn.Linear(3, 2)
+    model.compile(backend="eager")
+    compiled = model._compiled_call_impl
+    made = step(Compile, compile=True)
+    assert made.skip_reason(TrainingObjects([model])).code == "compiled"
+    made.undo()
+    assert model._compiled_call_impl is compiled
+
+
 class Block(nn.Module):
     def __init__(self, width=3, channels=0):
         super().__init__()

@@ -1,6 +1,7 @@
 """channels_last="auto" times both layouts on copies, touches nothing of the loop, and goes on in the faster one."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import nano_loop
 from nano_loop import nano
+from nano_loop.steps import layout_trial
 from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.layout_trial import LayoutTrial
 
@@ -71,6 +73,15 @@ def test_model_goes_on_in_the_faster_layout(takes, precision, seconds):
     applied, measured = run(made, precision=precision)
     assert made[0].seen == [precision in ("bf16", "bf16-true"), *[seconds < 1] * 2]
     assert (applied.status, measured.status) == ("applied", "measured")
+
+
+@pytest.mark.parametrize(("share", "is_unsure"), [(0.9, True), (0.1, False), (None, False)])
+def test_measurement_beside_other_programs_is_marked(takes, monkeypatch, share, is_unsure):
+    takes(2)
+    monkeypatch.setattr(layout_trial, "Waits", lambda: SimpleNamespace(share=lambda: share))
+    detail = run(parts())[1].detail
+    assert detail.startswith("NCHW: 2.00 s per step in NHWC, 1.00 s in NCHW")
+    assert detail.endswith("; unsure: threads waited 90% of that time for other programs") == is_unsure
 
 
 def test_first_step_draws_and_keeps_what_the_plain_one_does(takes):

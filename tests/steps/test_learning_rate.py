@@ -7,11 +7,13 @@ import pytest
 import torch
 from loops.test_schedulers import SCHEDULERS
 from torch import nn
+from watched import FusedCalls
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import learning_rate
+from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.learning_rate import LearningRate
 
 
@@ -148,6 +150,17 @@ def test_tensor_stays_the_same_object_and_value(ramped, options):
     assert moved(optimizer, one) == pytest.approx(2.0, rel=1e-5)
     assert optimizer.param_groups[0]["lr"] is lr
     assert lr == 0.5
+
+
+def test_fused_kernels_take_the_scaled_rate(step, of_four):
+    one = weight()
+    optimizer = torch.optim.SGD([one], lr=0.5)
+    step(FusedOptimizer, fused_optimizer=True).apply(TrainingObjects(optimizers=[optimizer]))
+    of_four(optimizer)
+    at_step(optimizer, 1000)
+    with FusedCalls() as calls:
+        assert moved(optimizer, one) == 2.0
+    assert calls.names == ["_fused_sgd_"]
 
 
 def test_closure_sees_the_users_rate_and_one_that_it_sets_is_scaled_and_stays(ramped):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop import NanoConfigError, nano
+from nano_loop import NanoConfigError, TorchNano, nano
+from nano_loop.steps import log_casts
 
 
 class Net(nn.Module):
@@ -92,3 +93,33 @@ def test_a_log_that_cannot_be_written_ends_no_training(tmp_path):
     assert len(train(*parts())) == 4
     assert train.report["log_casts"].status == "skipped"
     assert "No such file or directory" in train.report["log_casts"].detail
+
+
+def test_a_loop_that_fails_in_the_logged_step_ends_the_recording():
+    def failing(model, optimizer, loader):
+        for step, (x, _) in enumerate(loader):
+            model(x).sum().backward()
+            if step == log_casts._AFTER_STEPS:
+                raise KeyError
+            optimizer.step()
+
+    with pytest.raises(KeyError):
+        nano(log_casts=True, verbose=False)(failing)(*parts())
+    train = nano(log_casts=True, verbose=False)(fit)
+    train(*parts())
+    assert train.report["log_casts"].status == "measured"
+
+
+def test_two_optimizers_count_by_the_first():
+    class Two(TorchNano):
+        def train(self, first, second):
+            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+            self.setup([first, second], optimizers)
+            for _ in range(4):
+                (first(torch.ones(2, 16)).sum() + second(torch.ones(2, 16)).sum()).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+    two = Two(log_casts=True, precision="bf16", verbose=False)
+    two.train(Net(), Net())
+    assert rows(two.report)["fp32", "bf16", "forward", "first"].casts == 6  # of both models, and of one step

@@ -75,6 +75,16 @@ def test_outputs_in_any_form_are_fp32(step, kind, inside):
     assert model.inner.bias.grad.abs().eq(len(X)).all()
 
 
+def test_an_output_at_two_places_is_one_tensor_through_which_gradients_pass(step):
+    net = Net()
+    step(Precision, precision="bf16").apply(TrainingObjects([net]))
+    net.forward = lambda x: dict.fromkeys(("last", "hidden"), net.inner(x))
+    out = net(X)
+    out["hidden"].retain_grad()
+    out["last"].sum().backward()
+    assert out["hidden"].grad.eq(1).all()
+
+
 def clamped(layer):
     with torch.no_grad():
         layer.weight.clamp_(-0.01, 0.01)

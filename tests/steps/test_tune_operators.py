@@ -1,6 +1,7 @@
 """Runs in bf16 time the ways to compute within their first steps, within a budget, and later runs start tuned."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,17 @@ def test_report_says_what_was_measured_and_a_later_run_starts_with_it(measuring,
     monkeypatch.setattr(tuner, "fastest", lambda *_: pytest.fail("it was measured before"))
     train(*parts())
     assert train.report["tune_operators"].detail == "measurements from the third step on"
+
+
+@measured
+@pytest.mark.parametrize(("share", "is_kept"), [(0.5, False), (0.1, True), (None, True)])
+def test_choices_of_a_busy_moment_are_measured_again_by_the_next_run(measuring, monkeypatch, share, is_kept):
+    monkeypatch.setattr(module, "Waits", lambda: SimpleNamespace(share=lambda: share))
+    train = nano(**OPTIONS)(fit)
+    for is_first in (True, False):
+        train(*parts())
+        assert (" timed in " in train.report["tune_operators"].detail) == (is_first or not is_kept)
+    assert any(measuring.glob("operators-*.json")) == is_kept
 
 
 @measured

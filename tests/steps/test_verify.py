@@ -92,6 +92,23 @@ def test_a_fault_is_named_once_by_a_warning(monkeypatch):
     assert "<- not of rounding" in str(train.report["verify"].data)
 
 
+def test_the_gradients_that_reach_the_outputs_are_those_of_the_loop():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return {"used": self.used(x), "unused": self.unused(x)}
+
+    def train(model, optimizer):
+        model(torch.ones(2, 4))["used"].sum().backward()
+        optimizer.step()
+
+    _, result = verified(train, Two())
+    assert {row.name for row in result.data["Two"].gradients} == {"used.weight", "used.bias"}
+
+
 def test_calls_of_submodules_and_methods_are_compared_together():
     class Encoding(nn.Module):
         def __init__(self):

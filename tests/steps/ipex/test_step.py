@@ -289,6 +289,20 @@ def test_import_leaves_the_process_as_it_was(imported):
 
 
 @needs_ipex
+def test_report_is_all_that_is_printed(imported):
+    _, err = imported
+    lines = err.splitlines()
+    assert lines[0].startswith("nano_loop ")
+    assert all(
+        line.startswith(
+            ("  applied  ", "  skipped  ", "  measured  ", "  nothing to do: ", "  too small to gain: ", "  for bf16")
+        )
+        for line in lines[1:]
+    ), err
+    assert [line for line in lines if "applied  ipex" in line and "2.8.0" in line]
+
+
+@needs_ipex
 @pytest.mark.parametrize("training", [True, False])
 def test_encoder_layer_that_fails_when_it_is_packed_runs(training):
     model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
