@@ -91,6 +91,17 @@ def in_a_loss():
     return [net]
 
 
+def an_optimizer_for_each_parameter():
+    net = nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD([parameter], 0.1) for parameter in net.parameters()]
+    for _ in range(3):
+        nn.functional.mse_loss(net(X), Y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [net]
+
+
 def without_a_module():
     weight = nn.Parameter(torch.ones(3, 2))
     optimizer = torch.optim.Adam([weight], 0.1)
@@ -115,12 +126,31 @@ def by_closures():
     return [net]
 
 
+def with_raw_parameters_put_in():
+    net = nn.Linear(3, 2)
+    net._parameters["weight"] = nn.Parameter(torch.ones(2, 3))
+    return [fit(net, adam(net))]
+
+
 def loaded():
     stream = io.BytesIO()
     net = nn.Linear(3, 2)
     torch.save((net, adam(net)), stream)
     stream.seek(0)
     return [fit(*torch.load(stream, weights_only=False))]
+
+
+def copied():
+    net = nn.Linear(3, 2)
+    return [fit(*copy.deepcopy((net, adam(net))))]
+
+
+def frozen_teacher():
+    teacher, student = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = adam(student)
+    for _ in range(3):
+        step(optimizer, nn.functional.mse_loss(student(X), teacher(X).detach()))
+    return [student, teacher]
 
 
 def with_parameters_put_in_for_a_call():
@@ -156,17 +186,30 @@ def by_data():  # as fastai's optimizers change parameters
     return trained_by_hand(lambda parameter: parameter.data.sub_(parameter.grad, alpha=0.1))
 
 
+def by_lists():  # as Keras' do
+    @torch.no_grad()
+    def change(parameter):
+        torch._foreach_add_([parameter], [parameter.grad], alpha=-0.1)
+
+    return trained_by_hand(change)
+
+
 PROGRAMS = {
     estimator: ["Sequential, trained by Adam"],
     adversaries: ["Linear, trained by Adam"],
     in_parts: ["Linear, trained by SGD"],
     in_a_loss: ["Loss, trained by Adam"],
+    an_optimizer_for_each_parameter: ["Linear, trained by SGD"],
     without_a_module: ["Adam trains no module that is called"],
     by_closures: ["Linear, trained by LBFGS", "Linear, trained by SGD"],
+    with_raw_parameters_put_in: ["Linear, trained by Adam"],
     loaded: ["Linear, trained by Adam"],
+    copied: ["Linear, trained by Adam"],
+    frozen_teacher: ["Linear, trained by Adam"],
     with_parameters_put_in_for_a_call: ["Linear, trained by Adam"],
     unfrozen_later: ["Sequential, trained by SGD"],
     by_data: ["Sequential, trained by an optimizer that is not a torch optimizer"],
+    by_lists: ["Sequential, trained by an optimizer that is not a torch optimizer"],
 }
 
 
