@@ -1,5 +1,6 @@
 """The ambient mode: what a program trains is set up where it trains, and computes what it does without."""
 
+import copy
 import gc
 import io
 import threading
