@@ -165,6 +165,13 @@ def twice_backward(model, optimizer, words, number):
     optimizer.step()
 
 
+def with_hooks(model, optimizer, words, number):
+    parameter = next(model.parameters())
+    handle = parameter.register_hook(lambda gradient: gradient.data.mul_(2) if number == 2 else gradient * 2)
+    plainly(model, optimizer, words, number)
+    handle.remove()
+
+
 def penalizing(model, optimizer, words, number):
     optimizer.zero_grad()
     loss = model(words).square().mean()
@@ -248,7 +255,7 @@ def in_two_losses(model, optimizer, words, number):
 
 
 LOOPS = (
-    *(plainly, accumulating, clipping, keeping, skipping_steps, twice_backward, penalizing),
+    *(plainly, accumulating, clipping, keeping, skipping_steps, twice_backward, with_hooks, penalizing),
     *(by_hand_between, restoring_the_state_by_hand, loading, writing_into_a_mapped_checkpoint),
     *(states_in_one_memory, adding_a_group, in_two_losses),
 )
