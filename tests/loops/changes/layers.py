@@ -55,7 +55,7 @@ def numbers_of_activations(program):
 def p_of_dropouts(program):
     program.set(program.model.dropout, p=0.6)
     program.set(program.model.mlp[3], p=1.0)
-    program.set(program.model.gru, dropout=0.0)
+    program.set(program.model.gru, dropout=0.6)
     program.set(program.model.attention, dropout=0.6)
 
 
