@@ -97,7 +97,7 @@ def precision(value: Any) -> str:
     if isinstance(name, str) and name in _PRECISIONS:
         return _PRECISIONS[name]
     if isinstance(value, str) and value in OF_GPUS:
-        raise RefusedValueError("it is a precision of Fabric for GPUs", 'Pass "bf16" or "bf16-true"')
+        raise RefusedValueError("it is only for GPUs", 'Pass "bf16" or "bf16-true"')
     allowed = 'it must be 32, 64, 16, "bf16", "auto" or one of Fabric\'s names: ' + ", ".join(
         dict.fromkeys(_PRECISIONS.values())
     )
@@ -264,7 +264,7 @@ def worker_init(value: Any) -> Callable[[], object] | None:
     """Accept None and a callable without required arguments."""
     if value is None or (callable(value) and _takes_nothing(value)):
         return value  # type: ignore[no-any-return]
-    allowed = "it must be None or a function without required arguments, neither async nor a generator"
+    allowed = "it must be None or a function that is called without arguments, neither async nor a generator"
     raise RefusedValueError(allowed, "Pass a function such as one that imports your_patches")
 
 

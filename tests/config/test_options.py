@@ -127,7 +127,7 @@ REFUSALS = [
     # values of others
     ({"process_group_backend": "ccl"}, {}, ["^process_group_backend='ccl': ", "oneCCL", "retired", "$gloo."]),
     *(
-        ({"precision": each}, {}, [f'=precision=\'{each}\': it is Fabric\'s for GPUs. Pass "bf16" or "bf16-true".'])
+        ({"precision": each}, {}, [f'=precision=\'{each}\': it is only for GPUs. Pass "bf16" or "bf16-true".'])
         for each in ("transformer-engine", "transformer-engine-float16", "16-true")
     ),
     *(

@@ -193,7 +193,7 @@ def test_weight_whose_memory_others_have_stays():
     array = model.factor.numpy()
     report = nano(**BF16)(lambda model: narrow_names(model))
     assert "factor" not in report(model)
-    assert "3 others stay" in report.report["frozen_dtype"].detail
+    assert "3 others unchanged" in report.report["frozen_dtype"].detail
     assert array.shape == (128, 128)
 
 

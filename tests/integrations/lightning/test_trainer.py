@@ -33,7 +33,7 @@ Regression = module_class(pl)
     ("arguments", "words"),
     [
         ({"strategy": "ddp"}, "this Trainer has one"),
-        ({"use_hpo": True}, "searches no hyperparameters"),
+        ({"use_hpo": True}, "does not search hyperparameters"),
         ({"algorithms": [pl.Callback()]}, r"Pass callbacks=\[...\]"),
         ({"num_processes": 3, "cpu_for_each_process": [[0], [1]]}, "has 2 lists"),
         ({"accelerator": "gpu"}, "trains on CPUs"),
