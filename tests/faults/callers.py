@@ -291,7 +291,6 @@ FAULTS = [
         EPOCH,
         _in_a_thread(at(1, 3, raising(ValueError, "a bad batch"))),
         words=("rank 1 raised ValueError: a bad batch",),
-        rank=1,
         quick=True,
     ),
     Fault(
@@ -307,7 +306,6 @@ FAULTS = [
         EPOCH,
         _in_a_coroutine(at(1, 3, raising(ValueError, "a bad batch"))),
         words=("rank 1 raised ValueError: a bad batch",),
-        rank=1,
     ),
     Fault("a run in a signal handler", EPOCH, _in_a_handler, None),
     _of_a_program("a run in a forked child of multiprocessing", _FORKED, "trained 2"),

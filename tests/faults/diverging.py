@@ -261,18 +261,10 @@ def _different_lengths():
     nano(**OPTIONS)(fit)(model, optimizer)
 
 
-def _mismatched():
-    distributed.all_reduce(torch.ones(1 + small.rank() * 1000))
-
-
 def _groups_in_another_order(rank):
     groups = [distributed.new_group([0, 1]) for _ in range(2)]
     for group in groups[:: -1 if rank else 1]:
         distributed.all_reduce(torch.ones(1), group=group)
-
-
-def _timeout(value):
-    return lambda: on_each(lambda rank: None, timeout=value)()
 
 
 def _left(rank, **settings):
@@ -374,7 +366,7 @@ FAULTS = [
     Fault(
         "ranks call a collective with other sizes",
         COLLECTIVE,
-        on_each(lambda rank: _mismatched()),
+        on_each(lambda rank: distributed.all_reduce(torch.ones(1 + rank * 1000))),
         NanoError,
         ("rank 0 is in a collective (SUM of 1 torch.float32) that rank 1 is not in", "the same shape and dtype"),
     ),
@@ -490,12 +482,24 @@ FAULTS = [
         ("rank 1 has Linear.weight, torch.float64", "where rank 0", "torch.float32"),
     ),
     Fault("streams of ranks have other lengths", LAST, _different_lengths, words=("rank 0 has returned from fit",)),
-    Fault("timeout=inf", BEFORE, _timeout(float("inf")), NanoConfigError, ("timeout=inf", "positive")),
-    Fault("timeout=nan", BEFORE, _timeout(float("nan")), NanoConfigError, ("timeout=nan", "positive")),
-    Fault("timeout=-1", BEFORE, _timeout(-1), NanoConfigError, ("timeout=-1", "positive"), quick=True),
-    Fault("timeout=0", BEFORE, _timeout(0), NanoConfigError, ("timeout=0", "positive")),
-    Fault("timeout=1e15", BEFORE, _timeout(1e15), NanoConfigError, ("timeout=", "seconds", "Omit it")),
-    Fault("timeout='long'", BEFORE, _timeout("long"), NanoConfigError, ("timeout='long'", "positive")),
+    *(
+        Fault(
+            f"timeout={value!r}",
+            BEFORE,
+            on_each(lambda rank: None, timeout=value),
+            NanoConfigError,
+            (f"timeout={value!r}", "positive"),
+            quick=value == -1,
+        )
+        for value in (float("inf"), float("nan"), -1, 0, "long")
+    ),
+    Fault(
+        "timeout=1e15",
+        BEFORE,
+        on_each(lambda rank: None, timeout=1e15),
+        NanoConfigError,
+        ("timeout=", "seconds", "Omit it"),
+    ),
     Fault("timeout=0.5, which is enough", FIRST, on_each(lambda rank: None, timeout=0.5), None),
     Fault(
         "num_processes=99",

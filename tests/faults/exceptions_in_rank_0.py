@@ -1,5 +1,6 @@
 """Faults: rank 0, which is the user's own process, raises or is interrupted."""
 
+import contextlib
 import signal
 import sys
 import threading
@@ -32,26 +33,9 @@ def _interrupted_in_a_wait():
     run(each_step)
 
 
-def _interrupted_in_torch():
-    def do():
-        _interrupted_soon()
-        collective()
-
-    on(0, do, lambda: time.sleep(60))()
-
-
-def _interrupted_after_its_loop():
-    on(0, _interrupted_soon, lambda: time.sleep(60))()
-
-
-def _caught(error):
-    def do():
-        try:
-            raise error
-        except ValueError:
-            pass
-
-    return do
+def _caught():
+    with contextlib.suppress(ValueError):
+        raise ValueError
 
 
 FAULTS = [
@@ -62,8 +46,8 @@ FAULTS = [
     Fault("rank 0 raises before its last step", LAST, at(0, LAST_STEP, raising(MineError)), MineError),
     Fault("rank 0 raises after its last step", AFTER, on(0, raising(MineError), lambda: time.sleep(60)), MineError),
     Fault("every rank raises the same", EPOCH, _everywhere(KeyError, "everywhere"), KeyError, ("everywhere",)),
-    Fault("rank 0 raises what the loop catches", EPOCH, at(0, 3, _caught(ValueError())), None),
-    Fault("a worker raises what the loop catches", EPOCH, at(1, 3, _caught(ValueError())), None),
+    Fault("rank 0 raises what the loop catches", EPOCH, at(0, 3, _caught), None),
+    Fault("a worker raises what the loop catches", EPOCH, at(1, 3, _caught), None),
     Fault(
         "rank 0 raises ConnectionResetError of a connection of the loop's",
         EPOCH,
@@ -89,11 +73,16 @@ FAULTS = [
     Fault(
         "Ctrl-C while rank 0 waits in a collective of the loop",
         COLLECTIVE,
-        _interrupted_in_torch,
+        on(0, lambda: (_interrupted_soon(), collective()), lambda: time.sleep(60)),
         KeyboardInterrupt,
         quick=True,
     ),
-    Fault("Ctrl-C while rank 0 waits for a worker's end", AFTER, _interrupted_after_its_loop, KeyboardInterrupt),
+    Fault(
+        "Ctrl-C while rank 0 waits for a worker's end",
+        AFTER,
+        on(0, _interrupted_soon, lambda: time.sleep(60)),
+        KeyboardInterrupt,
+    ),
     Fault(
         "rank 0 raises and a worker raises later",
         ENDING,

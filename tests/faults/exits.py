@@ -1,6 +1,7 @@
 """Faults: a worker's process ends, is killed or stands still."""
 
 import ctypes
+import faulthandler
 import os
 import resource
 import signal
@@ -31,12 +32,14 @@ def _signals(names, verb):
             EPOCH,
             at(1, 3, _signalled(getattr(signal, f"SIG{name}"))),
             words=(f"rank 1 {verb} SIG{name}", "a run needs all of its ranks"),
-            rank=1,
-            exitcode=-getattr(signal, f"SIG{name}"),
             quick=name in ("SEGV",),
         )
         for name in names
     ]
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _abort():
@@ -56,17 +59,9 @@ def _overflow():
     again()
 
 
-def _stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def _endless():
     while True:
         pass
-
-
-def _dawdle():
-    time.sleep(4)
 
 
 def _fork_and(leave):
@@ -94,29 +89,14 @@ def _leave_child_behind():
             os.kill(int(line()), signal.SIGKILL)
 
 
-def _child_in_its_group():
-    subprocess.Popen(["sleep", "60"])
-    os._exit(6)
-
-
-def _thread_goes_on():
-    threading.Thread(target=time.sleep, args=(60,)).start()
-
-
 def _faulthandler():
-    import faulthandler
-
     faulthandler.enable()
-    _signalled_without_default()
-
-
-def _signalled_without_default():
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def _exit(what, do, code, *words, when=EPOCH, step=3, **settings):
-    words = words or (f"rank 1 ended its process with exit code {code}",)
-    return Fault(what, when, at(1, step, do), words=words, rank=1, exitcode=code, **settings)
+def _exit(what, do, said, *words, when=EPOCH, **settings):
+    step = {FIRST: 0, EPOCH: 3, LAST: LAST_STEP}[when]
+    return Fault(what, when, at(1, step, do), words=(f"rank 1 {said}", *words), **settings)
 
 
 _LATE = {"timeout": 2}
@@ -124,80 +104,68 @@ _LATE = {"timeout": 2}
 FAULTS = [
     *_signals(_CRASHES, "crashed with"),
     *_signals(_ENDS, "was ended by"),
-    Fault(
-        "a worker gets SIGKILL",
-        EPOCH,
-        at(1, 3, lambda: os.kill(os.getpid(), 9)),
-        words=("rank 1 was killed by SIGKILL", "memory"),
-        rank=1,
-        exitcode=-9,
-        quick=True,
-    ),
+    _exit("a worker gets SIGKILL", _kill, "was killed by SIGKILL", "memory", quick=True),
     Fault(
         "a worker that shares each batch gets SIGKILL",
         EPOCH,
-        at(1, 3, lambda: os.kill(os.getpid(), 9), split_batches=True),
+        at(1, 3, _kill, split_batches=True),
         words=("rank 1 was killed by SIGKILL", "memory"),
-        rank=1,
-        exitcode=-9,
     ),
-    Fault(
-        "a worker gets SIGINT",
-        EPOCH,
-        at(1, 3, lambda: os.kill(os.getpid(), signal.SIGINT)),
-        words=("rank 1 raised KeyboardInterrupt",),
-        rank=1,
-    ),
+    _exit("a worker gets SIGINT", lambda: os.kill(os.getpid(), signal.SIGINT), "raised KeyboardInterrupt"),
     Fault(
         "a worker is killed in a collective",
         COLLECTIVE,
-        on(
-            1,
-            lambda: (threading.Timer(0.3, os.kill, (os.getpid(), 9)).start(), time.sleep(1), collective()),
-            collective,
-        ),
+        on(1, lambda: (threading.Timer(0.3, _kill).start(), time.sleep(1), collective()), collective),
         words=("rank 1 was killed by SIGKILL",),
-        rank=1,
     ),
     Fault(
         "a worker is killed when rank 0 has returned",
         AFTER,
-        on(1, lambda: (time.sleep(0.5), os.kill(os.getpid(), 9))),
+        on(1, lambda: (time.sleep(0.5), _kill())),
         words=("rank 1 was killed by SIGKILL",),
-        rank=1,
-        exitcode=-9,
     ),
-    _exit("a worker calls os._exit(0)", lambda: os._exit(0), 0),
-    _exit("a worker calls os._exit(3) in its first step", lambda: os._exit(3), 3, when=FIRST, step=0),
-    _exit("a worker calls os._exit(3) in its last step", lambda: os._exit(3), 3, when=LAST, step=LAST_STEP),
-    _exit("a worker calls sys.exit(0)", lambda: sys.exit(0), 0, "rank 1 called sys.exit(0)"),
-    _exit("a worker calls sys.exit(3)", lambda: sys.exit(3), 3, "rank 1 called sys.exit(3)"),
-    _exit(
-        "a worker calls sys.exit with words", lambda: sys.exit("bye"), 1, "rank 1 called sys.exit('bye')", quick=True
+    _exit("a worker calls os._exit(0)", lambda: os._exit(0), "ended its process with exit code 0"),
+    *(
+        _exit(
+            f"a worker calls os._exit(3) in its {step} step",
+            lambda: os._exit(3),
+            "ended its process with exit code 3",
+            when=when,
+        )
+        for step, when in (("first", FIRST), ("last", LAST))
     ),
-    _exit("a worker calls abort() in C", _abort, -signal.SIGABRT, "rank 1 crashed with SIGABRT"),
-    _exit("a worker uses up the stack of C", _overflow, -signal.SIGSEGV, "rank 1 crashed with SIGSEGV"),
-    _exit("a worker reads address 0", lambda: ctypes.string_at(0), -signal.SIGSEGV, "rank 1 crashed with SIGSEGV"),
+    _exit("a worker calls sys.exit(0)", lambda: sys.exit(0), "called sys.exit(0)"),
+    _exit("a worker calls sys.exit(3)", lambda: sys.exit(3), "called sys.exit(3)"),
+    _exit("a worker calls sys.exit with words", lambda: sys.exit("bye"), "called sys.exit('bye')", quick=True),
+    _exit("a worker calls abort() in C", _abort, "crashed with SIGABRT"),
+    _exit("a worker uses up the stack of C", _overflow, "crashed with SIGSEGV"),
+    _exit("a worker reads address 0", lambda: ctypes.string_at(0), "crashed with SIGSEGV"),
     _exit(
         "a worker with faulthandler crashes",
         _faulthandler,
-        -signal.SIGSEGV,
-        "rank 1 crashed with SIGSEGV",
+        "crashed with SIGSEGV",
         "See what it wrote before",
         "Segmentation fault",
-        "_signalled_without_default",
+        "in _faulthandler",
     ),
     Fault(
         "a worker ends and its child in another session lives on",
         EPOCH,
         _leave_child_behind,
         words=("rank 1 ended its process with exit code 6",),
-        rank=1,
-        exitcode=6,
         quick=True,
     ),
-    _exit("a worker ends and leaves a child", _child_in_its_group, 6),
-    Fault("a worker's thread goes on after the loop", AFTER, at(1, LAST_STEP, _thread_goes_on), None),
+    _exit(
+        "a worker ends and leaves a child",
+        lambda: (subprocess.Popen(["sleep", "60"]), os._exit(6)),
+        "ended its process with exit code 6",
+    ),
+    Fault(
+        "a worker's thread goes on after the loop",
+        AFTER,
+        at(1, LAST_STEP, lambda: threading.Thread(target=time.sleep, args=(60,)).start()),
+        None,
+    ),
     Fault("a worker forks, and the child leaves by os._exit", EPOCH, at(1, 3, _fork_and(lambda: os._exit(0))), None),
     Fault("a worker forks, and the child leaves by sys.exit", EPOCH, at(1, 3, _fork_and(sys.exit)), None),
     Fault(
@@ -212,7 +180,7 @@ FAULTS = [
     Fault(
         "a worker is stopped by SIGSTOP",
         EPOCH,
-        at(1, 3, _stop, **_LATE),
+        at(1, 3, lambda: os.kill(os.getpid(), signal.SIGSTOP), **_LATE),
         words=("waited 2 seconds for rank 1", "stopped", "kill -CONT"),
         rank=1,
     ),
@@ -247,7 +215,7 @@ FAULTS = [
     Fault(
         "rank 0 is late, and a worker waits for it",
         EPOCH,
-        at(0, 3, _dawdle, **_LATE),
+        at(0, 3, lambda: time.sleep(4), **_LATE),
         words=("rank 1 has waited 2 seconds for rank 0", "exits.py"),
         rank=0,
     ),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nano_loop import NanoWorkerError
 
@@ -17,6 +19,32 @@ COLLECTIVE = "in a collective"
 LAST = "in the last step"
 AFTER = "after the loop"
 ENDING = "while the run is cleaned up"
+_TOLD = re.compile(
+    r"rank (\d+) (?:raised (\w+)|ended its process with exit code (-?\d+)|called sys\.exit\((.+?)\)"
+    r"|(?:was killed by|was ended by|crashed with) (SIG\w+))"
+)
+
+
+class Told(NamedTuple):
+    """What a message says of the rank that has failed: the error has the same."""
+
+    rank: int
+    exitcode: int | None
+    raised: str | None
+
+    @classmethod
+    def by(cls, message: str) -> Told | None:
+        """Return what a message says, or None where it does not begin with what a rank has done."""
+        if (found := _TOLD.match(message)) is None:
+            return None
+        rank, raised, code, given, name = found.groups()
+        if given is not None:
+            code = given if given.isdigit() else 1  # as Python does
+        elif name is not None:
+            code = -signal.Signals[name]
+        return cls(int(rank), None if code is None else int(code), raised)
+
+
 PHASES = (BEFORE, STARTING, JOINING, FIRST, EPOCH, COLLECTIVE, LAST, AFTER, ENDING)
 
 
@@ -38,10 +66,10 @@ class Fault:
         What is raised; None for a run that ends as usual.
     words : tuple of str
         Parts of the message, in this order.
-    rank, exitcode : int or None
-        Of the `NanoWorkerError`; None for any.
-    cause : type or None
-        Of the exception that the error is raised from.
+    rank : int or None
+        Of the `NanoWorkerError`. None for the one that the words say, or any; so are its exit code and its cause.
+    travels : bool
+        Whether the exception that a worker raises is the cause of the error; not if it cannot be sent.
     seconds : float
         How long all of it may take, from the call to the error.
     begins : bool
@@ -64,8 +92,7 @@ class Fault:
     sees: type[BaseException] | None = NanoWorkerError
     words: tuple[str, ...] = ()
     rank: int | None = None
-    exitcode: int | None = None
-    cause: type[BaseException] | None = None
+    travels: bool = True
     seconds: float = 10.0
     begins: bool = False
     leaves: tuple[str, ...] = ()

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from faults.fault import PHASES
+from faults.fault import PHASES, Told
 from faults.runs import ROOT
 from faults.table import FAULTS
+from nano_loop import NanoWorkerError
 
 PAGE = Path(ROOT) / "docs/faults.md"
 _BEGINNING = """# Faults
@@ -40,8 +41,9 @@ def _section(phase):
 def _result(fault):
     if fault.sees is None:
         return _cell(fault.result)
+    told = Told.by(fault.words[0]) if fault.words and fault.sees is NanoWorkerError else None
     rank = "" if fault.rank is None else f" of rank {fault.rank}"
-    code = "" if fault.exitcode is None else f", exit code {fault.exitcode}"
+    code = "" if told is None or told.exitcode is None else f", exit code {told.exitcode}"
     words = " … ".join(f"“{_cell(each)}”" for each in fault.words)
     return f"`{fault.sees.__name__}`{rank}{code}" + (f": {words}" if words else "")
 

@@ -98,8 +98,6 @@ FAULTS = [
         STARTING,
         with_argument(Arriving(raising(ImportError, "no module for it here"))),
         words=("rank 1 raised ImportError: no module for it here",),
-        rank=1,
-        cause=ImportError,
         quick=True,
     ),
     Fault(
@@ -107,16 +105,12 @@ FAULTS = [
         STARTING,
         with_argument(Arriving(lambda: os._exit(8))),
         words=("rank 1 ended its process with exit code 8",),
-        rank=1,
-        exitcode=8,
     ),
     Fault(
         "an argument kills the worker where it is unpickled",
         STARTING,
         with_argument(Arriving(lambda: os.kill(os.getpid(), 11))),
         words=("rank 1 crashed with SIGSEGV",),
-        rank=1,
-        exitcode=-11,
     ),
     Fault(
         "an argument takes longer to be unpickled than the timeout",
@@ -130,7 +124,6 @@ FAULTS = [
         STARTING,
         _after_import(lambda file, module: file.unlink()),
         words=("rank 1 raised ModuleNotFoundError: No module named 'module_that_changes'",),
-        rank=1,
         begins=True,
     ),
     Fault(
@@ -138,8 +131,6 @@ FAULTS = [
         STARTING,
         _after_import(_ending),
         words=("rank 1 ended its process with exit code 8",),
-        rank=1,
-        exitcode=8,
         begins=True,
     ),
     Fault(

@@ -219,15 +219,12 @@ FAULTS = [
         EPOCH,
         at(1, 3, _little_memory),
         words=("rank 1 raised NanoMemoryError", "memory"),
-        rank=1,
     ),
     Fault(
         "a worker may have no more memory, and Python asks for it (ulimit -v)",
         EPOCH,
         at(1, 3, _bytes_of_python),
         words=("rank 1 raised MemoryError",),
-        rank=1,
-        cause=MemoryError,
     ),
     Fault("the private folder of a run is deleted", EPOCH, at(0, 3, _delete_folder), None),
     Fault(

@@ -111,10 +111,6 @@ def _not_started(what, content, *words, **settings):
     )
 
 
-def _changes_folder():
-    os.chdir("/")
-
-
 def _one_cpu(**variables):
     """Return what asks for two processes where the process may use one CPU, as these variables make libgomp do."""
 
@@ -142,15 +138,6 @@ def _in_a_group():
             train()
         finally:
             torch.distributed.destroy_process_group()
-
-
-def _inner():
-    return nano(**OPTIONS)(lambda model: None)(torch.nn.Linear(1, 1))
-
-
-def _hanging():
-    with _interpreter("exec sleep 60"):
-        run(timeout=2)
 
 
 _RAISES = at(1, 3, raising(ValueError, "a bad batch"))
@@ -185,7 +172,7 @@ FAULTS = [
         for what, make in _HOOKS
     ),
     *(Fault(what, STARTING, _in(train, make), None, begins=True) for what, make in _PLACES),
-    Fault("a rank changes its working folder", EPOCH, at(1, 3, _changes_folder), None),
+    Fault("a rank changes its working folder", EPOCH, at(1, 3, lambda: os.chdir("/")), None),
     _not_started("sys.executable is None", None, "sys.executable is None"),
     _not_started("sys.executable is missing", "/nowhere/python", "/nowhere/python"),
     _not_started("sys.executable is no Python", "exit 7", "exit code 7"),
@@ -193,7 +180,7 @@ FAULTS = [
     Fault(
         "sys.executable hangs",
         STARTING,
-        _hanging,
+        _in(lambda: run(timeout=2), lambda: _interpreter("exec sleep 60")),
         words=("rank 1 did not start within 2 s", "Check that its Python starts"),
         rank=1,
         begins=True,
@@ -217,7 +204,7 @@ FAULTS = [
     Fault(
         "a run is started inside a run",
         EPOCH,
-        on_each(lambda rank: _inner()),
+        on_each(lambda rank: nano(**OPTIONS)(lambda model: None)(torch.nn.Linear(1, 1))),
         NanoError,
         ("a run inside a run of 2 processes", "num_processes=1"),
     ),

@@ -18,7 +18,7 @@ import torch
 from distributed.conftest import belongings
 from leaks import affinity_masks, changes, moved_threads, process_state
 
-from faults.fault import Fault
+from faults.fault import Fault, Told
 from faults.runs import train
 from nano_loop import NanoError, NanoWorkerError
 from nano_loop.distributed.launch_local import server as servers
@@ -70,11 +70,12 @@ def _seen(fault, error):
         if place < 0:
             found.append(f"the message lacks {part!r}")
             break
-    for name in ("rank", "exitcode"):
-        wanted = getattr(fault, name)
-        if wanted is not None and getattr(error, name, None) != wanted:
-            found.append(f"{name} is {getattr(error, name, None)}")
-    if fault.cause is not None and type(error.__cause__) is not fault.cause:
+    told = Told.by(message) if isinstance(error, NanoWorkerError) else None
+    if told is not None and (error.rank, error.exitcode) != (told.rank, told.exitcode):
+        found.append(f"rank is {error.rank}, and exitcode is {error.exitcode}")
+    if fault.rank is not None and getattr(error, "rank", None) != fault.rank:
+        found.append(f"rank is {getattr(error, 'rank', None)}")
+    if told is not None and told.raised and fault.travels and type(error.__cause__).__name__ != told.raised:
         found.append(f"its cause is {error.__cause__!r:.200}")
     if isinstance(error, NanoError) and not _PARTS.fullmatch(message.partition("\n\n")[0]):
         found.append("the message has not three parts")

@@ -172,22 +172,6 @@ def deep(run):
     return fit(run, model, loader_of(*vectors()), squares, by_sgd(model, lr=1e-9))
 
 
-def alternating(run):
-    """As a GAN's: two models and optimizers, of which each has its own loss."""
-    one, other = mlp(6, 8, 6), mlp(6, 8, 1)
-    first, second = by_sgd(one), by_sgd(other)
-    run.setup([one, other], [first, second])
-    for _ in range(2):
-        for x, y in loader_of(*vectors()):
-            second.zero_grad()
-            F.mse_loss(other(one(x).detach()), y).backward()
-            second.step()
-            first.zero_grad()
-            F.l1_loss(other(one(x)), y).backward()
-            first.step()
-    return weights(one), weights(other)
-
-
 def contrastive(run, *more):
     def loss_of(model, batch):
         z = F.normalize(model(batch[0]))
@@ -315,7 +299,7 @@ def test_sum_gets_the_weight_of_a_sum():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
-    [mean, noisy, alternating, decayed, sampling_of_equal_shares, noise_of_equal_shares, tokens_times_samples, padding],
+    [mean, noisy, decayed, sampling_of_equal_shares, noise_of_equal_shares, tokens_times_samples, padding],
 )
 def test_mean_is_compared(loop):
     found, result = run_of(loop)
