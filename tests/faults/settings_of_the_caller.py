@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from faults.fault import BEFORE, EPOCH, STARTING, Fault
+from faults.fault import Fault
 from faults.runs import OPTIONS, at, attribute, environ, on_each, raising, run, train
-from nano_loop import NanoConfigError, NanoError, nano
+from nano_loop import nano
 
 
 def _in(do, *contexts):
@@ -99,18 +99,6 @@ def _interpreter(content):
     path.unlink(missing_ok=True)
 
 
-def _not_started(what, content, *words, **settings):
-    return Fault(
-        what,
-        STARTING,
-        _in(train, lambda: _interpreter(content)),
-        words=("rank 1", *words),
-        rank=1,
-        begins=True,
-        **settings,
-    )
-
-
 def _one_cpu(**variables):
     """Return what asks for two processes where the process may use one CPU, as these variables make libgomp do."""
 
@@ -167,45 +155,21 @@ _PLACES = [
 ]
 
 FAULTS = [
-    *(
-        Fault(f"{what}, and a worker raises", EPOCH, _in(_RAISES, make), words=("a bad batch",), rank=1)
-        for what, make in _HOOKS
-    ),
-    *(Fault(what, STARTING, _in(train, make), None, begins=True) for what, make in _PLACES),
-    Fault("a rank changes its working folder", EPOCH, at(1, 3, lambda: os.chdir("/")), None),
-    _not_started("sys.executable is None", None, "sys.executable is None"),
-    _not_started("sys.executable is missing", "/nowhere/python", "/nowhere/python"),
-    _not_started("sys.executable is no Python", "exit 7", "exit code 7"),
-    _not_started("sys.executable writes words and ends", "echo it is broken >&2", "it is broken"),
+    *(Fault(f"{what}, and a worker raises", _in(_RAISES, make)) for what, make in _HOOKS),
+    *(Fault(what, _in(train, make), begins=True) for what, make in _PLACES),
+    Fault("a rank changes its working folder", at(1, 3, lambda: os.chdir("/"))),
+    Fault("sys.executable is None", _in(train, lambda: _interpreter(None)), begins=True),
+    Fault("sys.executable is missing", _in(train, lambda: _interpreter("/nowhere/python")), begins=True),
+    Fault("sys.executable is no Python", _in(train, lambda: _interpreter("exit 7")), begins=True),
     Fault(
-        "sys.executable hangs",
-        STARTING,
-        _in(lambda: run(timeout=2), lambda: _interpreter("exec sleep 60")),
-        words=("rank 1 did not start within 2 s", "Check that its Python starts"),
-        rank=1,
-        begins=True,
+        "sys.executable writes words and ends", _in(train, lambda: _interpreter("echo it is broken >&2")), begins=True
     ),
-    Fault(
-        "OMP_PROC_BIND leaves the process one CPU",
-        BEFORE,
-        _one_cpu(OMP_PROC_BIND="close"),
-        NanoConfigError,
-        ("num_processes=2", "2 physical cores", "OMP_PROC_BIND=close"),
-        quick=True,
-    ),
-    Fault(
-        "GOMP_CPU_AFFINITY leaves the process one CPU",
-        BEFORE,
-        _one_cpu(GOMP_CPU_AFFINITY="0"),
-        NanoConfigError,
-        ("num_processes=2", "2 physical cores", "GOMP_CPU_AFFINITY=0"),
-    ),
-    Fault("the process is in a process group", BEFORE, _in_a_group, NanoError, ("in a process group of 1 already",)),
+    Fault("sys.executable hangs", _in(lambda: run(timeout=2), lambda: _interpreter("exec sleep 60")), begins=True),
+    Fault("OMP_PROC_BIND leaves the process one CPU", _one_cpu(OMP_PROC_BIND="close"), quick=True),
+    Fault("GOMP_CPU_AFFINITY leaves the process one CPU", _one_cpu(GOMP_CPU_AFFINITY="0")),
+    Fault("the process is in a process group", _in_a_group),
     Fault(
         "a run is started inside a run",
-        EPOCH,
         on_each(lambda rank: nano(**OPTIONS)(lambda model: None)(torch.nn.Linear(1, 1))),
-        NanoError,
-        ("a run inside a run of 2 processes", "num_processes=1"),
     ),
 ]
