@@ -104,15 +104,6 @@ def by_hand(setup, write, steps=3):
     return loop(setup, nn.Linear(6, 3), steps, 0.5, write)
 
 
-def test_gradients_put_in_the_place_of_means_are_averaged(team):
-    def write(step, model, x):
-        samples = [torch.autograd.grad(mse_loss(model(row), row[:3]), model.parameters()) for row in x]
-        for parameter, *gradients in zip(model.parameters(), *samples, strict=True):
-            parameter.grad = sum(gradient / gradient.norm() for gradient in gradients) / len(x)
-
-    assert_pair(team(2), by_hand, write)
-
-
 def test_gradients_put_after_zero_grad_at_a_later_step_are_averaged(team):
     def write(step, model, x):
         if step == 2:
