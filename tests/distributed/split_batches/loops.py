@@ -83,7 +83,7 @@ def by_sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
 
 
-def fit(run, model, loader, loss_of, optimizer=None, after_step=lambda loss: None):
+def fit(run, model, loader, loss_of, optimizer=None, before_step=lambda: None, after_step=lambda loss: None):
     optimizer = by_sgd(model) if optimizer is None else optimizer
     run.setup(model, optimizer)
     losses = []
@@ -92,6 +92,7 @@ def fit(run, model, loader, loss_of, optimizer=None, after_step=lambda loss: Non
             optimizer.zero_grad()
             loss = loss_of(model, batch)
             loss.backward()
+            before_step()
             optimizer.step()
             losses.append(loss.item())
             after_step(loss)
@@ -221,16 +222,12 @@ def paused_accumulation(run):
 
 
 def clipping(run):
-    model = mlp(6, 8, 1)
-    optimizer = by_sgd(model)
-    run.setup(model, optimizer)
-    norms = []
-    for x, y in loader_of(*vectors()):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, norms = mlp(6, 8, 1), []
+
+    def clip():
         norms.append(clip_grad_norm_(model.parameters(), 0.3))
-        optimizer.step()
-    return weights(model), torch.stack(norms)
+
+    return *fit(run, model, loader_of(*vectors()), squares, before_step=clip), torch.stack(norms)
 
 
 def plateau(run):
@@ -245,7 +242,7 @@ def plateau(run):
         schedulers[0].step(loss.item())
         schedulers[1].step()
 
-    result = fit(run, model, loader_of(*vectors()), squares, optimizer, schedule)
+    result = fit(run, model, loader_of(*vectors()), squares, optimizer, after_step=schedule)
     return *result, torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64)
 
 
