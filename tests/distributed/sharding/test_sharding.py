@@ -117,43 +117,41 @@ def seeded_by_rank():
     return 7 + 10 * (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
 
 
+def numbers(**options):
+    return DataLoader(Numbers(), 4, **options)
+
+
 LOADERS = {
-    "in order": lambda: DataLoader(Numbers(), batch_size=4),
-    "shuffled": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True),
-    "shuffled, drop_last": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, drop_last=True),
-    "generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(3)),
-    "a generator of each rank": lambda: DataLoader(
-        Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(seeded_by_rank())
+    "in order": lambda: numbers(),
+    "shuffled": lambda: numbers(shuffle=True),
+    "shuffled, drop_last": lambda: numbers(shuffle=True, drop_last=True),
+    "generator": lambda: numbers(shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "a generator of each rank": lambda: numbers(
+        shuffle=True, generator=torch.Generator().manual_seed(seeded_by_rank())
     ),
-    "a sampler's generator of each rank": lambda: DataLoader(
-        Numbers(), 4, sampler=RandomSampler(Numbers(), generator=torch.Generator().manual_seed(seeded_by_rank()))
+    "a sampler's generator of each rank": lambda: numbers(
+        sampler=RandomSampler(Numbers(), generator=torch.Generator().manual_seed(seeded_by_rank()))
     ),
-    "weighted": lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler(torch.ones(23), 30)),
-    "subset": lambda: DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(3, 20))),
-    "with replacement": lambda: DataLoader(Numbers(), 4, sampler=RandomSampler(Numbers(), True, 70)),
-    "a list": lambda: DataLoader(Numbers(), 4, sampler=[3, 1, 4, 1, 5, 9, 2, 6, 5]),
+    "weighted": lambda: numbers(sampler=WeightedRandomSampler(torch.ones(23), 30)),
+    "subset": lambda: numbers(sampler=SubsetRandomSampler(range(3, 20))),
+    "with replacement": lambda: numbers(sampler=RandomSampler(Numbers(), True, 70)),
+    "a list": lambda: numbers(sampler=[3, 1, 4, 1, 5, 9, 2, 6, 5]),
     "a list of batches": lambda: DataLoader(Numbers(), batch_sampler=[[3, 1], [4], [1, 5, 9]]),
     "own batch sampler": lambda: DataLoader(Numbers(), batch_sampler=OneList(RandomSampler(Numbers()), 3, False)),
-    "torch": lambda: DataLoader(Numbers(), 4, sampler=Drawing(by_torch)),
-    "random": lambda: DataLoader(Numbers(), 4, sampler=Drawing(by_random)),
-    "numpy": lambda: DataLoader(Numbers(), 4, sampler=Drawing(by_numpy)),
-    "torch, at iter": lambda: DataLoader(Numbers(), 4, sampler=DrawsAtIter(by_torch)),
+    "torch": lambda: numbers(sampler=Drawing(by_torch)),
+    "random": lambda: numbers(sampler=Drawing(by_random)),
+    "numpy": lambda: numbers(sampler=Drawing(by_numpy)),
+    "torch, at iter": lambda: numbers(sampler=DrawsAtIter(by_torch)),
     "random, in iter of a batch sampler": lambda: DataLoader(
         Numbers(), batch_sampler=DrawsAtIter(lambda: [by_random(), by_torch()])
     ),
-    "random's own": lambda: DataLoader(Numbers(), 4, sampler=own_generator(lambda: random.Random(seeded_by_rank()))),
-    "numpy's own": lambda: DataLoader(
-        Numbers(), 4, sampler=own_generator(lambda: np.random.default_rng(seeded_by_rank()))
-    ),
-    "numpy's old own": lambda: DataLoader(
-        Numbers(), 4, sampler=own_generator(lambda: np.random.RandomState(seeded_by_rank()))
-    ),
-    "a subclass of torch's": lambda: DataLoader(Numbers(), 4, sampler=OwnShuffle(Numbers())),
+    "random's own": lambda: numbers(sampler=own_generator(lambda: random.Random(seeded_by_rank()))),
+    "numpy's own": lambda: numbers(sampler=own_generator(lambda: np.random.default_rng(seeded_by_rank()))),
+    "numpy's old own": lambda: numbers(sampler=own_generator(lambda: np.random.RandomState(seeded_by_rank()))),
+    "a subclass of torch's": lambda: numbers(sampler=OwnShuffle(Numbers())),
     "single items": lambda: DataLoader(Numbers(), batch_size=None, shuffle=True),
-    "workers": lambda: DataLoader(Numbers(), 4, shuffle=True, num_workers=1, prefetch_factor=3),
-    "persistent workers": lambda: DataLoader(
-        Numbers(), 4, sampler=Drawing(by_torch), num_workers=1, persistent_workers=True
-    ),
+    "workers": lambda: numbers(shuffle=True, num_workers=1, prefetch_factor=3),
+    "persistent workers": lambda: numbers(sampler=Drawing(by_torch), num_workers=1, persistent_workers=True),
 }
 
 
