@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 from faults.fault import Fault
@@ -93,4 +94,7 @@ FAULTS = [
     Fault("a module of an argument has vanished", _after_import(lambda file, module: file.unlink()), begins=True),
     Fault("a module of an argument ends its process where it is imported", _after_import(_ending), begins=True),
     Fault("a module of an argument was edited since its import", _after_import(_edited), begins=True),
+    Fault("worker_init raises", with_argument(None, worker_init=raising(LookupError, "no such library"))),
+    Fault("worker_init calls sys.exit(3)", with_argument(None, worker_init=lambda: sys.exit(3))),
+    Fault("worker_init cannot be pickled", with_argument(None, worker_init=partial(print, threading.Lock()))),
 ]

@@ -16,6 +16,7 @@ import torch
 from faults.fault import Fault
 from faults.runs import OPTIONS, at, attribute, environ, on_each, raising, run, train
 from nano_loop import nano
+from nano_loop.distributed.launch_local import server as servers
 
 
 def _in(do, *contexts):
@@ -84,6 +85,11 @@ def _warnings_are_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
+
+
+def _exit_of_a_new_server():
+    servers.end_kept()
+    at(1, 3, lambda: os._exit(7))()
 
 
 @contextlib.contextmanager
@@ -156,6 +162,11 @@ _PLACES = [
 
 FAULTS = [
     *(Fault(f"{what}, and a worker raises", _in(_RAISES, make)) for what, make in _HOOKS),
+    Fault(
+        "SIGCHLD is ignored, and a worker ends",
+        _in(_exit_of_a_new_server, lambda: _handled(signal.SIGCHLD, signal.SIG_IGN)),
+        begins=True,
+    ),
     *(Fault(what, _in(train, make), begins=True) for what, make in _PLACES),
     Fault("a rank changes its working folder", at(1, 3, lambda: os.chdir("/"))),
     Fault("sys.executable is None", _in(train, lambda: _interpreter(None)), begins=True),
