@@ -158,8 +158,7 @@ def pair(loop):
 
 def test_only_what_arrived_since_is_averaged(team):
     def loop(setup):
-        model = net()
-        setup.setup(model, sgd(model))
+        model, _ = ready(setup)
         with setup.paused(model):
             model(torch.ones(1, 6)).sum().backward()
         assert not setup.transport.counts
@@ -259,8 +258,7 @@ def test_parameter_that_one_rank_alone_used_counts_on_all(team):
 
 def test_parameter_that_no_rank_used_keeps_the_gradient_it_has(team):
     def loop(setup):
-        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-        setup.setup(model, sgd(model))
+        model, _ = ready(setup, nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
         held = model[1].weight.grad = torch.full((2, 2), float(setup.rank))
         model[0](torch.ones(1, 2)).sum().backward()
         return model[1].weight.grad is held, held, model[1].bias.grad
@@ -289,9 +287,7 @@ def frozen_parameters_stay_without_gradients_until_they_are_thawed(setup):
 def shared_parameter_is_averaged_once(setup):
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
     model[2].weight = model[0].weight
-    optimizer = sgd(model)
-    setup.setup(model, optimizer)
-    fit(setup, model, optimizer)
+    fit(setup, *ready(setup, model))
     return model, setup.transport.counts if setup.ranks.size > 1 else [5] * 4
 
 
@@ -600,8 +596,7 @@ def test_layer_that_a_model_adds_in_its_forward_ends_equal(team):
 
 def test_ranks_that_add_different_layers_are_told(team):
     def loop(setup):
-        model = net()
-        setup.setup(model, sgd(model))
+        model, _ = ready(setup)
         model.append(nn.Linear(3, 2 + setup.rank))
         with pytest.raises(NanoError, match=r"rank 1 has Sequential.3.weight.*\(3, 3\).*where rank 0 has.*\(2, 3\)"):
             model(torch.ones(1, 6))
@@ -774,8 +769,7 @@ def test_nothing_is_left_behind(team):
 
 def test_copies_made_in_the_loop_are_plain(team):
     def loop(setup):
-        model = net()
-        setup.setup(model, sgd(model))
+        model, _ = ready(setup)
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         if setup.rank == 0:  # no rank waits for another
             for each in copies:
