@@ -655,6 +655,7 @@ def added_layer(model, optimizer):
 
 def removed_layer(model, optimizer):
     model[1] = nn.Identity()
+    del optimizer.param_groups[0]["params"][2:]
 
 
 def other_shape(model, optimizer):
