@@ -1,10 +1,13 @@
 """Watches this process and its children for new sockets that another process of the host could connect to."""
 
+import glob
 import os
 import threading
 from pathlib import Path
 
 import psutil
+
+from nano_loop.distributed.launch_local import server as servers
 
 LISTENS = "0A"
 
@@ -26,9 +29,9 @@ class Watched:
 
     def _watch(self, before):
         while not self._ended.wait(0.005):
-            for inode, address in listening():
-                if address not in before | self.listened and inode in inodes():
-                    self.listened.add(address)
+            new = {inode: address for inode, address in listening() if address not in before | self.listened}
+            mine = inodes() if new else ()
+            self.listened |= {address for inode, address in new.items() if inode in mine}
 
 
 def listening():
@@ -48,12 +51,16 @@ def rows(name):
 
 
 def inodes():
-    """The sockets of this process and of all that it has started."""
-    found = set()
-    for process in (me := psutil.Process(), *me.children(recursive=True)):
-        try:
-            links = [os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
-        except OSError:
-            continue
+    """The sockets of this process and of all that it has started, workers' process among them."""
+    found, roots = set(), [psutil.Process(), *(psutil.Process(server.pid) for server in servers.kept())]
+    for process in [each for root in roots for each in (root, *root.children(recursive=True))]:
+        links = [link_of(entry) for entry in glob.glob(f"/proc/{process.pid}/fd/*")]
         found |= {link[8:-1] for link in links if link.startswith("socket:[")}
     return found
+
+
+def link_of(path):
+    try:
+        return os.readlink(path)
+    except OSError:  # it is closed by now
+        return ""

@@ -269,5 +269,7 @@ def test_watch_for_sockets_sees_those_that_there_are():
     ):
         named.bind(f"\0nano_loop-test-{os.getpid()}")  # of no folder, which another user may not enter
         named.listen()
-        time.sleep(0.5)
+        deadline = time.monotonic() + 30
+        while len(found.listened) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert sorted(each.split()[0] for each in found.listened) == ["tcp", "unix"]
