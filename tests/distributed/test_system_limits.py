@@ -13,7 +13,7 @@ from nano_loop.distributed.comm.system_limits import limit_in_words, limits_in_w
 @pytest.mark.parametrize(
     ("number", "limited", "helps"),
     [
-        (errno.ENFILE, "open files", "fs.file-max"),
+        (errno.ENFILE, "open more files", "fs.file-max"),
         (errno.EDQUOT, "quota", "Delete files"),
     ],
 )

@@ -111,5 +111,5 @@ def test_process_is_dead_once_it_is_killed_and_not_before(waited_for, monkeypatc
     ids=lambda text: text[:20],
 )
 def test_what_is_no_presence_is_an_error_that_names_the_rank(text):
-    with pytest.raises(NanoError, match=r"rank 3 has sent '.*': a rank begins with its host and its CPUs"):
+    with pytest.raises(NanoError, match=r"rank 3 sent '.*': a rank first sends its host and its CPUs"):
         Presence.from_text(text, 3)
