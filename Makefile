@@ -61,7 +61,7 @@ ANY_TORCH := $(CLUSTERS) $(LIBRARIES) tests/cli tests/cpu $(wildcard tests/distr
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
-.PHONY: help demo test test-all test-benchmarks test-ray test-ipex test-libraries test-newest lint docs docs-serve docs-faults docs-options docs-results planted-faults bench bench-overhead clean ready ready-ipex ready-jax test-arm wheel
+.PHONY: help demo test test-all test-benchmarks test-ray test-ipex test-libraries test-newest lint docs docs-serve docs-options docs-results planted-faults bench bench-overhead clean ready ready-ipex ready-jax test-arm wheel
 .PHONY: test-libraries-2.13 test-libraries-2.8 proof proof-all samples
 .NOTPARALLEL:
 
@@ -81,7 +81,6 @@ help:
 	@echo "make lint    ruff, mypy, and that imports run downwards"
 	@echo "make planted-faults   plant the faults of tests/planted_faults.py one by one, and see that tests find them"
 	@echo "make docs    build the site of the documentation, to site; make docs-serve shows it while you write"
-	@echo "make docs-faults  write docs/faults.md from the table of faults in tests/faults"
 	@echo "make docs-options  write the table of docs/options.md from their declarations"
 	@echo "make docs-results  write docs/results.md from the stored results of benchmarks"
 	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
@@ -182,9 +181,6 @@ lint: ready
 
 planted-faults: ready
 	@PYTHONPATH=tests $(RUN) -m planted_faults $(ARGS)
-
-docs-faults: ready
-	@PYTHONPATH=tests $(RUN) -m faults.page
 
 docs-options: ready
 	@PYTHONPATH=tests $(RUN) -m test_readme

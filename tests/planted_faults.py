@@ -186,7 +186,7 @@ FAULTS = (
         "distributed/comm/packing.py",
         "slice(start, start + part))\n",
         "slice(0, part))\n",
-        "tests/distributed/shared_memory/test_packing.py",
+        "tests/distributed/shared_memory/test_transport.py",
     ),
     Fault(
         "distributed/comm/rank_slot.py",

@@ -239,16 +239,6 @@ def test_cpus_in_use_are_an_error_that_lists_what_is_free():
     assert "End other jobs, request fewer CPUs, or pass a longer timeout." in str(error)
 
 
-def test_what_cannot_be_pickled_is_named_before_anything_starts():
-    lock = threading.Lock()
-
-    def loop(model, optimizer, loader):
-        return lock
-
-    with pytest.raises(NanoWorkerError, match="cannot be pickled"):
-        on_ray(loop)
-
-
 def test_ray_client_is_refused(monkeypatch):
     from nano_loop.distributed.launch_ray import cluster
 

@@ -145,11 +145,6 @@ def test_ray_is_not_imported_before_a_run_needs_it():
     assert processes_of([sys.executable, "-c", code]) == (0, "", "")
 
 
-def test_ccl_is_refused():
-    with pytest.raises(NanoConfigError, match="oneCCL's binding for torch is retired"):
-        nano(**OPTIONS, process_group_backend="ccl")(small.fit)
-
-
 def test_environment_is_the_caller_s_after_a_run_that_has_started_ray(tmp_path):
     """A run without `ray.init` starts a cluster, and leaves no file in the home folder."""
     program = """

@@ -1,115 +1,66 @@
-"""Watches a process and its children for new sockets that another user of the host could connect to.
+"""Watches this process and its children for new sockets that another process of the host could connect to."""
 
-Run as a program, it prints ``ready``, and when its standard input is closed, what it has found as JSON: the addresses,
-and at which of them a process of another user was let in.
-"""
-
-import json
+import glob
 import os
-import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
-NOBODY = 65534
+import psutil
+
+from nano_loop.distributed.launch_local import server as servers
+
 LISTENS = "0A"
 
 
-def main(root):
-    ended, found, connected = threading.Event(), set(), set()
-    # An earlier test in this process may have used gloo, which listens until its groups are garbage.
-    before = {address for _, _, address in [*internet(), *unix()]}
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    print("ready", flush=True)
-    while not ended.is_set():
-        for family, inode, address in [*internet(), *unix()]:
-            if address not in before | found and inode in inodes(tree(root)):
-                found.add(address)
-                connected |= {address} if connects(family, address) else set()
-    print(json.dumps([sorted(found), sorted(connected)]))
+class Watched:
+    """``with Watched() as found:`` and afterwards `found.listened` are the kinds and addresses of such sockets."""
+
+    def __enter__(self):
+        self.listened, self._ended = set(), threading.Event()
+        # An earlier test in this process may have used gloo, which listens until its groups are garbage.
+        before = {address for _, address in listening()}
+        self._thread = threading.Thread(target=self._watch, args=(before,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self, before):
+        while not self._ended.wait(0.005):
+            new = {inode: address for inode, address in listening() if address not in before | self.listened}
+            mine = inodes() if new else ()
+            self.listened |= {address for inode, address in new.items() if inode in mine}
 
 
-def internet():
-    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        for line in lines(f"/proc/net/{name}"):
-            fields = line.split()
+def listening():
+    """Give the inode and the address of each socket of this host that accepts connections."""
+    for name in ("tcp", "tcp6"):
+        for fields in rows(name):
             if fields[3] == LISTENS:
-                yield family, fields[9], f"{name} {fields[1]}"
+                yield fields[9], f"{name} {fields[1]}"
+    for fields in rows("unix"):
+        if int(fields[3], 16) & 0x10000:
+            yield fields[6], f"unix {fields[7] if len(fields) > 7 else '?'}"
 
 
-def unix():
-    for line in lines("/proc/net/unix"):
-        fields = line.split()
-        if int(fields[3], 16) & 0x10000:  # it accepts connections
-            yield socket.AF_UNIX, fields[6], f"unix {fields[7] if len(fields) > 7 else '?'}"
+def rows(name):
+    path = Path("/proc/net", name)
+    return [line.split() for line in path.read_text().splitlines()[1:]] if path.exists() else []
 
 
-def lines(path):
-    return Path(path).read_text().splitlines()[1:] if Path(path).exists() else []
-
-
-def tree(root):
-    """The process and all that it has started."""
-    found, waiting = [], [root]
-    while waiting:
-        pid = waiting.pop()
-        found.append(pid)
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            try:
-                waiting += [int(child) for child in task.read_text().split()]
-            except OSError:
-                continue
-    return found
-
-
-def inodes(pids):
-    found = set()
-    for pid in pids:
-        try:
-            links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-        except OSError:
-            continue
+def inodes():
+    """The sockets of this process and of all that it has started, workers' process among them."""
+    found, roots = set(), [psutil.Process(), *(psutil.Process(server.pid) for server in servers.kept())]
+    for process in [each for root in roots for each in (root, *root.children(recursive=True))]:
+        links = [link_of(entry) for entry in glob.glob(f"/proc/{process.pid}/fd/*")]
         found |= {link[8:-1] for link in links if link.startswith("socket:[")}
     return found
 
 
-def connects(family, address):
-    """Connect as another user where this one may become one, and as this one elsewhere."""
-    child = os.fork()
-    if child == 0:
-        try:
-            if os.geteuid() == 0:
-                os.setuid(NOBODY)
-            with socket.socket(family) as peer:
-                peer.settimeout(1)
-                peer.connect(where(family, address.split(" ", 1)[1]))
-            os._exit(0)
-        except OSError:
-            os._exit(1)
-    return os.waitpid(child, 0)[1] == 0
-
-
-def where(family, address):
-    if family == socket.AF_UNIX:
-        return "\0" + address[1:] if address.startswith("@") else address
-    port = int(address.rpartition(":")[2], 16)
-    return ("127.0.0.1" if family == socket.AF_INET else "::1", port)
-
-
-class Watched:
-    """``with Watched() as found:`` and afterwards `found.listened` and `found.connected`."""
-
-    def __enter__(self):
-        command = [sys.executable, "-S", __file__, str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout.readline() == "ready\n"
-        return self
-
-    def __exit__(self, *_):
-        self.listened, self.connected = json.loads(self._process.communicate(timeout=60)[0])
-        assert self._process.returncode == 0
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+def link_of(path):
+    try:
+        return os.readlink(path)
+    except OSError:  # it is closed by now
+        return ""

@@ -42,6 +42,7 @@ class Team:
         `args` are the same for all. Raises an AssertionError with the traceback of each rank that raised.
         """
         call = cloudpickle.dumps((function, args))
+        self.broken = True  # unless all answer: one that is interrupted would read these answers as its own
         for pipe in self._pipes:
             pipe.send_bytes(call)
         answers = [self._answer(rank) for rank in range(self.size)]

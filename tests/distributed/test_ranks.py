@@ -20,17 +20,6 @@ def test_alone_everything_stays_what_it_is():
     ALONE.barrier()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_objects_travel(team, size):
-    def exchange(ranks):
-        mine = {"rank": ranks.rank, "long": "x" * 1000 * ranks.rank}
-        return ranks.broadcast(mine, source=1), ranks.gather(mine)
-
-    for broadcast, gathered in team(size)(exchange):
-        assert broadcast == {"rank": 1, "long": "x" * 1000}
-        assert [each["rank"] for each in gathered] == list(range(size))
-
-
 def test_tensors_travel_whatever_their_layout(team):
     def exchange(ranks):
         tensors = [

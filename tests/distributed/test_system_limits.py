@@ -13,12 +13,8 @@ from nano_loop.distributed.comm.system_limits import limit_in_words, limits_in_w
 @pytest.mark.parametrize(
     ("number", "limited", "helps"),
     [
-        (errno.EMFILE, "files and pipes at a time", "ulimit -n"),
         (errno.ENFILE, "open more files", "fs.file-max"),
-        (errno.EAGAIN, "its limit of processes", "ulimit -u"),
-        (errno.EFBIG, "files of this process may have at most", "ulimit -f"),
         (errno.EDQUOT, "quota", "Delete files"),
-        (errno.ENOSPC, "bytes, of which", "TMPDIR"),
     ],
 )
 def test_limit_is_named_with_what_helps(tmp_path, number, limited, helps):

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 from torch import nn
 
-from faults.fault import BEFORE, EPOCH, STARTING, Fault
+from faults.fault import Fault
 from faults.runs import Arriving, at, collective, line_from, on_each, python, raising, script, train, with_argument
-from nano_loop import NanoError, nano
+from nano_loop import nano
 from nano_loop.distributed.launch_local import server as servers
 
 
@@ -277,110 +277,62 @@ def _while_a_worker_starts(number):
     return with_argument(Arriving(do))
 
 
-def _of_a_program(what, text, printed, when=STARTING, **settings):
-    return Fault(what, when, _program(text, printed), None, seconds=40, **settings)
-
-
-def _ended(what, commit, when=EPOCH, result="workers end, and their memory is freed"):
-    return Fault(what, when, commit, None, begins=True, result=result)
-
-
 FAULTS = [
     Fault(
-        "a run in a thread, and a worker raises",
-        EPOCH,
-        _in_a_thread(at(1, 3, raising(ValueError, "a bad batch"))),
-        words=("rank 1 raised ValueError: a bad batch",),
-        rank=1,
-        quick=True,
+        "a run in a thread, and a worker raises", _in_a_thread(at(1, 3, raising(ValueError, "a bad batch"))), quick=True
     ),
+    Fault("two threads start runs at once", _two_threads_at_once),
+    Fault("a run in a coroutine", _in_a_coroutine(train)),
+    Fault("a run in a coroutine, and a worker raises", _in_a_coroutine(at(1, 3, raising(ValueError, "a bad batch")))),
+    Fault("a run in a signal handler", _in_a_handler),
+    Fault("a run in a forked child of multiprocessing", _program(_FORKED, "trained 2"), seconds=40),
     Fault(
-        "two threads start runs at once",
-        BEFORE,
-        _two_threads_at_once,
-        NanoError,
-        ("thread", "is in a run with cpu_for_each_process", "Start this run when that one has ended"),
+        "a run of the main program's functions in a spawned child of multiprocessing",
+        _program(_SPAWNED, "trained"),
+        seconds=40,
     ),
-    Fault("a run in a coroutine", EPOCH, _in_a_coroutine(train), None),
+    Fault("a run fails in a pool of multiprocessing", _program(_POOL, "raised"), seconds=40),
+    Fault("a run in a function of atexit", _program(_AT_EXIT, "trained 2"), seconds=40),
+    Fault("a run while the interpreter shuts down", _program(_AT_SHUTDOWN, "trained"), seconds=40),
+    Fault("the caller is killed", _killed(_ASLEEP), begins=True),
     Fault(
-        "a run in a coroutine, and a worker raises",
-        EPOCH,
-        _in_a_coroutine(at(1, 3, raising(ValueError, "a bad batch"))),
-        words=("rank 1 raised ValueError: a bad batch",),
-        rank=1,
-    ),
-    Fault("a run in a signal handler", EPOCH, _in_a_handler, None),
-    _of_a_program("a run in a forked child of multiprocessing", _FORKED, "trained 2"),
-    _of_a_program("a run of the main program's functions in a spawned child of multiprocessing", _SPAWNED, "trained"),
-    _of_a_program(
-        "a run fails in a pool of multiprocessing",
-        *(_POOL, "raised", EPOCH),
-        result="`NanoWorkerError`, in the process that has the pool",
-    ),
-    _of_a_program("a run in a function of atexit", _AT_EXIT, "trained 2"),
-    _of_a_program(
-        "a run while the interpreter shuts down",
-        *(_AT_SHUTDOWN, "trained"),
-        result="an exception of Python's, and no process is left",
-    ),
-    _ended("the caller is killed", _killed(_ASLEEP)),
-    _ended(
         "the caller is killed while the process that workers are forked from imports torch",
         _killed_while_the_other_process_imports_torch,
-        STARTING,
+        begins=True,
     ),
-    _ended(
-        "all processes of a run are killed at once", _all_killed, result="the next run of this user frees the memory"
-    ),
-    _ended("the caller gets SIGTERM", _killed(_ASLEEP, signal.SIGTERM)),
-    _ended("the caller is killed while a worker holds Python's lock in C", _killed(_LOCKED)),
-    _ended("the caller is killed while it writes the arguments", _killed(_WRITING), BEFORE, "their memory is freed"),
+    Fault("all processes of a run are killed at once", _all_killed, begins=True),
+    Fault("the caller gets SIGTERM", _killed(_ASLEEP, signal.SIGTERM), begins=True),
+    Fault("the caller is killed while a worker holds Python's lock in C", _killed(_LOCKED), begins=True),
+    Fault("the caller is killed while it writes the arguments", _killed(_WRITING), begins=True),
     *(
-        _ended(
+        Fault(
             f"the caller is killed while a worker reads {what} of arguments",
             _killed(_LOADING.replace("SIZE", size)),
-            STARTING,
+            begins=True,
         )
         for what, size in (("64 MB", "1 << 24"), ("1 GB", "1 << 28"))
     ),
     Fault(
         "the process that workers are forked from is killed between two runs",
-        BEFORE,
         _between_runs(signal.SIGKILL),
-        None,
         begins=True,
     ),
     Fault(
         "the process that workers are forked from is stopped between two runs",
-        BEFORE,
         _between_runs(signal.SIGSTOP),
-        None,
         begins=True,
     ),
     *(
         Fault(
             f"the process that workers are forked from gets SIG{name} {when}",
-            phase,
             commit(getattr(signal, f"SIG{name}")),
-            words=("rank 1 ended with the process that it was forked from", "was killed or failed", "see dmesg"),
-            rank=1,
             begins=True,
         )
         for name in ("KILL", "TERM")
-        for when, phase, commit in (
-            (
-                "in a run",
-                EPOCH,
-                lambda number: _in_a_run(number, lambda rank: time.sleep(20) if rank else collective()),
-            ),
-            ("while a worker starts", STARTING, _while_a_worker_starts),
+        for when, commit in (
+            ("in a run", lambda number: _in_a_run(number, lambda rank: time.sleep(20) if rank else collective())),
+            ("while a worker starts", _while_a_worker_starts),
         )
     ),
-    Fault(
-        "the process that workers are forked from is stopped in a run",
-        EPOCH,
-        _in_a_run(signal.SIGSTOP),
-        None,
-        begins=True,
-    ),
+    Fault("the process that workers are forked from is stopped in a run", _in_a_run(signal.SIGSTOP), begins=True),
 ]

@@ -1,7 +1,7 @@
 """Faults: ranks that part: they take other steps, or have other models, rates and data."""
 
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -10,9 +10,9 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import nano_loop
-from faults.fault import BEFORE, COLLECTIVE, EPOCH, FIRST, LAST, Fault
+from faults.fault import Fault
 from faults.runs import OPTIONS, collective, on, on_each
-from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, nano
+from nano_loop import NanoWarning, TorchNano, nano
 
 
 def _loop(change, *, parts=small.parts):
@@ -28,13 +28,13 @@ def _loop(change, *, parts=small.parts):
 def _leaving(rank, step, **options):
     """Return what trains, with one rank that leaves the loop before a step."""
 
-    def fit(model, optimizer, loader):
-        for number, (x, y) in enumerate(loader):
-            if (small.rank(), number) == (rank, step):
-                return
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+    def fit(*parts):
+        def each_step(*place):
+            if place == (rank, step):
+                raise StopIteration
+
+        with suppress(StopIteration):
+            small.fit(*parts, each_step)
 
     return lambda: nano(**OPTIONS | options)(fit)(*small.parts())
 
@@ -182,17 +182,17 @@ def _iterating_alone(rank, *, gradients=True, then=lambda: None):
     return commit
 
 
-def _evaluating(rank, *, at=2):
+def _evaluating(rank):
     """Return what trains, and lets one rank alone evaluate in mid-epoch, with gradients on."""
 
     def fit(model, optimizer, loader):
         held_out = DataLoader(loader.dataset, 4, shuffle=True)
-        for number, (x, y) in enumerate(loader):
-            if (small.rank(), number) == (rank, at):
+
+        def each_step(*place):
+            if place == (rank, 2):
                 sum(nn.functional.mse_loss(model(x), y).item() for x, y in held_out)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+
+        small.fit(model, optimizer, loader, each_step)
 
     return lambda: nano(**OPTIONS)(fit)(*small.parts())
 
@@ -261,247 +261,76 @@ def _different_lengths():
     nano(**OPTIONS)(fit)(model, optimizer)
 
 
-def _mismatched():
-    distributed.all_reduce(torch.ones(1 + small.rank() * 1000))
-
-
 def _groups_in_another_order(rank):
     groups = [distributed.new_group([0, 1]) for _ in range(2)]
     for group in groups[:: -1 if rank else 1]:
         distributed.all_reduce(torch.ones(1), group=group)
 
 
-def _timeout(value):
-    return lambda: on_each(lambda rank: None, timeout=value)()
-
-
-def _left(rank, **settings):
-    return Fault(
-        f"rank {rank} leaves the loop early",
-        EPOCH,
-        _leaving(rank, 2),
-        words=(
-            f"rank {rank} has returned from fit, and rank {1 - rank} still averages gradients",
-            "same number of steps",
-            "nano_loop.broadcast(stop) or nano_loop.all_reduce(loss)",
-            f"rank {1 - rank}:",
-            "in fit",
-            "mse_loss(model(x), y).backward()",
-        ),
-        **settings,
-    )
-
-
 FAULTS = [
-    _left(0),
-    _left(1, quick=True),
-    Fault(
-        "rank 1 leaves the loop of a TorchNano early",
-        EPOCH,
-        lambda: _Leaving(**OPTIONS).train(*small.parts()),
-        words=("rank 1 has returned from train", "self.broadcast(stop) or self.all_reduce(loss)"),
-    ),
-    Fault(
-        "rank 1 leaves a loop early whose ranks share each batch",
-        EPOCH,
-        _leaving(1, 2, split_batches=True),
-        words=("rank 1 has returned from fit", "same number of steps"),
-    ),
-    Fault(
-        "rank 0 alone computes a cross-entropy of its part of a shared batch",
-        FIRST,
-        _logging(0),
-        NanoError,
-        ("rank 0 is in a collective (a mean of cross-entropy) that rank 1 is not in", "under torch.no_grad()"),
-    ),
-    Fault("rank 0 takes one step more", LAST, _one_step_more(0), words=("rank 1 has returned from fit",)),
-    Fault("rank 1 takes one step more", LAST, _one_step_more(1), words=("rank 0 has returned from fit",)),
-    Fault(
-        "rank 0 calls a collective more",
-        COLLECTIVE,
-        on(0, collective),
-        words=("rank 1 has returned from loop", "same number of steps"),
-    ),
-    Fault(
-        "rank 1 calls a collective more",
-        COLLECTIVE,
-        on(1, collective),
-        words=("rank 0 has returned from loop", "same number of steps"),
-    ),
-    Fault(
-        "rank 0 alone iterates a loader that is divided",
-        LAST,
-        _iterating_alone(0),
-        words=("rank 1 has returned from fit, and rank 0 iterates a loader", "torch.no_grad()", "for x, _ in loader"),
-    ),
+    Fault("rank 0 leaves the loop early", _leaving(0, 2)),
+    Fault("rank 1 leaves the loop early", _leaving(1, 2), quick=True),
+    Fault("rank 1 leaves the loop of a TorchNano early", lambda: _Leaving(**OPTIONS).train(*small.parts())),
+    Fault("rank 1 leaves a loop early whose ranks share each batch", _leaving(1, 2, split_batches=True)),
+    Fault("rank 0 alone computes a cross-entropy of its part of a shared batch", _logging(0)),
+    Fault("rank 0 takes one step more", _one_step_more(0)),
+    Fault("rank 1 takes one step more", _one_step_more(1)),
+    Fault("rank 0 calls a collective more", on(0, collective)),
+    Fault("rank 1 calls a collective more", on(1, collective)),
+    Fault("rank 0 alone iterates a loader that is divided", _iterating_alone(0)),
     Fault(
         "rank 1 alone iterates a loader that is divided, and rank 0 is in a barrier",
-        COLLECTIVE,
         _iterating_alone(1, then=nano_loop.barrier),
-        NanoError,
-        ("rank 1 iterates a loader, and rank 0 does not", "torch.no_grad()", "rank 0:", "then()", "for x, _ in loader"),
         quick=True,
     ),
     Fault(
         "rank 0 alone iterates a loader under torch.no_grad()",
-        LAST,
         _iterating_alone(0, gradients=False, then=nano_loop.barrier),
-        None,
-        result="training goes on: rank 0 takes all batches",
     ),
-    Fault(
-        "rank 0 alone evaluates in mid-epoch, with gradients on",
-        EPOCH,
-        _evaluating(0),
-        NanoError,
-        ("rank 0 iterates a loader, and rank 1 does not", "torch.no_grad()", "rank 0:", "for x, y in held_out"),
-        quick=True,
-    ),
-    Fault(
-        "rank 1 alone evaluates in mid-epoch, with gradients on",
-        EPOCH,
-        _evaluating(1),
-        NanoError,
-        ("rank 1 iterates a loader, and rank 0 does not", "torch.no_grad()", "rank 0:", "backward()"),
-    ),
-    Fault(
-        "ranks iterate two loaders in another order",
-        EPOCH,
-        _loaders_in_another_order,
-        NanoError,
-        ("iterate different set-up loaders", "rank 0 loader 1, rank 1 loader 2", "in the same order on every rank"),
-    ),
+    Fault("rank 0 alone evaluates in mid-epoch, with gradients on", _evaluating(0), quick=True),
+    Fault("rank 1 alone evaluates in mid-epoch, with gradients on", _evaluating(1)),
+    Fault("ranks iterate two loaders in another order", _loaders_in_another_order),
     Fault(
         "ranks call a collective with other sizes",
-        COLLECTIVE,
-        on_each(lambda rank: _mismatched()),
-        NanoError,
-        ("rank 0 is in a collective (SUM of 1 torch.float32) that rank 1 is not in", "the same shape and dtype"),
+        on_each(lambda rank: distributed.all_reduce(torch.ones(1 + rank * 1000))),
     ),
-    Fault(
-        "ranks call collectives of two groups in another order",
-        COLLECTIVE,
-        on_each(_groups_in_another_order),
-        NanoError,
-        ("ranks 0, 1 wait for each other", "in the same order", "rank 0:", "rank 1:"),
-    ),
-    Fault(
-        "ranks have other learning rates",
-        FIRST,
-        _loop(_rate),
-        words=("learning rates differ", "rank 0 has [0.1], rank 1 has [0.05]"),
-        quick=True,
-    ),
-    Fault(
-        "a rank overwrites its own weights",
-        FIRST,
-        _overwriting(OPTIONS),
-        words=("Linear.weight is not the same on all ranks", "load a checkpoint on all of them"),
-        quick=True,
-    ),
+    Fault("ranks call collectives of two groups in another order", on_each(_groups_in_another_order)),
+    Fault("ranks have other learning rates", _loop(_rate), quick=True),
+    Fault("a rank overwrites its own weights", _overwriting(OPTIONS), quick=True),
     Fault(
         "a rank overwrites its own weights, with compare_parameters=False",
-        FIRST,
         _overwriting({**OPTIONS, "compare_parameters": False}),
-        None,
-        result="training goes on",
     ),
-    Fault(
-        "a call into the model sets a parameter by its batch",
-        FIRST,
-        _changed_in_calls(_set_scale),
-        words=("_Changing.scale is not the same on all ranks", "once before the run"),
-        quick=True,
-    ),
+    Fault("a call into the model sets a parameter by its batch", _changed_in_calls(_set_scale), quick=True),
     Fault(
         "a call into the model sets a buffer by its batch",
-        FIRST,
         _changed_in_calls(_set_codes, "_Changing.codes is no longer the same on all ranks"),
-        None,
-        result="training goes on, and a `NanoWarning` names the buffer",
     ),
+    Fault("the loop puts other gradients in the place of the averaged ones", _gradients_by_hand(in_place=False)),
+    Fault("the loop overwrites the averaged gradients", _gradients_by_hand(in_place=True)),
     Fault(
-        "the loop puts other gradients in the place of the averaged ones",
-        FIRST,
-        _gradients_by_hand(in_place=False),
-        None,
-        result="training goes on: they are averaged",
+        "the loop applies gradients of torch.autograd.grad itself", _without_averaging(_by_autograd_grad), quick=True
     ),
-    Fault(
-        "the loop overwrites the averaged gradients",
-        FIRST,
-        _gradients_by_hand(in_place=True),
-        words=("Linear.weight is not the same on all ranks",),
-    ),
-    Fault(
-        "the loop applies gradients of torch.autograd.grad itself",
-        LAST,
-        _without_averaging(_by_autograd_grad),
-        words=("Linear.weight is not the same on all ranks",),
-        quick=True,
-    ),
-    Fault(
-        "the loop applies gradients of torch.func.grad itself",
-        LAST,
-        _without_averaging(_by_functions),
-        words=("Linear.weight is not the same on all ranks",),
-    ),
-    Fault(
-        "rank 0 forks a child that trains",
-        FIRST,
-        lambda: nano(**OPTIONS)(_trained_in_a_forked_child)(*small.parts()),
-        None,
-        result="training goes on: the child trains by itself",
-    ),
-    Fault("a layer is frozen on one rank", FIRST, _loop(_frozen), None, result="training goes on: its gradient counts"),
-    Fault(
-        "the loss of one rank is NaN",
-        FIRST,
-        _loop(_nan),
-        None,
-        result="training goes on, with NaN in every gradient, as in one process",
-    ),
-    Fault(
-        "several ranks set nothing up",
-        FIRST,
-        _nothing_set_up,
-        NanoError,
-        ("the loop steps SGD", "was set up", "only rank 0's model is kept", "self.setup"),
-    ),
+    Fault("the loop applies gradients of torch.func.grad itself", _without_averaging(_by_functions)),
+    Fault("rank 0 forks a child that trains", lambda: nano(**OPTIONS)(_trained_in_a_forked_child)(*small.parts())),
+    Fault("a layer is frozen on one rank", _loop(_frozen)),
+    Fault("the loss of one rank is NaN", _loop(_nan)),
+    Fault("several ranks set nothing up", _nothing_set_up),
     Fault(
         "ranks set up models with other numbers of parameters",
-        FIRST,
         _made_inside(lambda rank: _with_optimizer(nn.Linear(3, 1, bias=rank == 0))),
-        NanoError,
-        ("rank 1 has SGD", "where rank 0 has Linear.bias", "Build them the same way on every rank"),
     ),
-    Fault(
-        "ranks set up models of other shapes",
-        FIRST,
-        _made_inside(lambda rank: _with_optimizer(nn.Linear(3, 1 + rank))),
-        NanoError,
-        ("rank 1 has Linear.weight", "(2, 3)", "where rank 0", "(1, 3)"),
-    ),
+    Fault("ranks set up models of other shapes", _made_inside(lambda rank: _with_optimizer(nn.Linear(3, 1 + rank)))),
     Fault(
         "ranks set up models of other dtypes",
-        FIRST,
         _made_inside(lambda rank: _with_optimizer(nn.Linear(3, 1, dtype=(torch.float32, torch.float64)[rank]))),
-        NanoError,
-        ("rank 1 has Linear.weight, torch.float64", "where rank 0", "torch.float32"),
     ),
-    Fault("streams of ranks have other lengths", LAST, _different_lengths, words=("rank 0 has returned from fit",)),
-    Fault("timeout=inf", BEFORE, _timeout(float("inf")), NanoConfigError, ("timeout=inf", "positive")),
-    Fault("timeout=nan", BEFORE, _timeout(float("nan")), NanoConfigError, ("timeout=nan", "positive")),
-    Fault("timeout=-1", BEFORE, _timeout(-1), NanoConfigError, ("timeout=-1", "positive"), quick=True),
-    Fault("timeout=0", BEFORE, _timeout(0), NanoConfigError, ("timeout=0", "positive")),
-    Fault("timeout=1e15", BEFORE, _timeout(1e15), NanoConfigError, ("timeout=", "seconds", "Omit it")),
-    Fault("timeout='long'", BEFORE, _timeout("long"), NanoConfigError, ("timeout='long'", "positive")),
-    Fault("timeout=0.5, which is enough", FIRST, on_each(lambda rank: None, timeout=0.5), None),
-    Fault(
-        "num_processes=99",
-        BEFORE,
-        on_each(lambda rank: None, num_processes=99, cpu_for_each_process=None),
-        NanoConfigError,
-        ("num_processes=99", "99 physical cores", "Lower num_processes"),
+    Fault("streams of ranks have other lengths", _different_lengths),
+    *(
+        Fault(f"timeout={value!r}", on_each(lambda rank: None, timeout=value), quick=value == -1)
+        for value in (float("inf"), float("nan"), -1, 0, "long")
     ),
+    Fault("timeout=1e15", on_each(lambda rank: None, timeout=1e15)),
+    Fault("timeout=0.5, which is enough", on_each(lambda rank: None, timeout=0.5)),
+    Fault("num_processes=99", on_each(lambda rank: None, num_processes=99, cpu_for_each_process=None)),
 ]

@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 
-from faults.fault import AFTER, EPOCH, FIRST, JOINING, LAST, Fault
+from faults.fault import Fault
 from faults.runs import LAST_STEP, Arriving, at, collective, on, raising, with_argument
 from nano_loop import NanoError, NanoWorkerError
 
@@ -60,16 +60,8 @@ class SuddenError(BaseException):
     pass
 
 
-def _refused():
-    socket.create_connection(("127.0.0.1", 1), timeout=5)
-
-
 def _recursion():
     return _recursion()
-
-
-def _group():
-    raise _Group("two things", [ValueError("one"), KeyError("other")])
 
 
 def _chain():
@@ -87,12 +79,7 @@ def _local():
     raise LocalError("made here")
 
 
-def _raised(what, do, *words, when=EPOCH, **settings):
-    step = {FIRST: 0, EPOCH: 3, LAST: LAST_STEP}[when]
-    return Fault(what, when, at(1, step, do), words=words, rank=1, **settings)
-
-
-def _break_the_beginning(do):
+def _joining(do):
     """Return what has `do` called in the worker once it has reported that it is ready."""
 
     def patch():
@@ -100,11 +87,7 @@ def _break_the_beginning(do):
 
         worker.whole_process = lambda *arguments: do()
 
-    return patch
-
-
-def _joining(do):
-    return with_argument(Arriving(_break_the_beginning(do)))
+    return with_argument(Arriving(patch))
 
 
 class _InterruptedError(Exception):
@@ -125,145 +108,69 @@ def _interrupted():
 
 
 FAULTS = [
-    Fault(
-        "a handler of SIGCHLD raises while a worker reports its exception",
-        EPOCH,
-        at(1, 3, _interrupted),
-        words=("rank 1 raised _InterruptedError: bad batch",),
-        rank=1,
-    ),
-    _raised(
-        "a worker raises before its first step",
-        raising(ValueError, "a bad batch"),
-        "rank 1 raised ValueError: a bad batch",
-        "a run needs all of its ranks",
-        "Fix the error in its traceback",
-        when=FIRST,
-        cause=ValueError,
-    ),
-    _raised(
-        "a worker raises between two steps",
-        raising(ValueError, "a bad batch"),
-        "rank 1 raised ValueError: a bad batch",
-        "in do",
-        cause=ValueError,
-        quick=True,
-    ),
-    _raised(
-        "a worker raises before its last step",
-        raising(ValueError, "a bad batch"),
-        "rank 1 raised ValueError: a bad batch",
-        when=LAST,
-        cause=ValueError,
-    ),
+    Fault("a handler of SIGCHLD raises while a worker reports its exception", at(1, 3, _interrupted)),
+    Fault("a worker raises before its first step", at(1, 0, raising(ValueError, "a bad batch"))),
+    Fault("a worker raises between two steps", at(1, 3, raising(ValueError, "a bad batch")), quick=True),
+    Fault("a worker raises before its last step", at(1, LAST_STEP, raising(ValueError, "a bad batch"))),
     Fault(
         "a worker raises when rank 0 has returned",
-        AFTER,
         on(1, lambda: (time.sleep(0.5), raising(OSError, 5, "broken disk")())),
-        words=("rank 1 raised OSError: [Errno 5] broken disk",),
-        rank=1,
-        cause=OSError,
     ),
     Fault(
         "a worker raises while rank 0 waits in a collective of the loop",
-        "in a collective",
         on(1, raising(LookupError, "no such row"), collective),
-        words=("rank 1 raised LookupError: no such row",),
-        rank=1,
-        cause=LookupError,
         quick=True,
     ),
-    _raised(
-        "an exception of a worker cannot be pickled", raising(StubbornError, "as it is"), "StubbornError: as it is"
-    ),
-    _raised(
+    Fault("an exception of a worker cannot be pickled", at(1, 3, raising(StubbornError, "as it is")), travels=False),
+    Fault(
         "an exception of a worker cannot be unpickled in rank 0",
-        lambda: raising(OneWayError, "one way", None, _refuse)(),
-        "OneWayError: one way",
+        at(1, 3, lambda: raising(OneWayError, "one way", None, _refuse)()),
+        travels=False,
         quick=True,
     ),
-    _raised(
-        "the message of an exception raises", raising(MuteError), "raised MuteError", "its message raises ValueError"
-    ),
-    _raised(
+    Fault("the message of an exception raises", at(1, 3, raising(MuteError))),
+    Fault(
         "the message of an exception has 200 MB",
-        lambda: raising(ValueError, "x" * 200_000_000)(),
-        "rank 1 raised ValueError: xxx",
+        at(1, 3, lambda: raising(ValueError, "x" * 200_000_000)()),
+        travels=False,
     ),
-    _raised(
+    Fault(
         "the message of an exception has lines, zeros and half a surrogate",
-        raising(ValueError, "first\nsecond \0 \udc80"),
-        "rank 1 raised ValueError: first",
-        cause=ValueError,
+        at(1, 3, raising(ValueError, "first\nsecond \0 \udc80")),
     ),
-    _raised("a worker raises an exception group", _group, "ExceptionGroup: two things", cause=_Group),
-    _raised("an exception has 300 causes, each of the next", _chain, "rank 1 raised ValueError: number 299"),
-    _raised("an exception takes required keywords", lambda: raising(KeywordError, code=7)(), "KeywordError: code 7"),
-    _raised("the class of an exception is nested", raising(Outer.InnerError, "inner"), "InnerError: inner"),
-    _raised("the class of an exception is local to a function", _local, "LocalError: made here"),
-    _raised("a worker raises StopIteration", raising(StopIteration, 3), "StopIteration: 3", cause=StopIteration),
-    _raised("a worker raises GeneratorExit", raising(GeneratorExit), "raised GeneratorExit", cause=GeneratorExit),
-    _raised("a worker raises a BaseException", raising(SuddenError, "sudden"), "SuddenError: sudden"),
-    _raised("a worker raises KeyboardInterrupt", raising(KeyboardInterrupt), "raised KeyboardInterrupt"),
-    _raised("a worker raises MemoryError", raising(MemoryError), "raised MemoryError", cause=MemoryError),
-    _raised("a worker recurses without an end", _recursion, "raised RecursionError", cause=RecursionError),
-    _raised(
+    Fault(
+        "a worker raises an exception group",
+        at(1, 3, raising(_Group, "two things", [ValueError("one"), KeyError("other")])),
+    ),
+    Fault("an exception has 300 causes, each of the next", at(1, 3, _chain)),
+    Fault("an exception takes required keywords", at(1, 3, lambda: raising(KeywordError, code=7)()), travels=False),
+    Fault("the class of an exception is nested", at(1, 3, raising(Outer.InnerError, "inner"))),
+    Fault("the class of an exception is local to a function", at(1, 3, _local)),
+    Fault("a worker raises StopIteration", at(1, 3, raising(StopIteration, 3))),
+    Fault("a worker raises GeneratorExit", at(1, 3, raising(GeneratorExit))),
+    Fault("a worker raises a BaseException", at(1, 3, raising(SuddenError, "sudden"))),
+    Fault("a worker raises KeyboardInterrupt", at(1, 3, raising(KeyboardInterrupt))),
+    Fault("a worker raises MemoryError", at(1, 3, raising(MemoryError))),
+    Fault("a worker recurses without an end", at(1, 3, _recursion)),
+    Fault(
         "a worker raises ConnectionResetError of a connection of the loop's",
-        raising(ConnectionResetError, 104, "Connection reset by peer"),
-        "rank 1 raised ConnectionResetError: [Errno 104]",
-        cause=ConnectionResetError,
+        at(1, 3, raising(ConnectionResetError, 104, "Connection reset by peer")),
         quick=True,
     ),
-    _raised(
-        "a worker raises BrokenPipeError of a pipe of the loop's",
-        raising(BrokenPipeError, 32, "Broken pipe"),
-        "rank 1 raised BrokenPipeError: [Errno 32]",
-        cause=BrokenPipeError,
+    Fault(
+        "a worker raises BrokenPipeError of a pipe of the loop's", at(1, 3, raising(BrokenPipeError, 32, "Broken pipe"))
     ),
-    _raised(
-        "a socket is refused in a worker",
-        _refused,
-        "rank 1 raised ConnectionRefusedError",
-        cause=ConnectionRefusedError,
-    ),
-    _raised(
+    Fault("a socket is refused in a worker", at(1, 3, lambda: socket.create_connection(("127.0.0.1", 1), timeout=5))),
+    Fault(
         "a worker raises in the words of a lost connection between ranks",
-        raising(RuntimeError, "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"),
-        "rank 1 raised RuntimeError: [../gloo",
-        cause=RuntimeError,
+        at(1, 3, raising(RuntimeError, "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")),
     ),
-    _raised(
-        "a worker raises nano_loop's own error", raising(NanoError, "a: b. c."), "rank 1 raised NanoError: a: b. c"
-    ),
-    _raised(
+    Fault("a worker raises nano_loop's own error", at(1, 3, raising(NanoError, "a: b. c."))),
+    Fault(
         "a worker raises an error of a rank, with its keywords",
-        lambda: raising(NanoWorkerError, "a: b. c.", rank=5)(),
-        "rank 1 raised NanoWorkerError",
-        cause=NanoWorkerError,
+        at(1, 3, lambda: raising(NanoWorkerError, "a: b. c.", rank=5)()),
     ),
-    Fault(
-        "a worker raises when it is ready",
-        JOINING,
-        _joining(raising(ValueError, "between")),
-        words=("rank 1 raised ValueError: between",),
-        rank=1,
-        cause=ValueError,
-        quick=True,
-    ),
-    Fault(
-        "a worker ends when it is ready",
-        JOINING,
-        _joining(lambda: os._exit(5)),
-        words=("rank 1 ended its process with exit code 5",),
-        rank=1,
-        exitcode=5,
-    ),
-    Fault(
-        "a worker is killed when it is ready",
-        JOINING,
-        _joining(lambda: os.kill(os.getpid(), 9)),
-        words=("rank 1 was killed by SIGKILL",),
-        rank=1,
-        exitcode=-9,
-    ),
+    Fault("a worker raises when it is ready", _joining(raising(ValueError, "between")), quick=True),
+    Fault("a worker ends when it is ready", _joining(lambda: os._exit(5))),
+    Fault("a worker is killed when it is ready", _joining(lambda: os.kill(os.getpid(), 9))),
 ]

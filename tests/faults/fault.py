@@ -1,23 +1,10 @@
-"""What a row of the table of faults says: what happens, when, what the user sees, and what it may take."""
+"""What a row of the table of faults says: what happens, and what it may take. The page says what is seen of it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from nano_loop import NanoWorkerError
-
-BEFORE = "before the start"
-STARTING = "while workers start"
-JOINING = "between ready and the first exchange"
-FIRST = "in the first step"
-EPOCH = "in the midst of an epoch"
-COLLECTIVE = "in a collective"
-LAST = "in the last step"
-AFTER = "after the loop"
-ENDING = "while the run is cleaned up"
-PHASES = (BEFORE, STARTING, JOINING, FIRST, EPOCH, COLLECTIVE, LAST, AFTER, ENDING)
 
 
 @dataclass(frozen=True)
@@ -29,23 +16,15 @@ class Fault:
     Parameters
     ----------
     what : str
-        What happens, as a noun clause; the row's name.
-    when : str
-        One of `PHASES`.
+        What happens, as a noun clause; the row's name here and on the page.
     commit : callable
         Does it: raises what the user sees, or returns where training goes on.
-    sees : type or None
-        What is raised; None for a run that ends as usual.
-    words : tuple of str
-        Parts of the message, in this order.
-    rank, exitcode : int or None
-        Of the `NanoWorkerError`; None for any.
-    cause : type or None
-        Of the exception that the error is raised from.
     seconds : float
         How long all of it may take, from the call to the error.
     begins : bool
         Whether Python is started and imports torch in that time, which takes long where a machine is busy.
+    travels : bool
+        Whether the exception that a worker raises is the cause of the error; not if it cannot be sent.
     leaves : tuple of str
         What it leaves behind, which one process would leave as well: beginnings of `verdict`'s words.
     apart : bool
@@ -54,25 +33,17 @@ class Fault:
         Whether only root can bring it about.
     quick : bool
         Whether it is in ``make test``.
-    result : str
-        What the table says where no error is seen.
     """
 
     what: str
-    when: str
     commit: Callable[[], object]
-    sees: type[BaseException] | None = NanoWorkerError
-    words: tuple[str, ...] = ()
-    rank: int | None = None
-    exitcode: int | None = None
-    cause: type[BaseException] | None = None
     seconds: float = 10.0
     begins: bool = False
+    travels: bool = True
     leaves: tuple[str, ...] = ()
     apart: bool = False
     as_root: bool = False
     quick: bool = False
-    result: str = "training goes on"
 
     @property
     def name(self) -> str:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from kernels.conftest import forget_libraries
 
-from faults.fault import BEFORE, Fault
+from faults.fault import Fault
 from faults.runs import attribute, environ, temporary, train
-from nano_loop import NanoError
 from nano_loop.distributed.launch import shared_folder
 from nano_loop.kernels import build
 
@@ -136,10 +135,7 @@ def _replaced_library(cache):
 FAULTS = [
     Fault(
         "another user can replace the folder of a run, in a TMPDIR without the sticky bit, and there is no /dev/shm",
-        BEFORE,
         _replaced_run,
-        NanoError,
-        ("can be replaced by other users", "nobody but user 0", "Set TMPDIR", "chmod +t"),
         as_root=True,
         quick=True,
         begins=True,
@@ -147,12 +143,9 @@ FAULTS = [
     *(
         Fault(
             f"another user replaces the folder of a compiled kernel before it is loaded, {place}",
-            BEFORE,
             _replaced_library(cache),
-            None,
             apart=True,
             as_root=True,
-            result="torch's kernel is used",
         )
         for place, cache in (("in a folder for caches that all can write to", "."), ("in such a TMPDIR", None))
     ),

@@ -1,56 +1,60 @@
-"""Writes docs/faults.md from the table of faults: ``make docs-faults``."""
+"""Reads docs/faults.md, which tells users what they see of each fault: an error with its words, or that all goes on."""
 
+import re
+import signal
 from pathlib import Path
+from typing import NamedTuple
 
-from faults.fault import PHASES
-from faults.runs import ROOT
-from faults.table import FAULTS
-
-PAGE = Path(ROOT) / "docs/faults.md"
-_BEGINNING = """# Faults
-
-What becomes of a run of several processes on one host when something goes wrong; [Clusters](clusters.md#failures) has
-Ray's. Each row is committed by a test (`tests/faults/`), and this page is written from the same table
-(`make docs-faults`).
-
-After every fault:
-
-- no process, thread, file descriptor, temporary folder or shared memory of the run is left;
-- environment variables, CPU affinity, signal handlers and hooks are as before;
-- the process can train again at once.
-
-An error comes within 10 seconds of the fault, most within one. Where a rank does not answer, the error comes after
-`timeout`, and shows the line of Python that the rank is in. Each message says what happened, why that ends the run, and
-what to do. The table quotes parts of it. Where it says *training goes on*, the run ends as if nothing had happened.
-"""
+PAGE = Path(__file__).parents[2] / "docs/faults.md"
+_ROW = re.compile(r"\| (.+) \| (.+) \|")
+_ERROR = re.compile(r"`(\w+)`(?: of rank (\d+))?(?:, exit code -?\d+)?(?:: (“.*”))?")
+_TOLD = re.compile(
+    r"rank (\d+) (?:raised (\w+)|ended its process with exit code (-?\d+)|called sys\.exit\((.+?)\)"
+    r"|(?:was killed by|was ended by|crashed with) (SIG\w+))"
+)
 
 
-def page():
-    """Return the text of the page."""
-    sections = (_section(phase) for phase in PHASES)
-    return "\n".join([_BEGINNING, *filter(None, sections)])
+class Seen(NamedTuple):
+    """The class of an error, its rank where its words do not say it, and parts of its message in their order."""
+
+    error: str
+    rank: int | None
+    words: tuple[str, ...]
 
 
-def _section(phase):
-    rows = [f"| {_cell(fault.what)} | {_result(fault)} |" for fault in FAULTS if fault.when == phase]
-    title = f"## {phase[0].upper()}{phase[1:]}\n"
-    return "\n".join([title, "| fault | what you see |", "| --- | --- |", *rows, ""]) if rows else ""
+class Told(NamedTuple):
+    """What a message says of the rank that has failed: the error has the same."""
+
+    rank: int
+    exitcode: int | None
+    raised: str | None
 
 
-def _result(fault):
-    if fault.sees is None:
-        return _cell(fault.result)
-    rank = "" if fault.rank is None else f" of rank {fault.rank}"
-    code = "" if fault.exitcode is None else f", exit code {fault.exitcode}"
-    words = " … ".join(f"“{_cell(each)}”" for each in fault.words)
-    return f"`{fault.sees.__name__}`{rank}{code}" + (f": {words}" if words else "")
+def rows() -> dict[str, Seen | None]:
+    """Return what is seen of each fault; None where the run goes on."""
+    found = _ROW.findall(PAGE.read_text())
+    return {_plain(what): _seen(result) for what, result in found if what not in ("fault", "---")}
 
 
-def _cell(text):
-    for character in "\\*_<>|[]":
-        text = text.replace(character, f"\\{character}")
-    return text
+def told(message: str) -> Told | None:
+    """Return what a message says, or None where it does not begin with what a rank has done."""
+    if (found := _TOLD.match(message)) is None:
+        return None
+    rank, raised, code, given, name = found.groups()
+    if given is not None:
+        code = given if given.isdigit() else 1  # as Python does
+    elif name is not None:
+        code = -signal.Signals[name]
+    return Told(int(rank), None if code is None else int(code), raised)
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page())
+def _seen(result):
+    if (error := _ERROR.fullmatch(result)) is None:
+        return None
+    name, rank, quoted = error.groups()
+    words = re.findall("“(.*?)”(?: … |$)", quoted or "")
+    return Seen(name, None if rank is None else int(rank), tuple(map(_plain, words)))
+
+
+def _plain(text):
+    return re.sub(r"\\([\\*_<>|\[\]])", r"\1", text)

@@ -5,11 +5,12 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
-from faults.fault import BEFORE, STARTING, Fault
+from faults.fault import Fault
 from faults.runs import OPTIONS, Arriving, raising, with_argument
-from nano_loop import NanoWorkerError, TorchNano
+from nano_loop import TorchNano
 
 
 def _attribute():
@@ -73,81 +74,27 @@ def _edited(file, module):
 
 
 FAULTS = [
-    Fault(
-        "an argument cannot be pickled",
-        BEFORE,
-        with_argument(threading.Lock()),
-        NanoWorkerError,
-        ("its item 0, is a _thread.lock and cannot be pickled", "Create it inside train"),
-        rank=0,
-        quick=True,
-    ),
-    Fault(
-        "an attribute of the loop cannot be pickled", BEFORE, _attribute, NanoWorkerError, ("guard", "Create it inside")
-    ),
-    Fault("the pickling of an argument raises", BEFORE, with_argument(Reluctant()), words=("not this one",), rank=0),
-    Fault(
-        "the pickling of an argument never ends",
-        BEFORE,
-        with_argument(Endless()),
-        words=("is a faults.payloads.Endless and cannot be pickled", "recursion"),
-        rank=0,
-    ),
+    Fault("an argument cannot be pickled", with_argument(threading.Lock()), quick=True),
+    Fault("an attribute of the loop cannot be pickled", _attribute),
+    Fault("the pickling of an argument raises", with_argument(Reluctant())),
+    Fault("the pickling of an argument never ends", with_argument(Endless())),
     Fault(
         "an argument raises where it is unpickled",
-        STARTING,
         with_argument(Arriving(raising(ImportError, "no module for it here"))),
-        words=("rank 1 raised ImportError: no module for it here",),
-        rank=1,
-        cause=ImportError,
         quick=True,
     ),
+    Fault("an argument ends the worker where it is unpickled", with_argument(Arriving(lambda: os._exit(8)))),
     Fault(
-        "an argument ends the worker where it is unpickled",
-        STARTING,
-        with_argument(Arriving(lambda: os._exit(8))),
-        words=("rank 1 ended its process with exit code 8",),
-        rank=1,
-        exitcode=8,
-    ),
-    Fault(
-        "an argument kills the worker where it is unpickled",
-        STARTING,
-        with_argument(Arriving(lambda: os.kill(os.getpid(), 11))),
-        words=("rank 1 crashed with SIGSEGV",),
-        rank=1,
-        exitcode=-11,
+        "an argument kills the worker where it is unpickled", with_argument(Arriving(lambda: os.kill(os.getpid(), 11)))
     ),
     Fault(
         "an argument takes longer to be unpickled than the timeout",
-        STARTING,
         with_argument(Arriving(lambda: time.sleep(30)), timeout=2),
-        words=("rank 1 did not start within 2 s", "pass a longer timeout", "payloads.py"),
-        rank=1,
     ),
-    Fault(
-        "a module of an argument has vanished",
-        STARTING,
-        _after_import(lambda file, module: file.unlink()),
-        words=("rank 1 raised ModuleNotFoundError: No module named 'module_that_changes'",),
-        rank=1,
-        begins=True,
-    ),
-    Fault(
-        "a module of an argument ends its process where it is imported",
-        STARTING,
-        _after_import(_ending),
-        words=("rank 1 ended its process with exit code 8",),
-        rank=1,
-        exitcode=8,
-        begins=True,
-    ),
-    Fault(
-        "a module of an argument was edited since its import",
-        STARTING,
-        _after_import(_edited),
-        words=("module_that_changes.py has changed since it was imported", "Restart the program"),
-        rank=0,
-        begins=True,
-    ),
+    Fault("a module of an argument has vanished", _after_import(lambda file, module: file.unlink()), begins=True),
+    Fault("a module of an argument ends its process where it is imported", _after_import(_ending), begins=True),
+    Fault("a module of an argument was edited since its import", _after_import(_edited), begins=True),
+    Fault("worker_init raises", with_argument(None, worker_init=raising(LookupError, "no such library"))),
+    Fault("worker_init calls sys.exit(3)", with_argument(None, worker_init=lambda: sys.exit(3))),
+    Fault("worker_init cannot be pickled", with_argument(None, worker_init=partial(print, threading.Lock()))),
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from faults.fault import BEFORE, EPOCH, STARTING, Fault
+from faults.fault import Fault
 from faults.runs import OPTIONS, at, attribute, python, temporary, train
 from nano_loop import NanoError, nano
 from nano_loop.distributed.comm import system_limits
@@ -165,98 +165,32 @@ def _closed_umask():
 
 
 FAULTS = [
-    Fault(
-        "the shared-memory folder has no room for the arguments",
-        BEFORE,
-        _no_room,
-        words=("4,194,304 bytes", "has 2,097,152 bytes", "Enlarge it (docker run --shm-size", "numpy.memmap"),
-        rank=0,
-        as_root=True,
-        quick=True,
-    ),
-    Fault(
-        "the shared-memory folder has no inodes",
-        BEFORE,
-        _no_inodes,
-        NanoError,
-        ("all 4 inodes of the file system", "are in use", "Delete files there"),
-        as_root=True,
-    ),
+    Fault("the shared-memory folder has no room for the arguments", _no_room, as_root=True, quick=True),
+    Fault("the shared-memory folder has no inodes", _no_inodes, as_root=True),
     *(
         Fault(
             f"the folder for temporary files has one to eleven inodes, and {what}",
-            STARTING,
             _few_inodes(place),
-            None,
             as_root=True,
             seconds=60,
-            result="an error names the inodes, or training goes on",
         )
         for what, place in (("/dev/shm has room", Path("/dev/shm")), ("there is no /dev/shm", Path("/nowhere")))
     ),
-    Fault(
-        "files may not be as large as the arguments (ulimit -f)",
-        BEFORE,
-        _small_files,
-        words=("4,194,304 bytes", "files of this process may have at most 1,048,576 bytes", "ulimit -f"),
-        rank=0,
-        begins=True,
-    ),
+    Fault("files may not be as large as the arguments (ulimit -f)", _small_files, begins=True),
     *(
-        Fault(
-            f"descriptors are used up but for {more} (ulimit -n)",
-            STARTING,
-            _few_descriptors(more),
-            NanoError,
-            ("Too many open files", "files and pipes at a time", "Close some, or raise the limit (ulimit -n)"),
-            apart=True,
-            begins=True,
-        )
+        Fault(f"descriptors are used up but for {more} (ulimit -n)", _few_descriptors(more), apart=True, begins=True)
         for more in (2, 3, 4)  # of the folder, the socket pair and the pipes
     ),
-    Fault(
-        "a worker may have no more memory, and torch asks for it (ulimit -v)",
-        EPOCH,
-        at(1, 3, _little_memory),
-        words=("rank 1 raised NanoMemoryError", "memory"),
-        rank=1,
-    ),
-    Fault(
-        "a worker may have no more memory, and Python asks for it (ulimit -v)",
-        EPOCH,
-        at(1, 3, _bytes_of_python),
-        words=("rank 1 raised MemoryError",),
-        rank=1,
-        cause=MemoryError,
-    ),
-    Fault("the private folder of a run is deleted", EPOCH, at(0, 3, _delete_folder), None),
-    Fault(
-        "this user may have no more processes (ulimit -u)",
-        STARTING,
-        _few_processes,
-        words=("rank 1 could not be started (Resource temporarily unavailable)", "ulimit -u"),
-        rank=1,
-        apart=True,
-        as_root=True,
-        begins=True,
-    ),
+    Fault("a worker may have no more memory, and torch asks for it (ulimit -v)", at(1, 3, _little_memory)),
+    Fault("a worker may have no more memory, and Python asks for it (ulimit -v)", at(1, 3, _bytes_of_python)),
+    Fault("the private folder of a run is deleted", at(0, 3, _delete_folder)),
+    Fault("this user may have no more processes (ulimit -u)", _few_processes, apart=True, as_root=True, begins=True),
     Fault(
         "this user may have one to six more processes and threads (ulimit -u)",
-        STARTING,
         _few_more_processes,
-        None,
         apart=True,
         as_root=True,
         seconds=60,
-        result="an error names the limit, or training goes on",
     ),
-    Fault(
-        "the umask takes the user's own rights away (umask 0777)",
-        BEFORE,
-        _closed_umask,
-        None,
-        as_root=True,
-        begins=True,
-        result="an error names the umask",
-    ),
+    Fault("the umask takes the user's own rights away (umask 0777)", _closed_umask, as_root=True, begins=True),
 ]

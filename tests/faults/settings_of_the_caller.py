@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from faults.fault import BEFORE, EPOCH, STARTING, Fault
+from faults.fault import Fault
 from faults.runs import OPTIONS, at, attribute, environ, on_each, raising, run, train
-from nano_loop import NanoConfigError, NanoError, nano
+from nano_loop import nano
+from nano_loop.distributed.launch_local import server as servers
 
 
 def _in(do, *contexts):
@@ -86,6 +87,11 @@ def _warnings_are_errors():
         yield
 
 
+def _exit_of_a_new_server():
+    servers.end_kept()
+    at(1, 3, lambda: os._exit(7))()
+
+
 @contextlib.contextmanager
 def _interpreter(content):
     """Let ``sys.executable`` be a program of the shell, or what it is given as."""
@@ -97,22 +103,6 @@ def _interpreter(content):
     with attribute(sys, "executable", str(path) if is_script else content):
         yield
     path.unlink(missing_ok=True)
-
-
-def _not_started(what, content, *words, **settings):
-    return Fault(
-        what,
-        STARTING,
-        _in(train, lambda: _interpreter(content)),
-        words=("rank 1", *words),
-        rank=1,
-        begins=True,
-        **settings,
-    )
-
-
-def _changes_folder():
-    os.chdir("/")
 
 
 def _one_cpu(**variables):
@@ -144,15 +134,6 @@ def _in_a_group():
             torch.distributed.destroy_process_group()
 
 
-def _inner():
-    return nano(**OPTIONS)(lambda model: None)(torch.nn.Linear(1, 1))
-
-
-def _hanging():
-    with _interpreter("exec sleep 60"):
-        run(timeout=2)
-
-
 _RAISES = at(1, 3, raising(ValueError, "a bad batch"))
 _HOOKS = [
     ("sys.excepthook raises", lambda: attribute(sys, "excepthook", _raises)),
@@ -180,45 +161,26 @@ _PLACES = [
 ]
 
 FAULTS = [
-    *(
-        Fault(f"{what}, and a worker raises", EPOCH, _in(_RAISES, make), words=("a bad batch",), rank=1)
-        for what, make in _HOOKS
-    ),
-    *(Fault(what, STARTING, _in(train, make), None, begins=True) for what, make in _PLACES),
-    Fault("a rank changes its working folder", EPOCH, at(1, 3, _changes_folder), None),
-    _not_started("sys.executable is None", None, "sys.executable is None"),
-    _not_started("sys.executable is missing", "/nowhere/python", "/nowhere/python"),
-    _not_started("sys.executable is no Python", "exit 7", "exit code 7"),
-    _not_started("sys.executable writes words and ends", "echo it is broken >&2", "it is broken"),
+    *(Fault(f"{what}, and a worker raises", _in(_RAISES, make)) for what, make in _HOOKS),
     Fault(
-        "sys.executable hangs",
-        STARTING,
-        _hanging,
-        words=("rank 1 did not start within 2 s", "Check that its Python starts"),
-        rank=1,
+        "SIGCHLD is ignored, and a worker ends",
+        _in(_exit_of_a_new_server, lambda: _handled(signal.SIGCHLD, signal.SIG_IGN)),
         begins=True,
     ),
+    *(Fault(what, _in(train, make), begins=True) for what, make in _PLACES),
+    Fault("a rank changes its working folder", at(1, 3, lambda: os.chdir("/"))),
+    Fault("sys.executable is None", _in(train, lambda: _interpreter(None)), begins=True),
+    Fault("sys.executable is missing", _in(train, lambda: _interpreter("/nowhere/python")), begins=True),
+    Fault("sys.executable is no Python", _in(train, lambda: _interpreter("exit 7")), begins=True),
     Fault(
-        "OMP_PROC_BIND leaves the process one CPU",
-        BEFORE,
-        _one_cpu(OMP_PROC_BIND="close"),
-        NanoConfigError,
-        ("num_processes=2", "2 physical cores", "OMP_PROC_BIND=close"),
-        quick=True,
+        "sys.executable writes words and ends", _in(train, lambda: _interpreter("echo it is broken >&2")), begins=True
     ),
-    Fault(
-        "GOMP_CPU_AFFINITY leaves the process one CPU",
-        BEFORE,
-        _one_cpu(GOMP_CPU_AFFINITY="0"),
-        NanoConfigError,
-        ("num_processes=2", "2 physical cores", "GOMP_CPU_AFFINITY=0"),
-    ),
-    Fault("the process is in a process group", BEFORE, _in_a_group, NanoError, ("already in a process group of 1",)),
+    Fault("sys.executable hangs", _in(lambda: run(timeout=2), lambda: _interpreter("exec sleep 60")), begins=True),
+    Fault("OMP_PROC_BIND leaves the process one CPU", _one_cpu(OMP_PROC_BIND="close"), quick=True),
+    Fault("GOMP_CPU_AFFINITY leaves the process one CPU", _one_cpu(GOMP_CPU_AFFINITY="0")),
+    Fault("the process is in a process group", _in_a_group),
     Fault(
         "a run is started inside a run",
-        EPOCH,
-        on_each(lambda rank: _inner()),
-        NanoError,
-        ("a run inside a run of 2 processes", "num_processes=1"),
+        on_each(lambda rank: nano(**OPTIONS)(lambda model: None)(torch.nn.Linear(1, 1))),
     ),
 ]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from faults.fault import EPOCH, STARTING, Fault
+from faults.fault import Fault
 from faults.runs import at, attribute, script, train
 
 
@@ -44,9 +44,7 @@ def _closed(*descriptors):
 
 
 def _python_s_streams_closed():
-    sys.stdin.close()
-    sys.stdout.close()
-    sys.stderr.close()
+    _closes_its_streams()
     train()
 
 
@@ -112,47 +110,21 @@ def _closes_its_streams():
         stream.close()
 
 
-def _reads_input():
-    input()
-
-
 _MEGABYTE = 1 << 20
-_BAD_BATCH = {"words": ("rank 1 raised ValueError: a bad batch",), "rank": 1}
-_LAST_WORDS = {
-    "words": ("rank 1 ended its process with exit code 4", "See its previous output"),
-    "rank": 1,
-    "exitcode": 4,
-}
+_BAD_BATCH = {"words": ("rank 1 raised ValueError: a bad batch",)}
+_LAST_WORDS = {"words": ("rank 1 ended its process with exit code 4", "See what it wrote")}
 
 FAULTS = [
-    Fault(
-        "sys.stdout and sys.stderr are None, and a worker raises", EPOCH, _with_stream(None), **_BAD_BATCH, quick=True
-    ),
-    Fault("sys.stdout and sys.stderr raise, and a worker raises", EPOCH, _with_stream(Raising()), **_BAD_BATCH),
-    Fault("standard error is closed, and a worker raises", EPOCH, _closed(2), **_BAD_BATCH, apart=True, begins=True),
-    Fault(
-        "all standard streams are closed, and a worker raises",
-        STARTING,
-        _closed(0, 1, 2),
-        **_BAD_BATCH,
-        apart=True,
-        begins=True,
-    ),
-    Fault("Python's standard streams are closed", STARTING, _python_s_streams_closed, None, apart=True, begins=True),
-    Fault(
-        "nobody reads standard output any more (| head)",
-        EPOCH,
-        _stopped_reading,
-        None,
-        begins=True,
-        result="`BrokenPipeError`, as in one process",
-    ),
-    Fault("nobody reads standard output for a while", EPOCH, _full_pipe, None, begins=True),
-    Fault(
-        "a worker writes 50 MB of lines to standard error", EPOCH, _written(b"x" * 99 + b"\n", 500_000), **_LAST_WORDS
-    ),
-    Fault("a worker writes 50 MB without the end of a line", EPOCH, _written(b"x" * _MEGABYTE, 50), **_LAST_WORDS),
-    Fault("a worker writes binary noise", EPOCH, _written(bytes(range(256)) * 40, 100), **_LAST_WORDS),
-    Fault("a worker closes its standard streams", EPOCH, at(1, 3, _closes_its_streams), None),
-    Fault("a worker asks for input", EPOCH, at(1, 3, _reads_input), words=("rank 1 raised EOFError",), rank=1),
+    Fault("sys.stdout and sys.stderr are None, and a worker raises", _with_stream(None), quick=True),
+    Fault("sys.stdout and sys.stderr raise, and a worker raises", _with_stream(Raising())),
+    Fault("standard error is closed, and a worker raises", _closed(2), apart=True, begins=True),
+    Fault("all standard streams are closed, and a worker raises", _closed(0, 1, 2), apart=True, begins=True),
+    Fault("Python's standard streams are closed", _python_s_streams_closed, apart=True, begins=True),
+    Fault("nobody reads standard output any more (| head)", _stopped_reading, begins=True),
+    Fault("nobody reads standard output for a while", _full_pipe, begins=True),
+    Fault("a worker writes 50 MB of lines to standard error", _written(b"x" * 99 + b"\n", 500_000)),
+    Fault("a worker writes 50 MB without the end of a line", _written(b"x" * _MEGABYTE, 50)),
+    Fault("a worker writes binary noise", _written(bytes(range(256)) * 40, 100)),
+    Fault("a worker closes its standard streams", at(1, 3, _closes_its_streams)),
+    Fault("a worker asks for input", at(1, 3, input)),
 ]

@@ -19,10 +19,12 @@ from distributed.conftest import belongings
 from leaks import affinity_masks, changes, moved_threads, process_state
 
 from faults.fault import Fault
+from faults.page import rows, told
 from faults.runs import train
 from nano_loop import NanoError, NanoWorkerError
 from nano_loop.distributed.launch_local import server as servers
 
+_SEEN = rows()
 _PARTS = re.compile(r"(?s).+: .+\. .+[.?]")
 _SOON = 30.0  # seconds in which the process trains again, where that takes another process to fork from
 _STARTING = 30.0  # seconds in which a Python imports torch, on a busy machine
@@ -54,27 +56,29 @@ def _committed(fault):
     except BaseException as error:
         seen = _seen(fault, error)
     else:
-        seen = [] if fault.sees is None else [f"nothing was raised instead of {fault.sees.__name__}"]
+        seen = [] if _SEEN[fault.what] is None else [f"nothing was raised instead of {_SEEN[fault.what].error}"]
     gc.collect()  # its frames hold what was at work
     return seen
 
 
 def _seen(fault, error):
     shown = "".join(traceback.format_exception(error))[-6000:]
-    if fault.sees is None or type(error) is not fault.sees:
+    seen = _SEEN[fault.what]
+    if seen is None or type(error).__name__ != seen.error:
         return [f"{type(error).__name__} was raised:\n{shown}"]
     message, found = str(error), []
     place = 0
-    for part in fault.words:
+    for part in seen.words:
         place = message.find(part, place)
         if place < 0:
             found.append(f"the message lacks {part!r}")
             break
-    for name in ("rank", "exitcode"):
-        wanted = getattr(fault, name)
-        if wanted is not None and getattr(error, name, None) != wanted:
-            found.append(f"{name} is {getattr(error, name, None)}")
-    if fault.cause is not None and type(error.__cause__) is not fault.cause:
+    said = told(message) if isinstance(error, NanoWorkerError) else None
+    if said is not None and (error.rank, error.exitcode) != (said.rank, said.exitcode):
+        found.append(f"rank is {error.rank}, and exitcode is {error.exitcode}")
+    if seen.rank is not None and getattr(error, "rank", None) != seen.rank:
+        found.append(f"rank is {getattr(error, 'rank', None)}")
+    if said is not None and said.raised and fault.travels and type(error.__cause__).__name__ != said.raised:
         found.append(f"its cause is {error.__cause__!r:.200}")
     if isinstance(error, NanoError) and not _PARTS.fullmatch(message.partition("\n\n")[0]):
         found.append("the message has not three parts")

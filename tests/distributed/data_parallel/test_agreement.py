@@ -1,5 +1,6 @@
 """Ranks that all compute the same find it out; ranks with different batches get no warning."""
 
+import itertools
 import warnings
 from pathlib import Path
 
@@ -79,8 +80,30 @@ def without_gradients(setup):
     return lambda: task.step(task.x, task.y, loss=lambda out, y: 0 * out.sum())
 
 
-SAME = (same_batches, same_sparse_gradients)
-DIVIDED = (of_rank, targets_of_rank, actions_of_an_agent, without_gradients)
+def of_rank_after_10_steps(setup):
+    task, steps = Task(setup), itertools.count()
+
+    def step():
+        mine = slice(None) if next(steps) < 10 else slice(task.rank, None, 2)
+        task.step(task.x[mine], task.y[mine])
+
+    return step
+
+
+def same_and_not_a_number(setup):
+    task = Task(setup)
+    return lambda: task.step(task.x * float("nan"), task.y)
+
+
+#: Whether ranks take themselves to compute the same after the first step.
+DIVIDED = {
+    of_rank: False,
+    targets_of_rank: False,
+    actions_of_an_agent: False,
+    without_gradients: False,
+    same_batches_with_noise: True,  # they have drawn the same so far
+    of_rank_after_10_steps: True,
+}
 
 
 def judged(setup, make, steps):
@@ -100,48 +123,17 @@ def judged(setup, make, steps):
     )
 
 
-@pytest.mark.parametrize("make", SAME)
-def test_ranks_that_compute_the_same_find_it_out_and_one_warns_once(team, make):
+@pytest.mark.parametrize("make", [same_batches, same_sparse_gradients, same_and_not_a_number])
+def test_ranks_that_compute_the_same_find_it_out_and_one_warns_once_after_some_steps(team, make):
     (*first, warned), (*second, silent) = team(2)(trained, judged, make, 25)
     assert first == second == [True, True]
     ((message, filename),) = warned
     assert message.startswith("each of the 2 ranks computes the same batches: several processes gain nothing")
     assert Path(filename) == Path(__file__)
     assert silent == []
+    assert team(2)(trained, judged, make, 10) == [[True, True, []]] * 2
 
 
 @pytest.mark.parametrize("make", DIVIDED)
 def test_ranks_with_batches_of_their_own_are_not_warned(team, make):
-    assert team(2)(trained, judged, make, 25) == [[False, False, []]] * 2
-
-
-def test_noise_of_each_rank_makes_its_work_different(team):
-    for undivided_first, undivided, warned in team(2)(trained, judged, same_batches_with_noise, 25):
-        assert undivided_first  # the ranks have drawn the same so far
-        assert not undivided
-        assert not warned
-
-
-def test_few_steps_are_not_warned_of(team):
-    assert team(2)(trained, judged, same_batches, 10) == [[True, True, []]] * 2
-
-
-def test_ranks_that_divide_after_some_steps_are_found_out(team):
-    def loop(setup):
-        task = Task(setup)
-        found = []
-        for step in range(12):
-            mine = slice(None) if step < 10 else slice(task.rank, None, 2)
-            task.step(task.x[mine], task.y[mine])
-            found.append(setup.ranks.context.sharding.undivided)
-        return found
-
-    assert team(2)(trained, loop) == [[True] * 10 + [False] * 2] * 2
-
-
-def test_nan_gradients_are_compared_too(team):
-    def loop(setup):
-        task = Task(setup)
-        return judged(setup, lambda setup: lambda: task.step(task.x * float("nan"), task.y), 2)[:2]
-
-    assert team(2)(trained, loop) == [[True, True]] * 2
+    assert team(2)(trained, judged, make, 25) == [[DIVIDED[make], False, []]] * 2

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nano_loop.distributed.data_parallel.checksums import EVERY, FIRST, checksums, is_due, refuse_unequal
+from nano_loop.distributed.data_parallel.checksums import checksums, refuse_unequal
 from nano_loop.errors import NanoWorkerError
 
 NAN, INF = float("nan"), float("inf")
@@ -70,7 +70,3 @@ def test_parameters_that_are_not_finite_on_all_ranks_pass_and_on_one_are_named(v
 
 def test_sparse_and_empty_parameters_are_compared():
     refuse([torch.eye(3).to_sparse(), torch.empty(0, 2)], [torch.eye(3).to_sparse(), torch.empty(0, 2)])
-
-
-def test_it_is_due_at_first_and_then_regularly():
-    assert [number for number in range(3 * EVERY) if is_due(number)] == [0, 1, FIRST, EVERY, 2 * EVERY]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from distributed.data_parallel.averaged import Setup, assert_pair, trained
+from distributed.data_parallel.averaged import assert_pair, trained
 from nano_loop.errors import NanoError, NanoWarning
 
 
@@ -63,36 +63,19 @@ class _Counting(nn.Module):
         return y
 
 
-def counted(setup, **settings):
-    torch.manual_seed(0)
-    model = _Counting(**settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    setup.setup(model, optimizer)
-    generator = torch.Generator().manual_seed(1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            x = torch.randn(8, 6, generator=generator)
-            optimizer.zero_grad()
-            mse_loss(model(setup.share(x)), setup.share(x[:, :3])).backward()
-            optimizer.step()
-    return [str(each.message) for each in caught if each.category is NanoWarning]
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [({}, "_Counting.codes"), ({"name": "constant"}, None), ({"persistent": False}, None)],
     ids=str,
 )
 def test_buffer_that_parts_is_named_once_on_rank_0(team, settings, named):
-    def loop(ranks):
-        setup = Setup(ranks)
-        try:
-            return counted(setup, **settings)
-        finally:
-            setup.close()
+    def counted(setup):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop(setup, _Counting(**settings), 3, 0.1)
+        return [str(each.message) for each in caught if each.category is NanoWarning]
 
-    first, second = team(2)(loop)
+    first, second = team(2)(trained, counted)
     assert second == []
     assert [named in each and "nano_loop.all_reduce(value)" in each for each in first] == [True] * (named is not None)
 
@@ -102,15 +85,6 @@ def test_buffer_that_parts_is_named_once_on_rank_0(team, settings, named):
 
 def by_hand(setup, write, steps=3):
     return loop(setup, nn.Linear(6, 3), steps, 0.5, write)
-
-
-def test_gradients_put_in_the_place_of_means_are_averaged(team):
-    def write(step, model, x):
-        samples = [torch.autograd.grad(mse_loss(model(row), row[:3]), model.parameters()) for row in x]
-        for parameter, *gradients in zip(model.parameters(), *samples, strict=True):
-            parameter.grad = sum(gradient / gradient.norm() for gradient in gradients) / len(x)
-
-    assert_pair(team(2), by_hand, write)
 
 
 def test_gradients_put_after_zero_grad_at_a_later_step_are_averaged(team):

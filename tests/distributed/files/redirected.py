@@ -160,18 +160,6 @@ def safetensors():
     )
 
 
-def transformers():
-    import torch
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-    model = BertModel(config)
-    model.save_pretrained("pretrained")
-    again = BertModel.from_pretrained("pretrained")
-    same = all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), again.parameters(), strict=True))
-    return same, sorted(os.listdir("pretrained"))
-
-
 def tensorboard():
     import torch
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

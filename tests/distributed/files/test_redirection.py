@@ -14,7 +14,7 @@ from distributed.files import operations, redirected
 from distributed.files.test_writers import contents
 from distributed.launch.started import environment
 
-LIBRARIES = ("safetensors", "tensorboard", "transformers")
+LIBRARIES = ("safetensors", "tensorboard")
 # The one that warns comes after those that must not, and the one that forks last.
 CHECKS = ("functions", "not_redirected", "temporary", "behind", *LIBRARIES)
 CHECKS += ("unseen", "removed_and_made_again", "forked")
@@ -99,7 +99,6 @@ FOUND = {
     # Libraries write and read private copies.
     "safetensors": [[3.0, 3.0], [3.0, 3.0], ["bias", "weight"]],
     "tensorboard": [[3.0, 2.0, 1.0], 1, True],
-    "transformers": [True, ["config.json", "model.safetensors"]],
 }
 
 

@@ -76,20 +76,6 @@ def merged_by_rank_0(folder, model, rank):
         assert torch.load(f"{folder}/merged") == [(0, epoch), (1, epoch)]
 
 
-def numbered_from_1(folder, model, rank):
-    os.makedirs(folder, exist_ok=True)
-    torch.save(rank, f"{folder}/model-{rank + 1:05}-of-00002")
-
-
-def own_logs(folder, model, rank):
-    os.makedirs(f"{folder}/rank_{rank}")
-    for step in range(3):
-        with open(f"{folder}/log_rank{rank}.txt", "a") as log:
-            log.write(f"{step} ")
-        torch.distributed.barrier()
-    Path(f"{folder}/rank_{rank}/log").write_text(str(rank))
-
-
 def the_same_names(folder, model, rank):
     os.makedirs(folder, exist_ok=True)
     for epoch in range(3):
@@ -103,16 +89,8 @@ def names_by_time_and_process(folder, model, rank):
         Path(f"{folder}/events.out.tfevents.{time.time():.0f}.host.{os.getpid()}.{number}").touch()
 
 
-def numbered_run(folder, model, rank):
-    number = 0
-    while os.path.exists(f"{folder}/run{number}"):
-        number += 1
-    os.makedirs(f"{folder}/run{number}")
-    Path(f"{folder}/run{number}/last").write_text(str(rank))
-
-
 CHECKPOINTS = (saved, saved_in_pieces, saved_in_the_background, renamed_when_complete, last_two_kept)
-OTHERS = (merged_by_rank_0, numbered_from_1, own_logs, the_same_names, names_by_time_and_process, numbered_run)
+OTHERS = (merged_by_rank_0, the_same_names, names_by_time_and_process)
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +144,7 @@ def test_caller_has_what_all_ranks_wrote_together(write, late, written):
 
 FILES = {
     "merged_by_rank_0": ["0.pt", "1.pt", "merged"],
-    "numbered_from_1": ["model-00001-of-00002", "model-00002-of-00002"],
-    "own_logs": ["log_rank0.txt", "log_rank1.txt", "rank_0/log", "rank_1/log"],
     "the_same_names": ["0.pt", "1.pt", "2.pt"],
-    "numbered_run": ["run0/last"],
 }
 
 

@@ -21,7 +21,6 @@ from logging.handlers import RotatingFileHandler
 from os import replace as replace_by_name
 from pathlib import Path
 
-import joblib
 import matplotlib.figure
 import numpy as np
 import torch
@@ -30,12 +29,6 @@ from PIL import Image
 from torch import save as save_by_name
 
 # --- checkpoints ---
-
-
-def saved_to_an_open_file(value):
-    with open("model.pt", "wb") as file:
-        torch.save(value, file)
-    return torch.load("model.pt")
 
 
 def saved_by_path(value):
@@ -122,18 +115,6 @@ def latest_linked(value):
     return Path("run/latest/model").read_text(), os.readlink("run/latest"), os.listdir("run/1").sort()
 
 
-def total_limited(value):
-    """As the Trainer of transformers does with save_total_limit=2."""
-    for step in range(1, 5):
-        os.makedirs(f"checkpoint-{step}", exist_ok=True)
-        torch.save((value, step), f"checkpoint-{step}/model.pt")
-        Path(f"checkpoint-{step}", "trainer_state.json").write_text(json.dumps({"step": step}))
-        found = [each for each in Path().glob("checkpoint-*") if each.is_dir()]
-        for old in sorted(found, key=lambda path: int(path.name.partition("-")[2]))[:-2]:
-            shutil.rmtree(old, ignore_errors=True)
-    return sorted(map(str, Path().rglob("*"))), torch.load("checkpoint-4/model.pt")
-
-
 def numbered_run(value):
     """In the first folder of a series that is not there yet."""
     number = 0
@@ -142,13 +123,6 @@ def numbered_run(value):
     os.makedirs(f"run{number}/weights")
     Path(f"run{number}/weights/last").write_text(str(value))
     return Path(f"run{number}/weights/last").read_text()
-
-
-def scratch_removed(value):
-    os.makedirs("scratch/inner")
-    Path("scratch/inner/file").write_text(str(value))
-    shutil.rmtree("scratch")
-    return os.listdir()
 
 
 def traced(value):
@@ -247,11 +221,6 @@ def images(value):
         return image.getpixel((0, 0)), figure.size
 
 
-def dumped(value):
-    joblib.dump({"value": np.full(4, value)}, "dumped.joblib")
-    return joblib.load("dumped.joblib")["value"].tolist()
-
-
 def descriptors(value):
     with os.fdopen(os.open("opened", os.O_RDWR | os.O_CREAT), "w") as file:
         file.write(str(value))
@@ -295,10 +264,10 @@ ADDING = ("logs",)
 WRITERS = {
     each.__name__: each
     for each in (
-        *(saved_to_an_open_file, saved_by_path, mapped, saved_by_name, best_copied, saved_atomically, last_three_kept),
-        *(total_limited, traced, numbered_run, scratch_removed, descriptors, by_fsspec, database_read),
+        *(saved_by_path, mapped, saved_by_name, best_copied, saved_atomically, last_three_kept),
+        *(traced, numbered_run, descriptors, by_fsspec, database_read),
         *(folder_renamed_when_complete, started_anew, latest_linked, arrays, text, logs),
-        *(compressed, images, dumped, folders),
+        *(compressed, images, folders),
     )
 }
 

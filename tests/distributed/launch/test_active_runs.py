@@ -86,22 +86,6 @@ class Overlapping:
 
 
 @on_lists
-def test_second_list_of_cpus_in_another_thread_is_refused_and_every_mask_comes_back():
-    before = affinity_masks()
-    cpus = small.mask()
-    lists = [{"cpu_for_each_process": [[cpu]]} for cpu in (cpus[0], cpus[-1])]
-    first, second = Overlapping(*lists, first_ends_first=False).run()
-    after = affinity_masks()
-    assert {thread: after.get(thread) for thread in before} == before
-    assert first == [cpus[0]]
-    assert type(second) is NanoError
-    assert str(second) == (
-        f"cpu_for_each_process=[[{cpus[-1]}]] in thread 'run 1': thread 'run 0' is in a run with cpu_for_each_process, "
-        "which binds all threads. Start this run when that one has ended, or in a separate process."
-    )
-
-
-@on_lists
 @pytest.mark.parametrize("first_ends_first", [True, False])
 def test_plain_run_beside_one_that_has_the_process_is_left_alone(first_ends_first):
     before = affinity_masks()

@@ -6,7 +6,6 @@ import time
 import pytest
 
 from nano_loop import NanoWorkerError
-from nano_loop.distributed.comm.ranks import wait_until
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.failure import Failure, Kind, died, raised
 from nano_loop.distributed.launch.interrupts import Interrupts
@@ -53,14 +52,6 @@ def watched(*remotes, latest_news=0.0):
         finally:
             workers.end()
     assert all(remote.calls[-2:] == ["kill", "close"] for remote in remotes)
-
-
-def test_run_ends_when_all_have_finished():
-    with watched(Remote(1), Remote(2)) as workers:
-        workers.wait_until_ready(5)
-        with running_together(workers, contextlib.nullcontext, 5):
-            pass
-        assert workers.finished == [1, 2]
 
 
 def run_beside(*remotes, body=lambda: None, timeout=5, **watching):
@@ -124,16 +115,3 @@ def test_ranks_that_all_wait_are_shown_where_they_have_waited():
     with pytest.raises(NanoWorkerError) as caught:
         run_beside(Remote(1, waits(1, 0, "in barrier"), after=0.3), body=wait)
     assert str(caught.value) == "rank 0 has waited\n\nrank 1:\nin barrier"
-
-
-def test_check_raises_while_rank_0_waits():
-    with (
-        watched(Remote(1, died(1, -11))) as workers,
-        pytest.raises(NanoWorkerError, match="with SIGSEGV"),
-    ):
-        wait_until(lambda: False, workers.check)
-
-
-def test_rank_that_does_not_finish_is_named_after_the_timeout():
-    with pytest.raises(NanoWorkerError, match=r"rank 1 did not return .* within 0.3 s: .*same number of steps"):
-        run_beside(Remote(1, finishes=False), timeout=0.3)

@@ -20,11 +20,12 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 # With HOST_OF=RANK, each rank seems to be on a separate host.
 HOSTS = """
 import os, socket
+if "RANK" in os.environ:
+    os.environ["PLACE"] = str(int(os.environ["RANK"]) // 2)  # two ranks on the first host
 if "HOST_OF" in os.environ:
     name = "host " + os.environ[os.environ["HOST_OF"]]
     socket.gethostname = lambda: name
 """
-PLACE = "import os\nos.environ['PLACE'] = str(int(os.environ['RANK']) // 2)\n"  # two ranks on the first host
 TRAIN = """
 @nano(**OPTIONS | {"num_processes": None})
 def train(model, optimizer, loader):
@@ -67,13 +68,13 @@ def told(folder, size=2):
     return [json.loads((folder / f"found {rank}").read_text()) for rank in range(size)]
 
 
-def run(commands, folder, program, **variables):
+def run(commands, folder, program, size=2, **variables):
     """Run a program as the launchers' command lines say, and return what each rank tells."""
     (folder / "ranks.py").write_text(HOSTS + LOOP + TRAIN + program)
     environments = [environment(**variables)] * len(commands)
     for code, output in run_together([[*command, "ranks.py"] for command in commands], environments, folder):
         assert code == 0, output
-    return told(folder)
+    return told(folder, size)
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +140,9 @@ def test_three_ranks_of_two_hosts_train_as_those_of_one(tmp_path):
         ("PLACE", "during each backward, by gloo"),
         (None, "at the end of each backward, through sha"),
     ):
-        (tmp_path / "ranks.py").write_text(f"{PLACE}{HOSTS}{LOOP}{TRAIN}tell(found())\n")
-        command = [*torchrun("--nproc-per-node", 3), "ranks.py"]
-        ((code, output),) = run_together([command], [environment(HOST_OF=host_of)], tmp_path)
-        assert code == 0, output
-        found = [each[0] for each in told(tmp_path, 3)]
+        found = [
+            each for (each,) in run([torchrun("--nproc-per-node", 3)], tmp_path, "tell(found())", 3, HOST_OF=host_of)
+        ]
         assert all(each["way"].startswith(way) for each in found)
         assert found[0]["weights"] == found[1]["weights"] == found[2]["weights"]
         weights.append(found[0]["weights"])
@@ -154,11 +153,7 @@ def test_three_ranks_of_two_hosts_train_as_those_of_one(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
 def test_more_ranks_than_cores_share_the_cores(tmp_path):
     count = read_machine().num_threads + 1
-    command = torchrun("--nproc-per-node", count)
-    (tmp_path / "ranks.py").write_text(LOOP + TRAIN + "tell(found())")
-    ((code, output),) = run_together([[*command, "ranks.py"]], [environment(OMP_NUM_THREADS=None)], tmp_path)
-    assert code == 0, output
-    for (each,) in told(tmp_path, count):
+    for (each,) in run([torchrun("--nproc-per-node", count)], tmp_path, "tell(found())", count, OMP_NUM_THREADS=None):
         assert each["threads"] == [1] * count
 
 

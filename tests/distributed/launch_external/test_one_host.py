@@ -18,7 +18,7 @@ from nano_loop import NanoError
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch_external import launcher
 from nano_loop.distributed.launch_external.launcher import watching_each_other
-from nano_loop.distributed.launch_external.rendezvous import Host, Presence
+from nano_loop.distributed.launch_external.rendezvous import Presence
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 
@@ -103,11 +103,6 @@ def test_process_is_dead_once_it_is_killed_and_not_before(waited_for, monkeypatc
         ranks.channel = mock.Mock(SharedChannel, segment=object.__new__(SharedSegment))
         ranks.check()
     process.wait()
-
-
-def test_presence_arrives_as_it_was_sent():
-    presence = Presence(Host("name", "boot", 3, 4), (0, 2), 7)
-    assert Presence.from_text(presence.as_text(), 0) == presence
 
 
 @pytest.mark.parametrize(

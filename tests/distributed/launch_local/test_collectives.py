@@ -247,7 +247,7 @@ def test_parameter_without_memory_is_refused_by_name_on_every_rank():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sockets are looked up in /proc")
-def test_ranks_of_one_host_have_no_socket_that_another_user_could_connect_to():
+def test_ranks_of_one_host_have_no_socket_that_others_could_connect_to():
     def train(model, optimizer, loader):
         steps = small.fit(model, optimizer, loader)
         small.everywhere("values of the user's")
@@ -257,20 +257,19 @@ def test_ranks_of_one_host_have_no_socket_that_another_user_could_connect_to():
 
     with Watched() as found:
         assert nano(**small.OPTIONS)(train)(*small.parts()) == 8
-    assert (found.listened, found.connected) == ([], [])
+    assert found.listened == set()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sockets are looked up in /proc")
 def test_watch_for_sockets_sees_those_that_there_are():
     with (
         Watched() as found,
-        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_server(("127.0.0.1", 0)),
         socket.socket(socket.AF_UNIX) as named,
     ):
         named.bind(f"\0nano_loop-test-{os.getpid()}")  # of no folder, which another user may not enter
         named.listen()
-        for each in (server, named):
-            each.settimeout(30)
-            each.accept()[0].close()  # somebody has come
-    assert [each.split()[0] for each in found.listened] == ["tcp", "unix"]
-    assert found.connected == found.listened
+        deadline = time.monotonic() + 30
+        while len(found.listened) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert sorted(each.split()[0] for each in found.listened) == ["tcp", "unix"]

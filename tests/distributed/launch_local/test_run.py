@@ -225,7 +225,8 @@ def test_settings_of_torch_travel_and_ranks_of_a_loop_that_seeds_itself_draw_wha
     assert first[0] == (torch.float64, True, False)
 
 
-def test_only_rank_0_prints_and_saves_and_workers_are_asked_nothing(tmp_path, capfd):
+@pytest.mark.parametrize("verbose", [False, "all"])
+def test_only_rank_0_prints_and_saves_unless_all_are_to_print_and_workers_are_asked_nothing(tmp_path, capfd, verbose):
     def train(model):
         if small.rank() == 1:
             breakpoint()
@@ -235,21 +236,12 @@ def test_only_rank_0_prints_and_saves_and_workers_are_asked_nothing(tmp_path, ca
         torch.save(small.rank(), tmp_path / f"saved by {'zero' if small.rank() == 0 else 'one'}")
         sys.stderr.write(f"warned by {small.rank()}\n")  # print writes the end of the line apart where pytest captures
 
-    two(train)(nn.Linear(1, 1))
+    nano(**small.OPTIONS | {"verbose": verbose})(train)(nn.Linear(1, 1))
     out, err = capfd.readouterr()
-    assert out == "printed by 0\n"
-    assert sorted(err.splitlines()) == ["[rank 1] warned by 1", "warned by 0"]
+    assert sorted(out.splitlines()) == ["[rank 1] printed by 1"] * bool(verbose) + ["printed by 0"]
+    assert [line for line in sorted(err.splitlines()) if "warned" in line] == ["[rank 1] warned by 1", "warned by 0"]
+    assert err.count("nano_loop") == bool(verbose)  # the report, once
     assert [path.name for path in tmp_path.iterdir()] == ["saved by zero"]
-
-
-def test_verbose_all_shows_what_every_rank_prints(capfd):
-    def train(model):
-        print("printed by", small.rank())
-
-    nano(**small.OPTIONS | {"verbose": "all"})(train)(nn.Linear(1, 1))
-    out, err = capfd.readouterr()
-    assert sorted(out.splitlines()) == ["[rank 1] printed by 1", "printed by 0"]
-    assert err.count("nano_loop") == 1  # the report, once
 
 
 def test_report_says_what_a_copy_of_the_arguments_takes_and_a_mapped_file_takes_none(tmp_path):
@@ -350,19 +342,6 @@ def test_each_rank_is_on_its_own_cpus_with_all_its_threads(given):
     assert "2 processes × 1 thread · CPUs " in run.report.title
     assert all(before[thread] == mask for thread, mask in after.items() if thread in before)
     assert set(after.values()) == set(before.values())
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
-def test_one_process_is_bound_to_a_list_of_its_own():
-    loader = torch.utils.data.DataLoader(MaskOfWorker(), num_workers=1, batch_size=None)
-
-    def masks(model, loader):
-        return small.mask(), torch.get_num_threads(), {tuple(mask.tolist()) for _, mask in loader}
-
-    before = small.mask()
-    train = nano(cpu_for_each_process=[[before[-1]]], verbose=False)(masks)
-    assert train(nn.Linear(1, 1), loader) == ([before[-1]], 1, {(before[-1],)})
-    assert small.mask() == before
 
 
 class Several(TorchNano):

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ import torch
 
 from distributed import small
 from distributed.launch.started import LOOP, environment
-from nano_loop import NanoWorkerError, nano
+from nano_loop import nano
 from nano_loop.distributed.launch_local import server as servers
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -140,19 +139,6 @@ def test_script_starts_it_when_it_decorates_and_leaves_nothing(tmp_path):
     first, second = map(int, done.stdout.split())
     assert first != second
     wait_until(lambda: is_gone(first) and is_gone(second))
-
-
-@pytest.mark.slow
-def test_exit_code_is_known_where_the_caller_ignores_the_end_of_its_children():
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        with pytest.raises(NanoWorkerError) as caught:
-            run(lambda: small.rank() == 1 and os._exit(7))
-        assert caught.value.exitcode == 7
-        servers.end_kept()
-        assert run(small.rank) == [0, 1]
-    finally:
-        signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.slow

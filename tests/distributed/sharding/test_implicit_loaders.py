@@ -78,21 +78,12 @@ def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(tea
         counts += [len(seen(loader)), len(loader), len(seen(DataLoader(numbers(), 4)))]
         model.train()
         counts += [len(seen(loader)), len(loader)]
+        step.apply(TrainingObjects(loaders=[loader], shard=False))  # which counts although it comes late
+        counts.append(len(seen(loader)))
         step.undo()
         return [*counts, len(seen(loader))]
 
-    assert team(2)(loop) == [[5, 5, 5, 5, 5, 5, 3, 3, 5]] * 2
-
-
-def test_shard_of_a_setup_after_the_first_iteration_counts(team):
-    def loop(ranks, step, model):
-        loader = DataLoader(numbers(), 4)
-        counts = [len(seen(loader))]
-        step.apply(TrainingObjects(loaders=[loader], shard=False))
-        counts.append(len(seen(loader)))
-        return counts
-
-    assert in_run(team, loop) == [[3, 5]] * 2
+    assert team(2)(loop) == [[5, 5, 5, 5, 5, 5, 3, 3, 5, 5]] * 2
 
 
 # --- what is divided, and told ---
@@ -118,15 +109,6 @@ def test_what_a_dataset_has_cached_on_each_rank_counts_for_nothing(team):
         return counts, len(data.cache)
 
     assert in_run(team, loop) == [([2, 2, 2], 10)] * 2
-
-
-def test_report_says_that_a_loader_was_found(team):
-    def loop(ranks, step, model):
-        assert step.final_result() is None
-        seen(DataLoader(numbers(), 5))
-        return str(step.final_result())
-
-    assert all("applied  loaders" in each and "not set up, by batch" in each for each in in_run(team, loop))
 
 
 # --- loaders that are not the loop's ---

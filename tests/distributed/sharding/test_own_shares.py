@@ -118,44 +118,35 @@ def test_ranks_of_a_divided_sampler_take_as_many_steps(team, found):
     assert [*same, length, alone] == [(3, 3), (3, 3), (3, 3), (2, 2)]
 
 
-@pytest.mark.parametrize("iterable", [True, False])
-def test_a_loop_may_divide_one_epoch_and_not_the_next(team, iterable):
+@pytest.mark.parametrize("kind", ["iterable", "sampler", "subset"])
+def test_a_loop_may_divide_one_epoch_and_not_the_next(team, kind):
     class Changing(Sampler):
-        own = True
+        rows = range(20)
 
         def __iter__(self):
-            rank = torch.distributed.get_rank()
-            return iter(range(rank, 20, 2) if self.own else range(20))
+            return iter(self.rows)
 
-    class Reading(Stream):
+    class Reading(IterableDataset):
         def __iter__(self):
             return iter(self.sampler)
 
     def loop(ranks, step, model):
-        sampler, data = Changing(), Reading()
+        sampler, data, subset = Changing(), Reading(), Subset(numbers(), range(20))
         data.sampler = sampler
-        loader = DataLoader(data, 5) if iterable else DataLoader(numbers(), 5, sampler=sampler)
+        loader = {
+            "iterable": lambda: DataLoader(data, 5),
+            "sampler": lambda: DataLoader(numbers(), 5, sampler=sampler),
+            "subset": lambda: DataLoader(subset, 5),
+        }[kind]()
         step.apply(TrainingObjects(loaders=[loader]))
         epochs = []
-        for sampler.own in (False, True, False):
+        for rows in (range(20), range(ranks.rank, 20, 2), range(20)):
+            sampler.rows = subset.indices = rows
             epochs.append([*flat(seen(loader))])
         return epochs
 
     divided = [[*range(5), *range(10, 15)], [*range(5, 10), *range(15, 20)]]
     assert in_run(team, loop) == [[divided[rank], [*range(rank, 20, 2)], divided[rank]] for rank in (0, 1)]
-
-
-def test_subset_that_a_loop_sets_by_rank_behind_an_epoch_is_not_divided_again(team):
-    def loop(ranks, step, model):
-        loader = DataLoader(Subset(numbers(), range(20)), 5)
-        step.apply(TrainingObjects(loaders=[loader]))
-        epochs = [[*flat(seen(loader))]]
-        loader.dataset.indices = range(ranks.rank, 20, 2)
-        epochs.append([*flat(seen(loader))])
-        return epochs
-
-    divided = [[*range(5), *range(10, 15)], [*range(5, 10), *range(15, 20)]]
-    assert in_run(team, loop) == [[divided[rank], [*range(rank, 20, 2)]] for rank in (0, 1)]
 
 
 def test_endless_and_empty_streams_of_a_rank_are_read_as_they_are(team):

@@ -117,43 +117,41 @@ def seeded_by_rank():
     return 7 + 10 * (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
 
 
+def numbers(**options):
+    return DataLoader(Numbers(), 4, **options)
+
+
 LOADERS = {
-    "in order": lambda: DataLoader(Numbers(), batch_size=4),
-    "shuffled": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True),
-    "shuffled, drop_last": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, drop_last=True),
-    "generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(3)),
-    "a generator of each rank": lambda: DataLoader(
-        Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(seeded_by_rank())
+    "in order": lambda: numbers(),
+    "shuffled": lambda: numbers(shuffle=True),
+    "shuffled, drop_last": lambda: numbers(shuffle=True, drop_last=True),
+    "generator": lambda: numbers(shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "a generator of each rank": lambda: numbers(
+        shuffle=True, generator=torch.Generator().manual_seed(seeded_by_rank())
     ),
-    "a sampler's generator of each rank": lambda: DataLoader(
-        Numbers(), 4, sampler=RandomSampler(Numbers(), generator=torch.Generator().manual_seed(seeded_by_rank()))
+    "a sampler's generator of each rank": lambda: numbers(
+        sampler=RandomSampler(Numbers(), generator=torch.Generator().manual_seed(seeded_by_rank()))
     ),
-    "weighted": lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler(torch.ones(23), 30)),
-    "subset": lambda: DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(3, 20))),
-    "with replacement": lambda: DataLoader(Numbers(), 4, sampler=RandomSampler(Numbers(), True, 70)),
-    "a list": lambda: DataLoader(Numbers(), 4, sampler=[3, 1, 4, 1, 5, 9, 2, 6, 5]),
+    "weighted": lambda: numbers(sampler=WeightedRandomSampler(torch.ones(23), 30)),
+    "subset": lambda: numbers(sampler=SubsetRandomSampler(range(3, 20))),
+    "with replacement": lambda: numbers(sampler=RandomSampler(Numbers(), True, 70)),
+    "a list": lambda: numbers(sampler=[3, 1, 4, 1, 5, 9, 2, 6, 5]),
     "a list of batches": lambda: DataLoader(Numbers(), batch_sampler=[[3, 1], [4], [1, 5, 9]]),
     "own batch sampler": lambda: DataLoader(Numbers(), batch_sampler=OneList(RandomSampler(Numbers()), 3, False)),
-    "torch": lambda: DataLoader(Numbers(), 4, sampler=Drawing(by_torch)),
-    "random": lambda: DataLoader(Numbers(), 4, sampler=Drawing(by_random)),
-    "numpy": lambda: DataLoader(Numbers(), 4, sampler=Drawing(by_numpy)),
-    "torch, at iter": lambda: DataLoader(Numbers(), 4, sampler=DrawsAtIter(by_torch)),
+    "torch": lambda: numbers(sampler=Drawing(by_torch)),
+    "random": lambda: numbers(sampler=Drawing(by_random)),
+    "numpy": lambda: numbers(sampler=Drawing(by_numpy)),
+    "torch, at iter": lambda: numbers(sampler=DrawsAtIter(by_torch)),
     "random, in iter of a batch sampler": lambda: DataLoader(
         Numbers(), batch_sampler=DrawsAtIter(lambda: [by_random(), by_torch()])
     ),
-    "random's own": lambda: DataLoader(Numbers(), 4, sampler=own_generator(lambda: random.Random(seeded_by_rank()))),
-    "numpy's own": lambda: DataLoader(
-        Numbers(), 4, sampler=own_generator(lambda: np.random.default_rng(seeded_by_rank()))
-    ),
-    "numpy's old own": lambda: DataLoader(
-        Numbers(), 4, sampler=own_generator(lambda: np.random.RandomState(seeded_by_rank()))
-    ),
-    "a subclass of torch's": lambda: DataLoader(Numbers(), 4, sampler=OwnShuffle(Numbers())),
+    "random's own": lambda: numbers(sampler=own_generator(lambda: random.Random(seeded_by_rank()))),
+    "numpy's own": lambda: numbers(sampler=own_generator(lambda: np.random.default_rng(seeded_by_rank()))),
+    "numpy's old own": lambda: numbers(sampler=own_generator(lambda: np.random.RandomState(seeded_by_rank()))),
+    "a subclass of torch's": lambda: numbers(sampler=OwnShuffle(Numbers())),
     "single items": lambda: DataLoader(Numbers(), batch_size=None, shuffle=True),
-    "workers": lambda: DataLoader(Numbers(), 4, shuffle=True, num_workers=1, prefetch_factor=3),
-    "persistent workers": lambda: DataLoader(
-        Numbers(), 4, sampler=Drawing(by_torch), num_workers=1, persistent_workers=True
-    ),
+    "workers": lambda: numbers(shuffle=True, num_workers=1, prefetch_factor=3),
+    "persistent workers": lambda: numbers(sampler=Drawing(by_torch), num_workers=1, persistent_workers=True),
 }
 
 
@@ -229,6 +227,16 @@ def sharing(ranks, *loaders, models=(), shard=None):
         yield loaders[0]
     assert dict(vars(DataLoader)) == before
     assert not multiprocessing.active_children()
+
+
+def shared(team, make, use, size=2, **settings):
+    """What ``use(loader)`` gives on each rank that shares the loader with the others."""
+
+    def loop(ranks):
+        with sharing(ranks, make(), **settings) as loader:
+            return use(loader)
+
+    return team(size)(loop)
 
 
 def sharded_epochs(ranks, make, count=3, most=None, found=False):
@@ -329,13 +337,12 @@ def test_ranks_draw_one_stream_where_rank_0s_loop_draws_in_between(team):
 
 @sizes
 def test_ranks_that_the_loop_has_seeded_alike_stay_alike(team, size):
-    def loop(ranks):
-        with sharing(ranks, DataLoader(Numbers(), 4, sampler=Drawing(by_torch))) as loader:
-            torch.manual_seed(5)
-            list(loader)
-            return torch.rand(3).tolist()
+    def draw_after(loader):
+        torch.manual_seed(5)
+        list(loader)
+        return torch.rand(3).tolist()
 
-    results = team(size)(loop)
+    results = shared(team, LOADERS["torch"], draw_after, size)
     assert all(result == results[0] for result in results)
 
 
@@ -514,14 +521,14 @@ def test_ranks_share_what_a_stream_yields(team, name, size, found):
 
 
 def test_a_ranks_own_states_are_back_between_a_streams_batches(team):
-    def loop(ranks):
-        with sharing(ranks, DataLoader(Stream(), batch_size=4)) as loader:
-            return [float(torch.rand(())) for _ in loader], random.random()
-
-    results = team(2)(loop)
+    results = shared(team, STREAMS["stream"], lambda loader: ([*map(drawn, loader)], random.random()))
     seed(1)
-    assert results[1] == ([float(torch.rand(())) for _ in range(3)], random.random())
+    assert results[1] == ([drawn() for _ in range(3)], random.random())
     assert results[0] != results[1]
+
+
+def drawn(batch=None):
+    return float(torch.rand(()))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -586,12 +593,10 @@ def test_what_the_loop_changes_in_a_sampler_counts_from_then_on_and_alike(team):
 
 
 def test_sampler_of_the_users_for_other_ranks_is_shared(team):
-    def loop(ranks):
-        sampler = DistributedSampler(Numbers(12), 3, 0, shuffle=False)
-        with sharing(ranks, DataLoader(Numbers(12), batch_size=1, sampler=sampler)) as loader:
-            return [int(batch) for batch in loader]
+    def make():
+        return DataLoader(Numbers(12), 1, sampler=DistributedSampler(Numbers(12), 3, 0, shuffle=False))
 
-    assert team(2)(loop) == [[0, 6], [3, 9]]
+    assert shared(team, make, lambda loader: [int(batch) for batch in loader]) == [[0, 6], [3, 9]]
 
 
 def test_sampler_that_raises_is_heard_and_leaves_the_states_right(team):
@@ -650,14 +655,9 @@ def nested(loader):
 
 @pytest.mark.parametrize("way", [pairs, nested])
 def test_a_loader_may_be_iterated_twice_at_once(team, way):
-    def loop(ranks):
-        with sharing(ranks, DataLoader(Numbers(8), 2, shuffle=True)) as loader:
-            return way(loader)
-
     seed(0)
     first, second = pairs_of_epochs(way)
-    results = team(2)(loop)
-    for rank, seen in enumerate(results):
+    for rank, seen in enumerate(shared(team, lambda: DataLoader(Numbers(8), 2, shuffle=True), way)):
         assert [one for one, _ in seen] == first[rank]
         assert [other for _, other in seen] == second[rank]
 
@@ -674,28 +674,23 @@ def pairs_of_epochs(way):
 
 
 def test_a_thread_may_iterate(team):
-    def loop(ranks):
-        with sharing(ranks, DataLoader(Numbers(), 4, shuffle=True)) as loader:
-            seen = []
-            thread = threading.Thread(target=lambda: seen.extend(epochs(loader, 2)))
-            thread.start()
-            thread.join()
-            return seen
+    def in_a_thread(loader):
+        seen = []
+        thread = threading.Thread(target=lambda: seen.extend(epochs(loader, 2)))
+        thread.start()
+        thread.join()
+        return seen
 
-    assert team(2)(loop) == by_rank(plain_epochs(LOADERS["shuffled"], 2)[0], 2)
+    assert shared(team, LOADERS["shuffled"], in_a_thread) == by_rank(plain_epochs(LOADERS["shuffled"], 2)[0], 2)
 
 
 @pytest.mark.slow
 def test_collate_and_workers_of_spawn_are_the_users(team):
-    def loop(ranks):
-        data = TensorDataset(torch.arange(8))
-        made = DataLoader(
-            data, 2, collate_fn=len, num_workers=1, worker_init_fn=random.seed, multiprocessing_context="spawn"
-        )
-        with sharing(ranks, made) as loader:
-            return epochs(loader, 1)[0]
+    def make():
+        settings = {"collate_fn": len, "worker_init_fn": random.seed, "multiprocessing_context": "spawn"}
+        return DataLoader(TensorDataset(torch.arange(8)), 2, num_workers=1, **settings)
 
-    assert team(2)(loop) == [[2, 2], [2, 2]]
+    assert shared(team, make, lambda loader: epochs(loader, 1)[0]) == [[2, 2], [2, 2]]
 
 
 # --- workers ---

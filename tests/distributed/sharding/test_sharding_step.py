@@ -26,19 +26,17 @@ def seen(loader):
     return [batch[0].tolist() for batch in loader]
 
 
-@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_share_with_and_without_whole_batches(team, size, fast):
+def test_ranks_share_whole_batches(team, size):
     def loop(ranks):
         torch.manual_seed(ranks.rank)
         before = dict(vars(DataLoader))
         loader = numbers(shuffle=True)
-        steps = [made(kind, ranks) for kind in ([FastFetch] if fast else []) + [Sharding]]
+        steps = [made(kind, ranks) for kind in (FastFetch, Sharding)]
         for each in steps:
             each.apply(TrainingObjects(loaders=[loader]))
         with pytest.MonkeyPatch.context() as patch:
-            if fast:
-                patch.delattr(TensorDataset, "__getitem__")
+            patch.delattr(TensorDataset, "__getitem__")
             epochs = [seen(loader), seen(loader)]
         for each in reversed(steps):
             each.undo()
@@ -48,8 +46,7 @@ def test_ranks_share_with_and_without_whole_batches(team, size, fast):
     torch.manual_seed(0)
     plain = numbers(shuffle=True)
     expected = [(each + each)[:6] for each in (seen(plain), seen(plain))]
-    results = team(size)(loop)
-    for rank, (epochs, after) in enumerate(results):
+    for rank, (epochs, after) in enumerate(team(size)(loop)):
         assert epochs == [each[rank::size] for each in expected]
         assert after == 5
 

@@ -35,35 +35,24 @@ def test_two_ranks_that_wait_for_each_other_are_found_by_the_lower_one(ranks):
     assert nothing == {}
 
 
-def test_a_ring_of_three_is_found(ranks):
-    found, *others = look(ranks[0].begin(2, "a"), ranks[1].begin(0, "b"), ranks[2].begin(1, "c"))
-    assert {rank: where.what for rank, where in found.items()} == {0: "a", 1: "b", 2: "c"}
-    assert others == [{}, {}]
+# Who waits for whom, in which order they look, and which of them find the ring at their last looks.
+BOTH = [(0, 1), (1, 0)]
+LOOKS = {
+    "a ring of three": ([(0, 2), (1, 0), (2, 1)], "012" * 4, [0]),
+    "ranks that wait for one that works": ([(0, 2), (1, 2)], "01" * 9, []),
+    "a rank outside the ring": ([(0, 1), (1, 2), (2, 1)], "012" * 4, [1]),
+    "a rank that has not run since": (BOTH, "1" + "0" * 50, []),
+    "a rank that has counted once since, and may have looked before": (BOTH, "101" + "0" * 50, []),
+    "a rank that has counted twice since": (BOTH, "101" + "0" * 50 + "1" + "0" * 4, [0]),
+}
 
 
-def test_ranks_that_wait_for_one_that_works_are_no_ring(ranks):
-    assert look(ranks[0].begin(2, "a"), ranks[1].begin(2, "a"), times=9) == [{}, {}]
-
-
-def test_a_rank_outside_the_ring_finds_nothing(ranks):
-    waits = ranks[0].begin(1, "a"), ranks[1].begin(2, "b"), ranks[2].begin(1, "c")
-    assert [bool(each) for each in look(*waits)] == [False, True, False]
-
-
-def test_a_note_of_a_rank_that_has_not_run_since_is_no_deadlock(ranks):
-    first, second = ranks[0].begin(1, "a"), ranks[1].begin(0, "b")
-    second.look()  # it is descheduled then, with what it waits for already there
-    assert look(first, times=50) == [{}]
-
-
-def test_a_rank_that_has_counted_once_since_may_have_looked_before(ranks):
-    first, second = ranks[0].begin(1, "a"), ranks[1].begin(0, "b")
-    second.look()
-    first.look()  # finds the ring
-    second.look()
-    assert look(first, times=50) == [{}]
-    second.look()
-    assert look(first)[0]
+@pytest.mark.parametrize("name", LOOKS)
+def test_ring_is_found_by_its_lowest_rank_once_all_of_it_have_looked_again(ranks, name):
+    waits, looks, expected = LOOKS[name]
+    begun = [ranks[rank].begin(other, "a") for rank, other in waits]
+    found = {number: bool(begun[number].look()) for number in map(int, looks)}
+    assert [number for number in sorted(found) if found[number]] == expected
 
 
 def test_a_wait_that_is_over_is_no_deadlock(ranks):

@@ -1,9 +1,6 @@
 """Ranks of one host exchange bytes and tensors of all dtypes, and find out when they do different things."""
 
 import os
-import signal
-import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +8,6 @@ import pytest
 import torch
 
 from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
-from nano_loop.distributed.comm.ranks import ITERATION, Ranks
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_file import make, map_whole
 from nano_loop.distributed.shared_memory.shared_group import SharedGroup
@@ -92,20 +88,6 @@ def test_ranks_that_do_different_things_are_told_what(team, tmp_path):
         assert all("call()" in place for place in places)
 
 
-@pytest.mark.slow
-def test_rank_that_iterates_a_loader_alone_is_named_on_every_rank(team, tmp_path):
-    def run(ranks):
-        channel = opened(ranks, tmp_path)
-        with pytest.raises(NanoError) as caught:
-            channel.exchange(b"", ITERATION if ranks.rank == 1 else "barrier")
-        channel.close()
-        return str(caught.value)
-
-    for said in team(3)(run):
-        assert said.startswith("rank 1 iterates a loader, and rank 0 does not: ")
-        assert [line for line in said.splitlines() if line.startswith("rank")][1:] == ["rank 0:", "rank 1:", "rank 2:"]
-
-
 @pytest.mark.parametrize(("returned", "words"), [(True, "has returned from train"), (False, "has failed")])
 def test_rank_that_left_is_named(team, tmp_path, returned, words):
     def run(ranks):
@@ -126,30 +108,6 @@ def test_rank_that_left_is_named(team, tmp_path, returned, words):
 
 
 # --- coming together ---
-
-
-def test_rank_that_does_not_come_is_named_after_the_timeout_and_rank_0_leaves_no_trace(tmp_path):
-    with pytest.raises(NanoError, match=r"rank 0 has waited 0.3 seconds for rank 1 to exchange values: "):
-        SharedChannel(Ranks(0, 2, timeout=0.3), tmp_path)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(NanoError, match=r"rank 1 has waited 0.3 seconds for rank 0 to exchange values: "):
-        SharedChannel(Ranks(1, 2, timeout=0.3), tmp_path)  # whose file goes with the folder
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_check_raises_and_ctrl_c_end_the_wait_for_others_at_once(tmp_path, rank):
-    def fail():
-        raise KeyError("rank 2 is dead")
-
-    started = time.monotonic()
-    with pytest.raises(KeyError, match="rank 2 is dead"):
-        SharedChannel(Ranks(rank, 3, check=fail), tmp_path, "one")
-    timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        SharedChannel(Ranks(rank, 3), tmp_path, "two")
-    timer.join()
-    assert time.monotonic() - started < 10  # and not the timeout of 600
 
 
 # --- files ---

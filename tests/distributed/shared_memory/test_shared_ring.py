@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from distributed.shared_memory.transports import opened
-from nano_loop.distributed.comm.packing import pack, signature
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.shared_memory.shared_ring import LocalShard
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 from nano_loop.errors import NanoError, RankLateError, RankLeftError
 
@@ -39,12 +37,6 @@ def outcome(ranks, folder, **options):
     except NanoError as error:
         return str(error)
     return None
-
-
-def with_timeout(ranks, seconds):
-    impatient = copy(ranks)
-    impatient.timeout = seconds
-    return impatient
 
 
 # --- in step ---
@@ -87,23 +79,6 @@ def test_more_lists_than_plans_are_kept(team, tmp_path):
 # --- out of step ---
 
 
-def test_a_rank_that_left_is_named(team, tmp_path):
-    def run(ranks):
-        transport = opened(KIND, ranks, tmp_path)
-        results = [message(transport, [torch.ones(1000)]) for _ in range(20)]
-        said = None
-        if ranks.rank == 1:
-            transport.leave()
-        else:
-            said = message(transport, [torch.ones(1000)])
-        transport.close()
-        return results, said
-
-    (results, said), (others, _) = team(2)(run)
-    assert results == others == [None] * 20
-    assert said.startswith("rank 1 has returned from train, and rank 0 still averages gradients: all ranks must")
-
-
 def test_a_rank_that_arrives_and_leaves_between_two_looks_is_no_fault(tmp_path):
     ranks = Ranks()
     segment = SharedSegment(ranks, 1, 8, partial(mmap.mmap, -1))
@@ -129,21 +104,6 @@ def test_rank_of_another_host_that_is_late_or_leaves_is_known_by_its_number_in_t
         segment.wait(segment.places(0), 1)
     assert (late.value.rank, left.value.rank) == (4, 4)
     segment.close()
-
-
-@pytest.mark.slow
-def test_a_late_rank_is_named_after_the_timeout(team, tmp_path):
-    def run(ranks):
-        transport = opened(KIND, with_timeout(ranks, 0.2), tmp_path)
-        transport.average([torch.ones(3)])
-        said = message(transport, [torch.ones(3)]) if ranks.rank != 1 else None
-        ranks.barrier()
-        transport.close()
-        return said
-
-    said = team(3)(run)
-    for rank in (0, 2):
-        assert said[rank].startswith(f"rank {rank} has waited 0.2 seconds for rank 1 to average gradients: ")
 
 
 def test_what_check_raises_ends_the_wait_and_the_transport(team, tmp_path):
@@ -247,41 +207,3 @@ def test_all_memory_is_there_before_it_is_used(team, tmp_path):
 
 
 # --- the slice of a batch that a rank sums: into its tensors and into the result, and nowhere else ---
-
-LENGTH = 40
-
-
-def tensors_of(rank, dtype):
-    generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in ((3, 4), (), (20,), (7,))]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_slice_is_the_mean_in_the_order_of_ranks(size, dtype):
-    lists = [tensors_of(rank, dtype) for rank in range(size)]
-    (batch,) = pack(signature(lists[0]), 1 << 10)
-    assert batch.length == LENGTH
-    flat = [torch.cat([each.flatten() for each in tensors]) for tensors in lists]
-    total = flat[0].clone()
-    for each in flat[1:]:
-        total += each
-    for rank in range(size):
-        start, stop = 5, 30  # in the middle of the first and of the third tensor
-        rows = torch.stack([*flat, torch.full((LENGTH,), -1.0, dtype=dtype)])
-        rows[rank].fill_(torch.nan)  # this rank's own gradients come from its tensors
-        mine, result = [each.clone() for each in lists[rank]], rows[-1]
-        LocalShard(batch, start, stop, rank, rows).average(mine)
-        expected = flat[rank].clone()
-        expected[start:stop] = (total / size)[start:stop]
-        assert torch.equal(torch.cat([each.flatten() for each in mine]), expected)
-        assert torch.equal(result[start:stop], expected[start:stop])
-        assert result[:start].eq(-1).all()
-        assert result[stop:].eq(-1).all()
-
-
-def test_an_empty_slice_changes_nothing():
-    tensors = tensors_of(0, torch.float32)
-    (batch,) = pack(signature(tensors), 1 << 10)
-    LocalShard(batch, LENGTH, LENGTH, 1, torch.zeros(3, LENGTH)).average(tensors)
-    assert all(map(torch.equal, tensors, tensors_of(0, torch.float32)))

@@ -7,16 +7,16 @@ the last of an epoch has one, which all ranks compute.
 import contextlib
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nano_loop import TorchNano
 from nano_loop.patching.operators.operators import gives_kernels
@@ -83,7 +83,7 @@ def by_sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
 
 
-def fit(run, model, loader, loss_of, optimizer=None, after_step=lambda loss: None):
+def fit(run, model, loader, loss_of, optimizer=None, before_step=lambda: None, after_step=lambda loss: None):
     optimizer = by_sgd(model) if optimizer is None else optimizer
     run.setup(model, optimizer)
     losses = []
@@ -92,6 +92,7 @@ def fit(run, model, loader, loss_of, optimizer=None, after_step=lambda loss: Non
             optimizer.zero_grad()
             loss = loss_of(model, batch)
             loss.backward()
+            before_step()
             optimizer.step()
             losses.append(loss.item())
             after_step(loss)
@@ -105,11 +106,6 @@ def squares(model, batch):
 
 def sgd(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors()), squares)
-
-
-def adam(run):
-    model = mlp(6, 8, 1)
-    return fit(run, model, loader_of(*vectors()), squares, torch.optim.Adam(model.parameters(), lr=1e-2))
 
 
 def lbfgs(run):
@@ -129,86 +125,21 @@ def lbfgs(run):
     return (weights(model),)
 
 
-def convolutions(run):
-    generator = torch.Generator().manual_seed(2)
-    images = torch.randn(SAMPLES, 2, 8, 8, generator=generator, dtype=torch.float64)
-    labels = torch.randint(3, (SAMPLES,), generator=generator)
-    model = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(16, 3)
-    ).double()
-    return fit(run, model, loader_of(images, labels), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+def sentences():
+    """Make sequences of different lengths."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, 9, (SAMPLES,), generator=generator).tolist()
+    return [torch.randint(1, 11, (length,), generator=generator) for length in lengths]
 
 
-class Sentences(Dataset):
-    """Sequences of different lengths, with a target each."""
+class Tagger(nn.Module):
+    """Scores classes of each word."""
 
-    def __init__(self):
-        generator = torch.Generator().manual_seed(3)
-        lengths = torch.randint(2, 9, (SAMPLES,), generator=generator).tolist()
-        self.samples = [torch.randint(1, 11, (length,), generator=generator) for length in lengths]
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        words = self.samples[index]
-        return words, words.double().mean()
-
-
-def padded(samples):
-    words, targets = zip(*samples, strict=True)
-    lengths = torch.tensor([len(one) for one in words])
-    return {"words": pad_sequence(words, batch_first=True), "lengths": lengths, "targets": torch.stack(targets)}
-
-
-class Reader(nn.Module):
-    def __init__(self):
+    def __init__(self, classes=3, dropout=0.0, batch_first=True):
         super().__init__()
-        self.words = nn.Embedding(11, 5, dtype=torch.float64)
-        self.rnn = nn.LSTM(5, 6, batch_first=True, dtype=torch.float64)
-        self.head = nn.Linear(6, 1, dtype=torch.float64)
-
-    def forward(self, words, lengths):
-        packed = pack_padded_sequence(self.words(words), lengths, batch_first=True, enforce_sorted=False)
-        states, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
-        return self.head(states.sum(1) / lengths.unsqueeze(1)).squeeze(1)
-
-
-def of_sentences(model, batch):
-    return F.mse_loss(model(batch["words"], batch["lengths"]), batch["targets"])
-
-
-def lstm(run):
-    loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=padded)
-    return fit(run, Reader(), loader, of_sentences)
-
-
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(11, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 1)
+        self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, classes)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=dropout, batch_first=batch_first)
         self.double()
-
-    def forward(self, words, lengths):
-        mask = words == 0
-        states = self.layer(self.words(words), src_key_padding_mask=mask).masked_fill(mask.unsqueeze(2), 0)
-        return self.head(states.sum(1) / lengths.unsqueeze(1)).squeeze(1)
-
-
-def transformer(run):
-    loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=padded)
-    model = Transformer()
-    return fit(run, model, loader, of_sentences, by_sgd(model, 0.01))
-
-
-class Tagger(Transformer):
-    """Scores three classes of each word."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(8, 3, dtype=torch.float64)
 
     def forward(self, words):
         return self.head(self.layer(self.words(words), src_key_padding_mask=words == 0))
@@ -216,14 +147,15 @@ class Tagger(Transformer):
 
 def padded_to_100(samples):
     """Words of different numbers, and their classes, which the first sentences of the data set have none of."""
-    words, _ = zip(*samples, strict=True)
-    classes = [torch.where(one % 5 < 3, one % 5, -100) if len(one) > 2 else torch.full_like(one, -100) for one in words]
-    return pad_sequence(words, batch_first=True), pad_sequence(classes, batch_first=True, padding_value=-100)
+    classes = [
+        torch.where(one % 5 < 3, one % 5, -100) if len(one) > 2 else torch.full_like(one, -100) for one in samples
+    ]
+    return pad_sequence(samples, batch_first=True), pad_sequence(classes, batch_first=True, padding_value=-100)
 
 
 def tagging(run, loss_of):
     model = Tagger()
-    loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=padded_to_100)
+    loader = DataLoader(sentences(), BATCH, shuffle=True, collate_fn=padded_to_100)
     return fit(
         run, model, loader, lambda model, batch: loss_of(model(batch[0]).transpose(1, 2), batch[1]), by_sgd(model, 0.02)
     )
@@ -231,28 +163,6 @@ def tagging(run, loss_of):
 
 def padding(run):
     return tagging(run, lambda scores, classes: F.cross_entropy(scores, classes))
-
-
-def language_model(run):
-    """As Hugging Face's: scores are moved on by a word, and flattened."""
-
-    def loss_of(scores, classes):
-        shifted = scores.transpose(1, 2)[:, :-1].reshape(-1, 3)
-        return nn.CrossEntropyLoss(label_smoothing=0.1)(shifted, classes[:, 1:].reshape(-1))
-
-    return tagging(run, loss_of)
-
-
-def class_weights(run):
-    """With padding, beside a mean over samples, and in a function of the mean."""
-    weight = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
-
-    def loss_of(scores, classes):
-        likelihood = F.nll_loss(F.log_softmax(scores, 1), classes, weight)
-        smooth = F.cross_entropy(scores, classes, weight, label_smoothing=0.2)
-        return (likelihood / 3).exp() + smooth + 0.1 * scores.square().mean()
-
-    return tagging(run, loss_of)
 
 
 def probabilities(run):
@@ -266,33 +176,13 @@ def probabilities(run):
     return tagging(run, loss_of)
 
 
-def one_rank_without_words(run):
-    """Only the first sample of a batch has words that count."""
-
-    def first_counts(samples):
-        words, classes = padded_to_100(samples)
-        classes[1:] = -100
-        classes[0, 0] = 1
-        return words, classes
-
-    model = Tagger()
-    loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=first_counts)
-    return fit(
-        run,
-        model,
-        loader,
-        lambda model, batch: F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1]),
-        by_sgd(model, 0.02),
-    )
-
-
 def accumulated_words(run):
     """Means over words, of which the loop adds up several, with an evaluation on rank 0 alone in between."""
     model = Tagger()
     optimizer = by_sgd(model, 0.02)
     run.setup(model, optimizer)
     losses = []
-    loader = DataLoader(Sentences(), BATCH, shuffle=True, collate_fn=padded_to_100)
+    loader = DataLoader(sentences(), BATCH, shuffle=True, collate_fn=padded_to_100)
     for _ in range(EPOCHS):
         for number, (words, classes) in enumerate(loader, 1):
             loss = F.cross_entropy(model(words).transpose(1, 2), classes) / 2
@@ -332,16 +222,12 @@ def paused_accumulation(run):
 
 
 def clipping(run):
-    model = mlp(6, 8, 1)
-    optimizer = by_sgd(model)
-    run.setup(model, optimizer)
-    norms = []
-    for x, y in loader_of(*vectors()):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, norms = mlp(6, 8, 1), []
+
+    def clip():
         norms.append(clip_grad_norm_(model.parameters(), 0.3))
-        optimizer.step()
-    return weights(model), torch.stack(norms)
+
+    return *fit(run, model, loader_of(*vectors()), squares, before_step=clip), torch.stack(norms)
 
 
 def plateau(run):
@@ -356,38 +242,8 @@ def plateau(run):
         schedulers[0].step(loss.item())
         schedulers[1].step()
 
-    result = fit(run, model, loader_of(*vectors()), squares, optimizer, schedule)
+    result = fit(run, model, loader_of(*vectors()), squares, optimizer, after_step=schedule)
     return *result, torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64)
-
-
-def one_cycle(run):
-    model = mlp(6, 8, 1)
-    loader, optimizer = loader_of(*vectors()), by_sgd(model)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, epochs=EPOCHS, steps_per_epoch=len(loader))
-    return fit(run, model, loader, squares, optimizer, lambda loss: scheduler.step())
-
-
-def moving_average(run):
-    model = mlp(6, 8, 1)
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    fit(run, model, loader_of(*vectors()), squares, after_step=lambda loss: ema.update_parameters(model))
-    return (weights(ema.module),)
-
-
-def checkpointed(run, reentrant=False):
-    model = mlp(6, 8, 8, 1)
-    loader = loader_of(*vectors())
-
-    def loss_of(model, batch):
-        x, y = batch
-        hidden = checkpoint(model[:3], x.requires_grad_(), use_reentrant=reentrant)
-        return F.mse_loss(model[3:](hidden), y)
-
-    return fit(run, model, loader, loss_of)
-
-
-def checkpointed_reentrant(run):
-    return checkpointed(run, reentrant=True)
 
 
 def two_losses(run):
@@ -441,12 +297,11 @@ def own_count(run):
     """A mean over the batch's words, that the loop weighs by itself."""
     model = nn.Embedding(11, 1, dtype=torch.float64)
 
-    def loss_of(model, batch):
-        words = batch["words"]
+    def loss_of(model, words):
         count = run.all_reduce((words != 0).sum().double(), reduce_op="sum")
         return ((model(words).squeeze(2) - 1).square() * (words != 0)).sum() / count / run.share()
 
-    return fit(run, model, DataLoader(Sentences(), BATCH, collate_fn=padded), loss_of)
+    return fit(run, model, DataLoader(sentences(), BATCH, collate_fn=partial(pad_sequence, batch_first=True)), loss_of)
 
 
 def averages(run):
@@ -521,37 +376,30 @@ def dropout(run):
     return *fit(run, model, loader_of(*vectors(), batch_size=ODD), loss_of), torch.get_rng_state().double()
 
 
-class Noisy(Transformer):
-    """Of 17 samples with 5 words each, batch first or words first."""
+class Noisy(Tagger):
+    """Of samples with 5 words each, words first where attention gives its weights."""
 
-    def __init__(self, batch_first, weights_needed=False):
-        super().__init__()
-        self.batch_first = batch_first
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=batch_first).double()
-        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=batch_first).double()
+    def __init__(self, weights_needed):
+        super().__init__(1, dropout=0.2, batch_first=not weights_needed)
         self.weights_needed = weights_needed
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=not weights_needed, dtype=torch.float64)
 
     def forward(self, words):
-        states = self.words(words if self.batch_first else words.T)
-        states = self.layer(states)
+        states = self.layer(self.words(words.T if self.weights_needed else words))
         states = states + self.attention(states, states, states, need_weights=self.weights_needed)[0]
-        return self.head(states.mean(1 if self.batch_first else 0)).squeeze(1)
+        return self.head(states.mean(0 if self.weights_needed else 1)).squeeze(1)
 
 
-def noisy_transformer(run, model=None, size=ODD):
+def noisy_transformer(run, weights_needed=True, size=ODD):
     words = torch.randint(11, (SAMPLES, 5), generator=torch.Generator().manual_seed(4))
-    model = Noisy(batch_first=True, weights_needed=True) if model is None else model
+    model = Noisy(weights_needed)
     loader = DataLoader(TensorDataset(words, words.double().mean(1)), size, shuffle=True)
     result = fit(run, model, loader, lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), by_sgd(model, 0.01))
     return *result, torch.get_rng_state().double()
 
 
-def noisy_transformer_words_first(run):
-    return noisy_transformer(run, Noisy(batch_first=False, weights_needed=True))
-
-
 def noisy_transformer_of_equal_shares(run):
-    return noisy_transformer(run, Noisy(batch_first=True), EVEN)
+    return noisy_transformer(run, weights_needed=False, size=EVEN)
 
 
 class NoisyReader(nn.Module):
@@ -636,6 +484,10 @@ def checkpointed_dropout(run, reentrant=False):
     return *fit(run, model, loader_of(*vectors(), batch_size=ODD), loss_of), torch.get_rng_state().double()
 
 
+def checkpointed_dropout_reentrant(run):
+    return checkpointed_dropout(run, reentrant=True)
+
+
 def evaluated_alone(run):
     """An evaluation on rank 0 alone, whose loader draws a seed, before a step with dropout."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1)).double()
@@ -666,12 +518,10 @@ def augmented(run):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        *(sgd, adam, lbfgs, convolutions, lstm, transformer, accumulation, paused_accumulation, clipping, plateau),
-        *(one_cycle, moving_average, checkpointed, checkpointed_reentrant, two_losses, gradient_penalty),
-        *(padding, language_model, class_weights, probabilities, one_rank_without_words, accumulated_words),
-        *(own_gradients, own_count, averages, evaluated_between, streamed, by_workers, read_ahead, augmented),
-        *(dropout, noisy_transformer, noisy_transformer_words_first, noisy_transformer_of_equal_shares, noisy_lstm),
-        *(noisy_lstm_of_equal_shares, gan, gan_of_equal_shares, sampling, checkpointed_dropout),
-        evaluated_alone,
+        *(sgd, lbfgs, accumulation, paused_accumulation, clipping, plateau, two_losses, gradient_penalty, padding),
+        *(probabilities, accumulated_words, own_gradients, own_count, averages, evaluated_between, streamed),
+        *(by_workers, read_ahead, augmented, dropout, noisy_transformer, noisy_transformer_of_equal_shares),
+        *(noisy_lstm, noisy_lstm_of_equal_shares, gan, gan_of_equal_shares, sampling, checkpointed_dropout),
+        *(checkpointed_dropout_reentrant, evaluated_alone),
     )
 }

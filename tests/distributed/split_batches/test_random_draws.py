@@ -9,7 +9,7 @@ from distributed.small import OPTIONS
 from distributed.split_batches.loops import by_sgd, loader_of, mlp, needs_kernels, vectors
 from nano_loop import TorchNano
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
-from nano_loop.distributed.data_parallel.random_draws import RandomDraws, drawing, order_of
+from nano_loop.distributed.data_parallel.random_draws import RandomDraws, drawing
 from nano_loop.errors import NanoError, NanoWorkerError
 
 pytestmark = needs_kernels
@@ -51,45 +51,6 @@ def test_of_equal_shares_masks_and_noise_like_activations_are_the_batchs(team):
     assert torch.equal(first[2], second[2])
     assert len(lines) == 1
     assert lines[0].startswith("test_random_draws.py:")
-
-
-def test_sizes_of_unequal_shares_tell(team):
-    def draw(count):
-        flattened, heads = torch.randn(count * 3, 2), torch.rand(5, count, 2)
-        alike = torch.randn(5), torch.randn(4, 3), nn.Linear(3, 5).weight, nn.init.orthogonal_(torch.empty(4, 4))
-        return flattened, heads, alike, torch.get_rng_state()
-
-    torch.manual_seed(5)
-    flattened, heads, alike, state = draw(9)
-    (first, lines), (second, _) = team(2)(drawn, 9, draw)
-    assert torch.equal(torch.cat([first[0], second[0]]), flattened)
-    assert torch.equal(torch.cat([first[1], second[1]], 1), heads)
-    for one in first, second:
-        assert all(torch.equal(*pair) for pair in zip(one[2], alike, strict=True))
-        assert torch.equal(one[3], state)
-    assert not lines
-
-
-def test_equal_shares_are_divided_as_the_witness_draws(team):
-    def draw(count):
-        weight = torch.empty(count, 3).normal_()  # which is as large in the witness
-        by_batch = torch.randn(count, 2), torch.rand(count * 3), torch.empty(5, count).bernoulli_(0.5)
-        return by_batch, weight, torch.get_rng_state()
-
-    def in_witness(number):
-        shapes = [(4, 3), (8, 2), (24,), (5, 8)]
-        return [[*shapes[number]], order_of(torch.empty(shapes[number]))] if number < 4 else None
-
-    torch.manual_seed(5)
-    alike = torch.empty(4, 3).normal_()
-    expected, state = [torch.randn(8, 2), torch.rand(24), torch.empty(5, 8).bernoulli_(0.5)], torch.get_rng_state()
-    (first, lines), (second, _) = team(2)(drawn, 8, draw, in_witness)
-    for number, one in enumerate(expected):
-        assert torch.equal(torch.cat([first[0][number], second[0][number]], number // 2), one)
-    for rank in first, second:
-        assert torch.equal(rank[1], alike)
-        assert torch.equal(rank[2], state)
-    assert not lines
 
 
 @pytest.mark.parametrize("total", [8, 9])

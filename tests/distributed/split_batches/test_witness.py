@@ -23,8 +23,10 @@ from distributed.split_batches.loops import (
     loader_of,
     mlp,
     needs_kernels,
+    own_gradients,
     padding,
     sampling,
+    sgd,
     squares,
     tagging,
     vectors,
@@ -56,25 +58,17 @@ def plain(loop):
     return loop(Plain())
 
 
-def mean(run):
-    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), squares)
-
-
 def total(run):
     """A sum over samples, clipped, of shares that are unequal from the first on."""
     model = mlp(6, 8, 1)
-    optimizer = by_sgd(model, lr=0.01)
-    run.setup(model, optimizer)
-    losses = []
-    for _ in range(4):
-        for x, y in loader_of(*vectors()):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y, reduction="sum")
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-            optimizer.step()
-            losses.append(loss.item())
-    return weights(model), torch.tensor(losses, dtype=torch.float64)
+    return fit(
+        run,
+        model,
+        loader_of(*vectors()),
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[1], reduction="sum"),
+        by_sgd(model, lr=0.01),
+        before_step=lambda: nn.utils.clip_grad_norm_(model.parameters(), 5.0),
+    )
 
 
 def noisy(run):
@@ -116,14 +110,14 @@ def unseeded(run):
 def raising(run):
     if run.world_size == 1:
         raise ValueError("only here")
-    return mean(run)
+    return sgd(run)
 
 
 def connecting(run):
     if run.is_global_zero:
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
-    return mean(run)
+    return sgd(run)
 
 
 def writing(run):
@@ -131,19 +125,19 @@ def writing(run):
         with open(os.environ["WITNESS_FILE"], "a") as file:
             print("begins", file=file)
         print("said")
-    return mean(run)
+    return sgd(run)
 
 
 def sleeping(run):
     if run.world_size == 1:
         time.sleep(600)
-    return mean(run)
+    return sgd(run)
 
 
 def killed(run):
     if run.world_size == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return mean(run)
+    return sgd(run)
 
 
 class Rounded(torch.autograd.Function):
@@ -170,22 +164,6 @@ class Deep(nn.Module):
 def deep(run):
     model = Deep()
     return fit(run, model, loader_of(*vectors()), squares, by_sgd(model, lr=1e-9))
-
-
-def alternating(run):
-    """As a GAN's: two models and optimizers, of which each has its own loss."""
-    one, other = mlp(6, 8, 6), mlp(6, 8, 1)
-    first, second = by_sgd(one), by_sgd(other)
-    run.setup([one, other], [first, second])
-    for _ in range(2):
-        for x, y in loader_of(*vectors()):
-            second.zero_grad()
-            F.mse_loss(other(one(x).detach()), y).backward()
-            second.step()
-            first.zero_grad()
-            F.l1_loss(other(one(x)), y).backward()
-            first.step()
-    return weights(one), weights(other)
 
 
 def contrastive(run, *more):
@@ -287,19 +265,6 @@ def of_constant_size(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors(36)), loss_of)
 
 
-def gained(run):
-    """A gain that is learnt by hand: no backward comes before the step."""
-    model = mlp(6, 8, 1)
-    optimizer = by_sgd(model)
-    run.setup(model, optimizer)
-    for x, y in loader_of(*vectors()):
-        gradients = torch.autograd.grad(F.mse_loss(model(x), y), [*model.parameters()])
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-    return (weights(model),)
-
-
 def assert_no_process_is_left():
     assert [psutil.Process(server.pid).children() for server in kept()] == [[]]
 
@@ -315,7 +280,7 @@ def test_sum_gets_the_weight_of_a_sum():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
-    [mean, noisy, alternating, decayed, sampling_of_equal_shares, noise_of_equal_shares, tokens_times_samples, padding],
+    [sgd, noisy, decayed, sampling_of_equal_shares, noise_of_equal_shares, tokens_times_samples, padding],
 )
 def test_mean_is_compared(loop):
     found, result = run_of(loop)
@@ -368,7 +333,7 @@ def test_constant_number_of_samples_is_named():
         (connecting, "opens a socket"),
         (killed, "has ended"),
         (sleeping, "it took"),
-        (gained, "no backward"),
+        (own_gradients, "no backward"),
     ],
 )
 def test_run_goes_on_where_nothing_can_be_compared(loop, why, monkeypatch):
