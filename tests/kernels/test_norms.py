@@ -1,15 +1,9 @@
 """Norms in two passes keep layouts and numbers of equal elements, and leave to torch what they do not compute."""
 
-import ctypes
-import itertools
-import platform
-
 import pytest
 import torch
 
 from kernels.compared.norms import DTYPES, EPS, KINDS, MOMENTUM, OURS, case_of
-from nano_loop.cpu import read_machine
-from nano_loop.kernels import compiler
 from nano_loop.kernels.norm import norms
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
@@ -18,28 +12,6 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 @pytest.fixture(autouse=True)
 def has_kernel():
     assert norms.KERNEL.unavailable is None
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64")
-def test_results_are_the_same_at_every_level_of_instructions(monkeypatch, tmp_path):
-    """Those of layer norms depend on whether the compiler fuses products with weights and sums with biases."""
-    cases = [
-        case_of(kind, (3, 48, 13, 41), dtype, nhwc, groups=4)
-        for kind, dtype, nhwc in itertools.product(KINDS[:2], (torch.bfloat16, torch.float32), (False, True))
-    ]
-    for case in cases:
-        case.x[0, 0, 0, 0] = torch.nan
-    results = []
-    for level in compiler.LEVELS:
-        if level.instruction_sets <= read_machine().instruction_sets:
-            compiler.compile_library("norms", level, tmp_path / level.name)
-            library = ctypes.CDLL(str(tmp_path / level.name))
-            monkeypatch.setattr(norms.KERNEL, "_library", lambda library=library: library)
-            results.append([tensor for case in cases for tensor in case.by(OURS)])
-    for mine, *others in zip(*results, strict=True):
-        for other in others:
-            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
