@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.compared import attention as compared
@@ -145,21 +144,6 @@ def in_force(calls):
         yield calls
 
 
-def test_it_reaches_multi_head_attention_and_encoder_layers(in_force):
-    x = torch.randn(2, 11, 64)
-    for model in (
-        nn.MultiheadAttention(64, 4, batch_first=True),
-        nn.TransformerEncoderLayer(64, 4, 32, batch_first=True),
-    ):
-        arguments = (x, x, x) if isinstance(model, nn.MultiheadAttention) else (x,)
-        kwargs = {"need_weights": False} if isinstance(model, nn.MultiheadAttention) else {}
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(*arguments, **kwargs)
-        (out[0] if isinstance(out, tuple) else out).float().sum().backward()
-        assert in_force.pop()
-        assert not in_force
-
-
 def test_second_derivatives_work_where_the_user_asks_for_torchs_plain_kernel(in_force):
     tensors = inputs()
     with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
@@ -174,15 +158,6 @@ def test_fp32_calls_are_torchs(in_force):
     tensors = [each.detach().float() for each in inputs()]
     F.scaled_dot_product_attention(*tensors)
     assert in_force == []
-
-
-def test_compiled_callers_compute_the_same(in_force):
-    tensors = inputs()
-    with torch.autocast("cpu", torch.bfloat16):
-        eager = F.scaled_dot_product_attention(*tensors)
-        compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager")(*tensors)
-    torch.testing.assert_close(compiled, eager, rtol=0.02, atol=0.02)
-    torch._dynamo.reset()
 
 
 @IN_BLOCKS

@@ -130,27 +130,6 @@ def test_moments_that_are_denormal_become_0(kind, settings, name, becomes_0):
     assert torch.full((1 << 18,), 1e-39).mul(0.5).all()  # as before
 
 
-def test_mixture_of_dtypes_and_a_gradient_scale_are_left_to_torch(refused):
-    def mixed():
-        first, second = model()
-        return AdamW([*first.parameters(), *second.double().parameters()], fused=True)
-
-    direct, plain = mixed(), mixed()
-    with stepped_directly(direct):
-        for seed in range(3):
-            direct.grad_scale = plain.grad_scale = torch.tensor(4.0) if seed == 2 else None
-            step(direct, plain, seed=seed)
-    assert_equal(direct, plain)
-    scaled = build(AdamW, {})
-    with stepped_directly(scaled):
-        step(scaled, seed=0)
-        refused(AdamW)
-        scaled.step()
-        scaled.found_inf = torch.tensor(1.0)
-        with by_torch():
-            scaled.step()
-
-
 @OF_EACH_KIND
 def test_hooks_run_in_torchs_order_and_may_change_the_arguments(kind, settings):
     def run(optimizer):
