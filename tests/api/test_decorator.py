@@ -223,21 +223,6 @@ def test_static_method_under_the_decorator_is_decorated():
     assert owner().train(Net()) == owner.train(Net()) == [True]
 
 
-def test_with_and_without_parentheses():
-    net, optimizer, loader = make()
-
-    @nano
-    def bare(model, optimizer, loader):
-        return fit(model, optimizer, loader)
-
-    @nano()
-    def empty(model, optimizer, loader):
-        return fit(model, optimizer, loader)
-
-    assert [train(net, optimizer, loader) for train in (bare, empty)] == [net] * 2
-    assert bare.report.options == empty.report.options
-
-
 def test_decorated_lambda_partial_and_object_train():
     class Loop:
         def __call__(self, model, optimizer, loader):

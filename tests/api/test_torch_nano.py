@@ -120,16 +120,6 @@ def test_same_model_is_set_up_again(job):
     assert (in_bf16(job[0]), is_fused(job[1]), is_fused(other)) == ([False], False, False)
 
 
-def test_submodule_is_set_up_beside_its_model(job):
-    def train(self):
-        self.setup(*job)
-        self.setup_module(job[0].layer)
-        out = job[0].layer(torch.ones(1, 3))
-        return in_bf16(job[0]), out.dtype
-
-    assert Loop(precision="bf16").train(train) == ([True], torch.float32)
-
-
 # --- what is refused ---
 
 
@@ -363,16 +353,6 @@ def test_auto_precision_is_reported_as_what_it_means_on_this_cpu(job, monkeypatc
     assert not loop.train(lambda self: any(in_bf16(self.setup(*job)[0])))
     assert loop.report["precision"].code == "no_bf16_instructions"
     assert loop.report.options["precision"] == "bf16-products"
-
-
-def test_fp32_run_has_one_line_for_what_only_reduced_precision_has_and_none_for_what_is_off(job):
-    off = dict.fromkeys(("fused_optimizer", "allocator", "fast_fetch", "channels_last", "compile"), False)
-    loop = Loop(**off)
-    loop.train(lambda self: self.setup(*job, loader()))
-    named = {result.name for result in loop.report.results}
-    assert named
-    assert not named & {"precision", *off}
-    assert "  for bf16: fast_activation, fast_convolution" in str(loop.report).splitlines()
 
 
 # --- before and after ---
