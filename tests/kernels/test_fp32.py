@@ -97,25 +97,6 @@ def test_errors_over_seeds_are_at_most_torchs(called, name):
     assert errors["ours"] <= errors["torch"]
 
 
-@in_runs
-@pytest.mark.parametrize(
-    ("guess", "options", "is_compiled"),
-    [
-        (override.COMPILED, {}, True),
-        (override.TORCH, {}, False),
-        (override.COMPILED, {"exact": True}, False),
-        (override.TORCH, {"precision": "bf16"}, True),
-    ],
-)
-def test_first_guess_decides_but_not_in_exact_runs_nor_in_bf16(called, monkeypatch, guess, options, is_compiled):
-    monkeypatch.setattr(override.Override, "_is_chosen", CHOOSE)
-    monkeypatch.setattr(override, "_default_in_fp32", lambda: guess)
-    model = nn.LayerNorm(48)
-    with accelerated(model, tune_operators=False, verbose=False, **options):
-        model(torch.randn(ROWS))
-    assert ("layer_norm" in called) == is_compiled
-
-
 # --- calls that are torch's ---
 
 
