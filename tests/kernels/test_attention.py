@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.compared import attention as compared
@@ -142,6 +143,21 @@ def test_what_torch_refuses_is_refused(tensors, kwargs):
 def in_force(calls):
     with overridden("scaled_dot_product_attention", plainly(attention), "AutocastCPU"):
         yield calls
+
+
+def test_it_reaches_multi_head_attention_and_encoder_layers(in_force):
+    x = torch.randn(2, 11, 64)
+    for model in (
+        nn.MultiheadAttention(64, 4, batch_first=True),
+        nn.TransformerEncoderLayer(64, 4, 32, batch_first=True),
+    ):
+        arguments = (x, x, x) if isinstance(model, nn.MultiheadAttention) else (x,)
+        kwargs = {"need_weights": False} if isinstance(model, nn.MultiheadAttention) else {}
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(*arguments, **kwargs)
+        (out[0] if isinstance(out, tuple) else out).float().sum().backward()
+        assert in_force.pop()
+        assert not in_force
 
 
 def test_second_derivatives_work_where_the_user_asks_for_torchs_plain_kernel(in_force):

@@ -184,3 +184,12 @@ def test_substitutes_that_are_views_are_written_through_once():
     substitution(original).mul_(2)
     substitution.restore()
     assert original.eq(2).all()
+
+
+def test_writes_under_inference_mode_reach_the_original_too():
+    with torch.inference_mode():
+        original = torch.ones(2)
+        substitution = Substitution(torch.clone)
+        substitution(original).mul_(3)
+        substitution.restore()
+    assert original.tolist() == [3, 3]
