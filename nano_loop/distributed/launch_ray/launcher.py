@@ -86,8 +86,17 @@ class RayLauncher(Launcher):
                 actor.run()
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[RankSlot]:
-                join_options: Any = {"check": check, "address": here.address, "threads": threads, "parent": folder}
-                return join_run(store, assignment.options, machine, Launch("ray", 0, assignment.size), **join_options)
+                launch = Launch("ray", 0, assignment.size)
+                return join_run(
+                    store,
+                    assignment.options,
+                    machine,
+                    launch,
+                    check=check,
+                    address=here.address,
+                    threads=threads,
+                    parent=folder,
+                )
 
             workers = Workers([*actors.values()], interrupts, _LATEST_NEWS)
             with running_together(workers, connect, options.timeout, task.loop) as slot:

@@ -124,9 +124,15 @@ class RankWorker:
             if setting["threads_are_chosen"] or assignment.state.threads is not None:
                 # By this variable the step for threads knows a process of Ray, whose OMP_NUM_THREADS nobody has chosen.
                 os.environ.pop("RAY_RAYLET_PID", None)
-            threads = threads_for(machine, setting["share"])
-            options: Any = {"address": setting["address"], "threads": threads, "parent": self._folder}
-            with join_run(store, assignment.options, machine, Launch("ray", rank, assignment.size), **options) as slot:
+            with join_run(
+                store,
+                assignment.options,
+                machine,
+                Launch("ray", rank, assignment.size),
+                address=setting["address"],
+                threads=threads_for(machine, setting["share"]),
+                parent=self._folder,
+            ) as slot:
                 discard(self._copy)  # all ranks have joined, and so have read it
                 yield slot
 
