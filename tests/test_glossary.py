@@ -12,22 +12,8 @@ PACKAGE = Path(nano_loop.__file__).parent
 #: Words that name a role in a sentence, or that only this package used.
 OLD = frozenset(
     (
-        *("each", "found", "given", "needed", "mine", "theirs"),
-        *(
-            "Seat",
-            "Parts",
-            "Entries",
-            "Entry",
-            "Layer",
-            "meet",
-            "is_way_in",
-            "Inside",
-            "way",
-            "ways",
-            "WAY",
-            "Way",
-            "Ways",
-        ),
+        *("each", "found", "given", "needed", "mine", "theirs", "Seat", "Parts", "Entries", "Entry", "Layer", "meet"),
+        *("is_way_in", "Inside", "way", "ways", "WAY", "Way", "Ways"),
         *("Worth", "worth", "decided", "Printed", "Printer", "of_a_copy", "asked", "concerns", "see", "problem"),
         *("meanwhile", "sameness", "alike", "taken_lengths", "agreed_randomness", "noted_calls", "whereabouts"),
         *("Whereabouts", "parting", "culprit", "replicas", "meeting", "connecting", "throwaway", "lifeline", "sweep"),

@@ -141,7 +141,7 @@ torch.compile = lambda *args, **kwargs: None
 os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", SLURM_NTASKS="2", OMP_NUM_THREADS="1")
 os.environ.update(NANO_LOOP_PRECISION="fp8", NANO_LOOP_TYPO="1", CUDA_VISIBLE_DEVICES="")
 """
-USERS = {"a fresh process": "", "Fabric was imported": "import lightning_fabric", "all was set up": BY_THE_USER}
+USERS = {"Fabric was imported": "import lightning_fabric", "all was set up": BY_THE_USER}
 
 
 def run(folder, before, doing):
@@ -153,7 +153,7 @@ def run(folder, before, doing):
     return done, json.loads(result.read_text())
 
 
-@pytest.mark.slow  # the next test has a fresh process
+@pytest.mark.slow  # the next test has a fresh process, where nothing was set up
 @pytest.mark.parametrize("user", USERS)
 def test_import_changes_nothing_and_says_nothing(tmp_path, user):
     doing = "import nano_loop; nano_loop.nano, nano_loop.verify, nano_loop.optim, nano_loop.is_global_zero"

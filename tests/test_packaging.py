@@ -50,8 +50,8 @@ def declared():
     return [requirement for text in texts for requirement in requirements_of(text)]
 
 
-def pin_lines():
-    lines = (ROOT / "requirements/default.txt").read_text().splitlines()
+def pin_lines(environment="default"):
+    lines = (ROOT / f"requirements/{environment}.txt").read_text().splitlines()
     return [line for line in lines if not line.startswith("#")]
 
 
@@ -77,12 +77,33 @@ def test_version_is_written_down_once_and_is_that_of_the_metadata_and_of_the_cha
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_every_pin_is_exact_and_pulls_no_other_torch_and_nothing_for_a_gpu():
+@pytest.mark.parametrize("environment", ["default", "ipex", "libraries-2.13", "libraries-2.8"])
+def test_every_pin_is_exact(environment):
     pattern = re.compile(r"[\w.-]+==[\w.]+( ; python_version (<|>=) \"3\.\d+\")?")
-    assert [line for line in pin_lines() if not pattern.fullmatch(line)] == []
+    assert [line for line in pin_lines(environment) if not pattern.fullmatch(line)] == []
+
+
+def test_pins_pull_no_other_torch_and_nothing_for_a_gpu():
     unwanted = re.compile("(torchvision|torchaudio|timm|nvidia|triton|pip|nano-loop)(-.*)?")
     assert [line for line in pin_lines() if unwanted.fullmatch(canonicalize_name(Requirement(line).name))] == []
     assert "torch==2.13.0" in pin_lines()  # without a local version
+
+
+#: Lightning's oldest, and what it needs.
+OLDER = {"lightning", "lightning-fabric", "pytorch-lightning", "fsspec", "packaging"}
+
+
+def test_environments_differ_in_torch_and_what_comes_with_it():
+    default, ipex = {*pin_lines()}, {*pin_lines("ipex")}
+    assert {line.partition("==")[0] for line in default - ipex} == {"torch", *OLDER}
+    tensorboard = {"tensorboard", "tensorboard-data-server", "absl-py", "grpcio", "Markdown", "protobuf", "Werkzeug"}
+    more = {line.partition("==")[0] for line in ipex - default if not line.startswith("nvidia-")}
+    assert more == {"torch", *OLDER, *tensorboard, "torchvision", "intel_extension_for_pytorch", "triton"}
+
+
+def test_pins_of_ipex_are_those_of_its_extra():
+    extra = setup_cfg()["options.extras_require"]["ipex"].split()
+    assert {line.replace("-", "_") for line in extra} <= {line.replace("-", "_") for line in pin_lines("ipex")}
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -115,8 +136,7 @@ def test_extras_that_messages_name_install_what_is_imported_there():
 
 def test_ray_s_pin_is_what_the_extra_admits():
     (wanted,) = requirements_of(setup_cfg()["options.extras_require"]["ray"])
-    lines = (ROOT / "requirements/ray.txt").read_text().splitlines()
-    pins = {line.partition("==")[0]: line.partition("==")[2] for line in lines if not line.startswith("#")}
+    pins = {line.partition("==")[0]: line.partition("==")[2] for line in pin_lines("ray")}
     assert Version(pins[wanted.name]) in wanted.specifier
     assert not pins.keys() & pins_for("3.11").keys()
 
@@ -495,6 +515,6 @@ def test_environment_of_the_demo_has_what_setup_cfg_asks_for_without_tests():
     extras = config["options.extras_require"]
     texts = (config["options"]["install_requires"], extras["examples"], extras["cli"])
     names = {canonicalize_name(each.name) for text in texts for each in requirements_of(text)}
-    lines = [line for line in (ROOT / "requirements/demo.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = pin_lines("demo")
     assert lines[0] == "-c default.txt"  # the versions
     assert {canonicalize_name(line) for line in lines[1:]} == names | {"setuptools"}

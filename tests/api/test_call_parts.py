@@ -220,7 +220,7 @@ def test_closure_trains_as_the_plain_loop():
     assert results[0] == results[1]
 
 
-SCRIPT = """
+SCRIPT = f"""
 import torch
 from nano_loop import all_gather, nano
 from torch.utils.data import DataLoader
@@ -228,7 +228,7 @@ from torch.utils.data import DataLoader
 torch.manual_seed(0)
 net = torch.nn.Linear(2, 1)
 opt = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-batches = DataLoader(torch.rand(16, 2), BATCH, shuffle=True)
+batches = DataLoader(torch.rand(16, 2), 2, shuffle=True)
 losses = []
 
 def helper(x):
@@ -238,28 +238,17 @@ def helper(x):
     opt.step()
     return loss.item()
 
-DECORATOR
+@nano(num_processes=2, auto_lr=False, verbose=False, cpu_for_each_process={small.cores()})
 def train(epoch):
     for x in batches:
         losses.append(helper(x))
     return len(batches)
-
-if __name__ == "__main__":
-    steps = [train(epoch) for epoch in range(3)]
-    print(steps, len(losses), [round(each, 5) for each in net.weight.flatten().tolist()])
 """
-
-
-def script(batch, decorator=""):
-    return SCRIPT.replace("BATCH", str(batch)).replace("DECORATOR", decorator)
-
-
-TWO = f"@nano(num_processes=2, auto_lr=False, verbose=False, cpu_for_each_process={small.cores()})"
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_globals_of_a_module_that_workers_import_anew_are_refused_by_name(tmp_path, monkeypatch):
-    (tmp_path / "of_a_module.py").write_text(script(2, TWO))
+    (tmp_path / "of_a_module.py").write_text(SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
     module = __import__("of_a_module")
     before = copy.deepcopy(module.net.state_dict())

@@ -19,6 +19,8 @@ def test_what_is_made_in_the_body_is_set_up_by_the_run():
         net, optimizer, loader = make()
         assert run.setup(net, optimizer, loader) == (net, optimizer, loader)
         assert in_bf16(net) == [True]
+        assert run.setup(net) is net
+        assert repr(run).startswith("<nano_loop run: applied ")
     with pytest.raises(NanoError, match="outside a run"):
         run.setup(net, optimizer)
 

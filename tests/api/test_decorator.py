@@ -10,7 +10,7 @@ from torch import nn
 from watched import Net, fit, in_bf16, is_fused, make, seeded  # noqa: F401 - a fixture
 
 import nano_loop
-from nano_loop import NanoConfigError, NanoError, nano
+from nano_loop import NanoConfigError, nano
 
 # A CPU without bf16 instructions is warned about, which other tests hold.
 pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
@@ -223,21 +223,6 @@ def test_static_method_under_the_decorator_is_decorated():
     assert owner().train(Net()) == owner.train(Net()) == [True]
 
 
-def test_with_and_without_parentheses():
-    net, optimizer, loader = make()
-
-    @nano
-    def bare(model, optimizer, loader):
-        return fit(model, optimizer, loader)
-
-    @nano()
-    def empty(model, optimizer, loader):
-        return fit(model, optimizer, loader)
-
-    assert [train(net, optimizer, loader) for train in (bare, empty)] == [net] * 2
-    assert bare.report.options == empty.report.options
-
-
 def test_decorated_lambda_partial_and_object_train():
     class Loop:
         def __call__(self, model, optimizer, loader):
@@ -247,14 +232,6 @@ def test_decorated_lambda_partial_and_object_train():
         net, optimizer, loader = make()
         assert bf16(train)(net, optimizer, loader) is net
         assert set(net.seen) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("function", [max, dict.update])
-def test_function_whose_parameters_python_does_not_know_works_or_is_told(function):
-    try:
-        quiet(function)
-    except NanoError as error:
-        assert function.__name__ in str(error)  # noqa: PT017
 
 
 # --- the call is handed on as it was made ---

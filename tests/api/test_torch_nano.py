@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, fit, in_bf16, is_fused, loader, make, seeded  # noqa: F401 - a fixture
 
-import nano_loop
-from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, patch_cuda, unpatch_cuda
+from nano_loop import NanoConfigError, NanoError, TorchNano, patch_cuda, unpatch_cuda
 from nano_loop.cpu import read_machine
 
 # A CPU without bf16 instructions is warned about, which other tests hold.
@@ -70,15 +69,6 @@ def test_setups_give_back_the_very_objects(setup):
     assert is_same(*Loop(precision="bf16").train(setup, net, optimizers, [loader() for _ in range(3)]))
 
 
-def test_model_alone_is_set_up(job):
-    loop = Loop(precision="bf16")
-    loop.train(lambda self: self.setup(job[0]))
-    assert "precision" in loop.report.applied
-    with nano_loop.accelerated(job[0], verbose=False) as run:
-        assert run.setup(job[0]) is job[0]
-        assert repr(run).startswith("<nano_loop run: applied ")
-
-
 def test_parts_that_are_set_up_apart_are_accelerated_until_the_end(job):
     other = torch.optim.SGD(job[0].parameters(), lr=0.1)
     data = loader()
@@ -98,29 +88,18 @@ def test_parts_that_are_set_up_apart_are_accelerated_until_the_end(job):
     assert (in_bf16(job[0]), is_fused(job[1]), is_fused(other)) == ([False], False, False)
 
 
-def test_loaders_set_up_apart_take_nothing_from_what_the_report_said(job):
-    def train(self):
-        self.setup(*job)
-        self.setup_dataloaders(loader())
-
-    loop = Loop(precision="bf16")
-    loop.train(train)
-    assert loop.report["fused_optimizer"].status == "applied"
-    assert loop.report["precision"].status == "applied"
-    assert loop.report["fast_fetch"].status == "applied"
-    assert not {*loop.report.applied} & {*loop.report.skipped}
-
-
-def test_step_asked_for_by_name_holds_for_the_run_and_not_for_each_call(job):
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"fused_optimizer": True, "fast_fetch": True}], ids=str)
+def test_parts_set_up_later_take_nothing_from_what_was_said_and_ask_nothing_of_what_is_asked_by_name(job, options):
     def train(self):
         self.setup(*job)
         self.setup_dataloaders(loader())
         self.setup_module(nn.Linear(1, 1))
         return is_fused(job[1])
 
-    loop = Loop(fused_optimizer=True, fast_fetch=True)
+    loop = Loop(**options)
     assert loop.train(train) is True
-    assert {"fused_optimizer", "fast_fetch"} <= {*loop.report.applied}
+    assert {"fused_optimizer", "fast_fetch", *options} <= {*loop.report.applied}
+    assert not {*loop.report.applied} & {*loop.report.skipped}
 
 
 # --- several setups in one train ---
@@ -141,16 +120,6 @@ def test_same_model_is_set_up_again(job):
     assert (in_bf16(job[0]), is_fused(job[1]), is_fused(other)) == ([False], False, False)
 
 
-def test_submodule_is_set_up_beside_its_model(job):
-    def train(self):
-        self.setup(*job)
-        self.setup_module(job[0].layer)
-        out = job[0].layer(torch.ones(1, 3))
-        return in_bf16(job[0]), out.dtype
-
-    assert Loop(precision="bf16").train(train) == ([True], torch.float32)
-
-
 # --- what is refused ---
 
 
@@ -168,6 +137,8 @@ def test_setup_outside_train_is_told(job):
     loop.train(lambda self: self.setup(*job))
     with pytest.raises(NanoError, match="outside train"):
         loop.setup(*job)
+    loop.train(lambda self: None)
+    assert loop.report is None
 
 
 @pytest.mark.parametrize(
@@ -224,17 +195,9 @@ def test_device_may_be_assigned_as_trainers_of_scripts_do(device):
     assert Trainer("cpu").device == Trainer(torch.device("cpu", 0)).device == torch.device("cpu")
     with pytest.raises(NanoError, match=r"it trains on the CPU.*patch_cuda\(\)"):
         Trainer(device)
-
-
-def test_advice_about_the_device_works():
-    class Trainer(TorchNano):
-        def __init__(self):
-            super().__init__(verbose=False)
-            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
     patch_cuda()
     try:
-        assert Trainer().device == torch.device("cpu")
+        assert Trainer("cuda" if torch.cuda.is_available() else "cpu").device == torch.device("cpu")
     finally:
         unpatch_cuda()
 
@@ -369,13 +332,6 @@ def test_run_and_launch_of_fabric_do_no_harm(job):
 # --- report ---
 
 
-def test_run_without_a_setup_has_no_report(job):
-    loop = Loop()
-    loop.train(lambda self: self.setup(*job))
-    loop.train(lambda self: None)
-    assert loop.report is None
-
-
 def test_second_setup_prints_only_what_is_new(job, capfd, without_ipex):
     def train(self):
         self.setup(*job)
@@ -399,16 +355,6 @@ def test_auto_precision_is_reported_as_what_it_means_on_this_cpu(job, monkeypatc
     assert loop.report.options["precision"] == "bf16-products"
 
 
-def test_fp32_run_has_one_line_for_what_only_reduced_precision_has_and_none_for_what_is_off(job):
-    off = dict.fromkeys(("fused_optimizer", "allocator", "fast_fetch", "channels_last", "compile"), False)
-    loop = Loop(**off)
-    loop.train(lambda self: self.setup(*job, loader()))
-    named = {result.name for result in loop.report.results}
-    assert named
-    assert not named & {"precision", *off}
-    assert "  for bf16: fast_activation, fast_convolution" in str(loop.report).splitlines()
-
-
 # --- before and after ---
 
 
@@ -423,12 +369,6 @@ def test_failed_setup_is_undone_and_the_loop_may_go_on(job):
 
     assert Loop(fused_optimizer=True).train(train) is True
     assert not is_fused(job[1])
-
-
-def test_warning_of_strategy_does_not_end_the_run(job):
-    with pytest.warns(NanoWarning, match="strategy"):
-        loop = Loop(strategy="deepspeed", precision="bf16")
-    assert loop.train(lambda self: in_bf16(self.setup(*job)[0])) == [True]
 
 
 # --- what BigDL-Nano and LightningLite had ---

@@ -3,8 +3,11 @@
 import math
 from itertools import pairwise
 
-from benchmarks import hosts, learning
+import pytest
+
+from benchmarks import hosts, learning, shapes
 from benchmarks.attention import BLOCKS, TORCH, Shape, measure, row
+from benchmarks.layers import LAYERS
 from benchmarks.libraries.__main__ import page
 from benchmarks.losses import difference
 from benchmarks.rounds import in_turn
@@ -82,3 +85,19 @@ def test_differences_of_curves_are_those_of_each_seed_and_one_seed_has_no_error(
     row = learning.ends({"digits": {"plain": plain, "nano": nano}}).splitlines()[-1]
     assert row.endswith("| 2 | 0.4500 | 0.4545 | +1.00% ± 0.00% | 2.10 |")
     assert "| +1.00% | 2.00 |" in learning.ends({"digits": {"plain": plain[:1], "nano": nano[:1]}})
+
+
+# --- layers ---
+
+
+def test_slower_is_slower_by_the_fastest_and_by_the_medians():
+    def row(fp32, bf16):
+        return shapes.Row(
+            LAYERS[0], "NCHW", {"fp32": [(each, 1.0) for each in fp32], "bf16": [(each, 1.0) for each in bf16]}
+        )
+
+    assert row([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]).is_slower
+    assert not row([1.0, 1.0, 1.0], [1.0, 2.0, 2.0]).is_slower
+    assert not row([1.0, 2.0, 2.0], [2.0, 2.0, 2.0]).is_slower
+    assert row([1.0], [2.0]).ratio(min) == pytest.approx(2 / 3)
+    assert "**0.67**" in shapes.markdown([row([1.0], [2.0]).as_dict()])

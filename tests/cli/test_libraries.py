@@ -2,8 +2,8 @@
 
 import pytest
 
-from nano_loop.cli.training_environment import find_library, preloaded
-from nano_loop.cpu.glibc import allocators_of, libraries_in
+from nano_loop.cli.training_environment import find_library
+from nano_loop.cpu.glibc import libraries_in
 
 
 def test_libraries_are_read_with_spaces_in_their_paths():
@@ -14,18 +14,6 @@ def test_libraries_are_read_with_spaces_in_their_paths():
 7f03-7f04 r--p 00000000 08:01 1                          /usr/bin/python3
 """
     assert libraries_in(maps) == ("/my lib/libgomp.so.1",)
-
-
-def test_allocators_are_known_by_their_names():
-    assert allocators_of(["/a/libtcmalloc_minimal.so.4", "/b/libjemalloc.so.2", "libc.so.6"]) == (
-        "jemalloc",
-        "tcmalloc",
-    )
-
-
-def test_entries_of_ld_preload_are_separated_by_colons_and_spaces():
-    assert preloaded({"LD_PRELOAD": " /a.so:b.so  /c.so:"}) == ("/a.so", "b.so", "/c.so")
-    assert preloaded({}) == ()
 
 
 def test_environment_of_python_is_searched_before_the_system(tmp_path, library):

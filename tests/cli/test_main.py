@@ -30,12 +30,6 @@ def test_console_script_and_module_are_the_same_program():
     assert (done.returncode, done.stdout, done.stderr) == (0, f"nano-loop {__version__}\n", "")
 
 
-def test_arguments_are_those_of_the_process(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["nano-loop", "--version"])
-    assert main() == 0
-    assert capsys.readouterr().out == f"nano-loop {__version__}\n"
-
-
 def test_python_without_click_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(entry.importlib.util, "find_spec", lambda name: None)
     assert main(["env"]) == 2

@@ -97,13 +97,6 @@ def test_a_thread_born_inside_gets_a_narrow_mask_of_the_caller_back(sleeper):
         os.sched_setaffinity(0, ALL)
 
 
-def test_a_thread_that_dies_inside_does_no_harm(sleeper):
-    mortal, other = sleeper(), sleeper()
-    with bound(FIRST):
-        mortal.end()
-    assert (other.mask, os.sched_getaffinity(0)) == (ALL, ALL)
-
-
 @pytest.mark.parametrize("name", ["sched_getaffinity", "sched_setaffinity"])
 def test_a_thread_that_dies_just_before_it_is_bound_does_no_harm(sleeper, monkeypatch, name):
     mortal, other = sleeper(), sleeper()
@@ -232,7 +225,7 @@ def test_nothing_is_done_where_proc_is_of_another_pid_namespace(monkeypatch, tmp
 
 
 def test_an_ended_threads_id_that_another_process_has_now_is_left_alone(sleeper, monkeypatch):
-    mortal = sleeper()
+    mortal, other = sleeper(), sleeper()
     touched = []
     original = os.sched_setaffinity
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, mask: (touched.append(thread), original(thread, mask)))
@@ -240,4 +233,5 @@ def test_an_ended_threads_id_that_another_process_has_now_is_left_alone(sleeper,
         mortal.end()
         touched.clear()
     assert touched
+    assert (other.mask, os.sched_getaffinity(0)) == (ALL, ALL)
     assert mortal.id not in touched

@@ -9,16 +9,6 @@ from nano_loop.cpu import LogicalCpu, read_machine
 from .recording import machine_of
 
 
-@pytest.mark.parametrize(("quota", "threads"), [(None, 4), (0.5, 1), (1.99, 1), (2.0, 2), (64.0, 4)])
-def test_threads_fit_into_the_quota_and_are_at_least_one(quota, threads):
-    assert machine_of(*(LogicalCpu(i, i) for i in range(4)), quota=quota).num_threads == threads
-
-
-def test_a_core_counts_once_however_many_of_its_siblings_are_allowed():
-    cpus = [LogicalCpu(i, i % 4) for i in range(8)]
-    assert machine_of(*cpus, allowed=(0, 4, 5)).physical_cores == ((0, 4), (5,))
-
-
 def test_cores_stand_in_the_order_of_their_nodes():
     # Dell's servers count their CPUs over the sockets in turn.
     cpus = [LogicalCpu(i, i, package=i % 2, numa_node=i % 2, last_level_cache=i % 2) for i in range(6)]

@@ -43,13 +43,6 @@ def test_more_processes_than_cores_are_refused_with_the_numbers(machine, message
     assert str(caught.value) == message
 
 
-def test_siblings_are_no_cores_of_their_own(recorded):
-    machine = read_machine(recorded("xeon_4309y_two_sockets"))
-    assert len(partition(machine, 16)) == 16
-    with pytest.raises(NanoConfigError, match="may use 16 "):
-        partition(machine, 17)
-
-
 # --- how many processes are worth a trial ---
 
 

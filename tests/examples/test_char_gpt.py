@@ -39,13 +39,12 @@ def resume(checkpoint, mode, folder):
 
 
 @pytest.mark.slow
-def test_plain_learns_where_there_is_no_nano_loop(uninterrupted):
-    assert uninterrupted["plain"]["loss"] < 3.2  # of ln(128) = 4.85 at the start
-
-
-@pytest.mark.slow
-def test_fp32_trains_as_plain_does(uninterrupted):
-    assert uninterrupted["accelerated"]["loss"] == pytest.approx(uninterrupted["plain"]["loss"], rel=1e-4)
+def test_plain_learns_where_there_is_no_nano_loop_and_fp32_trains_as_it_does(uninterrupted):
+    plain, accelerated = uninterrupted["plain"], uninterrupted["accelerated"]
+    assert plain["loss"] < 3.2  # of ln(128) = 4.85 at the start
+    assert accelerated["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert "\ndef " in "\n" + accelerated["stdout"]  # the text that it writes
+    assert "fused_optimizer" in accelerated["stderr"]
 
 
 @pytest.mark.slow  # it starts the example six times; tests/loops/test_checkpoints.py has it of small loops
@@ -66,12 +65,6 @@ def test_bf16_trains_as_plain_does(uninterrupted, tmp_path):
     plain = results("char_gpt.py", "--plain", *without_dropout, folder=tmp_path)
     accelerated = results("char_gpt.py", "--precision", "bf16", *without_dropout, folder=tmp_path)
     assert accelerated["loss"] == pytest.approx(plain["loss"], rel=0.01)
-
-
-@pytest.mark.slow
-def test_it_writes_a_text_and_says_what_was_applied(uninterrupted):
-    assert "\ndef " in "\n" + uninterrupted["accelerated"]["stdout"]
-    assert "fused_optimizer" in uninterrupted["accelerated"]["stderr"]
 
 
 @pytest.mark.slow  # it needs the checkpoints of the slow tests

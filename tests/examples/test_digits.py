@@ -23,12 +23,6 @@ def test_it_trains_as_plain_does_and_says_how(precision, plain, tmp_path):
     assert "channels_last" in accelerated["stderr"]
 
 
-@pytest.mark.slow  # tests/scripts has small ones in two processes
-def test_two_processes_train_as_plain_does(plain, tmp_path):
-    two = results("digits.py", "--num-processes", 2, "--precision", 32, *SMALL, folder=tmp_path)
-    assert two["accuracy"] == pytest.approx(plain["accuracy"], abs=BAND)
-
-
 @pytest.mark.slow
 def test_a_bad_precision_is_named():
     process = run("digits.py", "--precision", "fp7")

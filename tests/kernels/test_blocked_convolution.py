@@ -1,7 +1,5 @@
 """Convolutions by AMX take parts of larger tensors, and those of models that round; see `test_exactness`, too."""
 
-import ctypes
-
 import pytest
 import torch
 from torch import nn
@@ -46,7 +44,3 @@ def test_models_that_round_have_their_convolutions_and_gradients_in_blocks(calle
     # Both forwards, and the inputs' gradient of the one without a stride.
     assert called.count("convolution") == 3
     assert called.count("weight_gradient") == 2
-
-
-def test_calls_are_those_of_the_c_file():
-    assert ctypes.sizeof(module._Call) == 8 * (7 + 4 * 2 + 2 * 3 + 4)

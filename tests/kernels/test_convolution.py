@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.compared.convolution_gradients import OF_GROUPS, call_of, gradients, inputs, standing_in
-from kernels.compared.convolutions import NHWC
+from kernels.compared.convolutions import NHWC, depthwise_case
 from nano_loop.kernels.convolution import convolution as module
 from nano_loop.kernels.convolution import depthwise, gradient_plans, weight_gradient
 
@@ -36,6 +36,13 @@ def test_weights_gradients_of_depthwise_convolutions_in_fp32_are_as_exact_as_tor
     assert left == [(True, False, False)]
     for mine, reference in zip(ours, exact, strict=True):
         torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("groups", "fewest"), [(12, 1), (24, 1 << 20)])
+def test_other_groups_than_channels_and_few_elements_have_no_depthwise_function(monkeypatch, groups, fewest):
+    assert depthwise.KERNEL.unavailable is None
+    monkeypatch.setattr(depthwise, "MIN_ELEMENTS", fewest)
+    assert not depthwise.supports(*depthwise_case(channels=24), groups)
 
 
 def test_bias_meets_a_gradient_that_is_a_slice_of_another(in_force):

@@ -103,15 +103,3 @@ def test_modes_that_trace_operators_see_torch_s():
     logits, target = logits_of(6, 1000)
     with FlopCounterMode(display=False):
         assert cross_entropy(logits, target) is None
-
-
-def test_under_a_transform_it_is_left_to_torch():
-    logits, target = logits_of(6, 1000)
-    seen = []
-
-    def loss(logits, target):
-        seen.append(cross_entropy(logits, target))
-        return logits.sum()
-
-    torch.func.grad(loss)(logits.detach(), target)
-    assert seen == [None]

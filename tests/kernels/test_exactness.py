@@ -5,8 +5,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.compared import ROWS
+from kernels.compared import ROWS, convolutions, products
 from kernels.compared.oracle import assert_as_exact_as_torch, assert_within, errors_of, same_bits
+from nano_loop.kernels.convolution import weight_gradient
+from nano_loop.kernels.linear import product
 
 #: The rows, and whether their kernels may use AMX. Where one does, and does not have to, it is tested without, too.
 VARIANTS = [
@@ -91,6 +93,21 @@ def test_nothing_is_written_behind_results_and_memory(threads, behind_memory, ro
 def test_other_calls_are_left_to_torch(row, given):
     assert row.supports(row.make())
     assert not row.supports(given(row.make()))
+
+
+@pytest.mark.parametrize(
+    ("row", "module"),
+    [(products.IN_BF16, product), (convolutions.WEIGHT_GRADIENT, weight_gradient)],
+    ids=["products in bf16", "gradient of weights in bf16"],
+)
+def test_without_a_compiler_and_with_more_memory_than_the_bound_it_is_torchs(monkeypatch, row, module):
+    for owner, name, value in (
+        (module, "SCRATCH_BOUND", 1),
+        (module.KERNEL, "unavailable", "no C compiler was found"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert not row.supports(row.make())
 
 
 @of_each("undefined")

@@ -1,8 +1,6 @@
 """Functions in C for fp32 tensors are as near to fp64 as torch's kernels, over 25 seeds, and are taken by a rule."""
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -99,96 +97,33 @@ def test_errors_over_seeds_are_at_most_torchs(called, name):
     assert errors["ours"] <= errors["torch"]
 
 
+# --- calls that are torch's ---
+
+
+def run_of(model, **options):
+    """Run a model, of which only products, norms and attention may be replaced."""
+    return accelerated(model, verbose=False, tune_operators=False, fast_dropout=False, **options)
+
+
 @in_runs
 @pytest.mark.parametrize(
-    ("guess", "options", "is_compiled"),
+    ("make", "shape", "options"),
     [
-        (override.COMPILED, {}, True),
-        (override.TORCH, {}, False),
-        (override.COMPILED, {"exact": True}, False),
-        (override.TORCH, {"precision": "bf16"}, True),
+        (
+            lambda: nn.TransformerEncoderLayer(48, 3, 48, dropout=0.0, batch_first=True),
+            (4, 20, 48),
+            {"fast_linear": False},
+        ),
+        (*MODELS["linear"], {}),
     ],
+    ids=["attention", "products"],
 )
-def test_first_guess_decides_but_not_in_exact_runs_nor_in_bf16(called, monkeypatch, guess, options, is_compiled):
+def test_function_is_not_taken_unless_it_was_measured_to_be_faster(called, monkeypatch, make, shape, options):
     monkeypatch.setattr(override.Override, "_is_chosen", CHOOSE)
-    monkeypatch.setattr(override, "_default_in_fp32", lambda: guess)
-    model = nn.LayerNorm(48)
-    with accelerated(model, tune_operators=False, verbose=False, **options):
-        model(torch.randn(ROWS))
-    assert ("layer_norm" in called) == is_compiled
-
-
-# --- in runs ---
-
-
-class SelfAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.out = nn.Linear(48, 3 * 48, bias=False), nn.Linear(48, 8, bias=False)
-
-    def forward(self, x):
-        query, key, value = self.query(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(out.transpose(1, 2).flatten(2))
-
-
-class Layers(nn.Module):
-    """Layers with and without a bias, of a batch of sequences."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(40, 70), nn.Linear(70, 33, bias=False)
-
-    def forward(self, x):
-        return self.last(self.first(x).tanh())
-
-
-class Norms(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.plain, self.affine = nn.RMSNorm(48, elementwise_affine=False), nn.RMSNorm([5, 48], eps=1e-3)
-
-    def forward(self, x):
-        return self.affine(self.plain(x).sin())
-
-
-class Case(NamedTuple):
-    """A model whose operators one step computes."""
-
-    build: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    functions: set[str]
-    others: Mapping[str, Any] = {}
-
-    def run(self, model):
-        """Run a model, of which no other step replaces an operator."""
-        return accelerated(model, verbose=False, tune_operators=False, fast_dropout=False, **self.others)
-
-    def made(self):
-        torch.manual_seed(0)
-        return self.build(), torch.randn(self.shape).requires_grad_()
-
-
-CASES = {
-    "attention": Case(
-        SelfAttention,
-        (4, 20, 48),
-        {"fp32_attention_forward", "fp32_attention_backward"},
-        others={"fast_linear": False},
-    ),
-    "products": Case(Layers, (3, 20, 40), {"fp32_product"}),
-    "RMS norms": Case(Norms, (8, 5, 48), {"layer_norm", "layer_norm_backward"}),
-}
-
-
-@in_runs
-@pytest.mark.parametrize("name", ["attention", "products"])
-def test_function_is_not_taken_unless_it_was_measured_to_be_faster(called, monkeypatch, name):
-    monkeypatch.setattr(override.Override, "_is_chosen", CHOOSE)
-    model, x = CASES[name].made()
-    with CASES[name].run(model):
-        model(x).sum().backward()
-    assert CASES[name].functions.isdisjoint(called)
+    model = make()
+    with run_of(model, **options):
+        model(torch.randn(shape, requires_grad=True)).sum().backward()
+    assert {"fp32_attention_forward", "fp32_attention_backward", "fp32_product"}.isdisjoint(called)
 
 
 def normed(call):
@@ -214,20 +149,25 @@ OTHERS = {
 }
 
 
+def calling(function, name):
+    """Return a model with a layer of a kind, which calls a function instead."""
+    model = nn.RMSNorm(48) if "norm" in name else nn.Linear(48, 40)
+    model.forward = function
+    return model
+
+
 @in_runs
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_calls_are_torchs_to_the_bit(called, name):
-    case, tensors = CASES["RMS norms" if "norm" in name else "products"], factors(64, 64, 64)
-    expected, (model, _) = OTHERS[name](*tensors), case.made()
-    model.forward = lambda: OTHERS[name](*tensors)
-    with case.run(model):
+    tensors = factors(64, 64, 64)
+    expected, model = OTHERS[name](*tensors), calling(lambda: OTHERS[name](*tensors), name)
+    with run_of(model):
         assert torch.equal(model(), expected)
     assert not called
 
 
 @in_runs
 def test_wrong_sizes_raise_what_torch_raises():
-    model, _ = CASES["RMS norms"].made()
-    model.forward = lambda: F.rms_norm(torch.ones(4, 32), [48])
-    with CASES["RMS norms"].run(model), pytest.raises(RuntimeError, match="normalized_shape"):
+    model = calling(lambda: F.rms_norm(torch.ones(4, 32), [48]), "norm")
+    with run_of(model), pytest.raises(RuntimeError, match="normalized_shape"):
         model()

@@ -32,7 +32,11 @@ def mask(targets):
     return targets.ne(-100)
 
 
-# --- ways to write the loss; the first ones stay chunked ---
+# --- ways to write the loss ---
+
+
+def rows_of(logits):
+    return logits.view(-1, WORDS)
 
 
 def nano_gpt(logits, y):
@@ -41,46 +45,17 @@ def nano_gpt(logits, y):
 
 def transformers(logits, y):
     y = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
-    logits = logits.float().view(-1, WORDS)
-    return F.cross_entropy(logits, y, ignore_index=-100, reduction="sum") / y.ne(-100).sum()
+    return F.cross_entropy(rows_of(logits.float()), y, ignore_index=-100, reduction="sum") / y.ne(-100).sum()
 
 
 def shifted(logits, y):
     logits, y = logits.float()[..., :-1, :].contiguous(), y[..., 1:].contiguous()
-    return nn.CrossEntropyLoss()(logits.view(-1, WORDS), y.view(-1))
+    return nn.CrossEntropyLoss()(rows_of(logits), y.view(-1))
 
 
-def shifted_by_slices(logits, y):
-    return F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), y[:, 1:].reshape(-1))
-
-
-def flattened(logits, y):
-    return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.flatten(0, 1), y.flatten())
-
-
-def transposed(logits, y):
-    return F.cross_entropy(logits.transpose(1, 2), y)
-
-
-def permuted(logits, y):
-    return (F.cross_entropy(logits.permute(0, 2, 1), y, reduction="none") * mask(y)).sum() / mask(y).sum()
-
-
-def weighted(logits, y):
-    return F.cross_entropy(logits.view(-1, WORDS), y.view(-1), weight=torch.linspace(0.5, 2, WORDS).to(logits.dtype))
-
-
-def weighted_and_smoothed(logits, y):
+def weighted(logits, y, **options):
     weight = torch.linspace(0.5, 2, WORDS).to(logits.dtype)
-    return F.cross_entropy(logits.view(-1, WORDS), y.view(-1), weight=weight, label_smoothing=0.2)
-
-
-def likelihood(logits, y):
-    return F.nll_loss(F.log_softmax(logits, dim=-1).view(-1, WORDS), y.view(-1))
-
-
-def likelihood_module(logits, y):
-    return nn.NLLLoss(reduction="sum")(nn.LogSoftmax(dim=-1)(logits).flatten(0, 1), y.flatten()) / 9
+    return F.cross_entropy(rows_of(logits), y.view(-1), weight=weight, **options)
 
 
 def trl(logits, y):
@@ -102,45 +77,13 @@ def trl_by_rows(logits, y):
     return -(torch.stack(logs) * mask(y)).mean()
 
 
-def with_z_loss(logits, y):
-    return nano_gpt(logits, y) + 1e-2 * logits.logsumexp(-1).pow(2).mean()
-
-
-def with_temperature(logits, y):
-    return F.cross_entropy((logits / 0.7).view(-1, WORDS), y.view(-1))
-
-
-def capped(logits, y):
-    return F.cross_entropy((torch.tanh(logits / 5) * 5).view(-1, WORDS), y.view(-1))
-
-
-def with_entropy(logits, y):
-    return nano_gpt(logits, y) - (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
-
-
-def of_known_rows(logits, y):
-    return F.cross_entropy(logits[mask(y)], y[mask(y)])
-
-
-def of_each_sequence(logits, y):
-    return sum(F.cross_entropy(row, of) for row, of in zip(logits, y, strict=True)) / len(y)
-
-
-def of_two(logits, y):
-    return nano_gpt(logits, y) + F.cross_entropy(logits.view(-1, WORDS), y.view(-1).flip(0), reduction="mean") / 2
-
-
-def with_largest(logits, y):
-    return nano_gpt(logits, y) + logits.max(-1).values.mean() + logits.topk(3, -1)[0].mean()
-
-
 def focal(logits, y):
-    losses = F.cross_entropy(logits.view(-1, WORDS), y.view(-1), reduction="none")
+    losses = F.cross_entropy(rows_of(logits), y.view(-1), reduction="none")
     return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
 
 
 def in_parts_by_hand(logits, y):
-    parts = zip(logits.view(-1, WORDS).split(4), y.view(-1).split(4), strict=True)
+    parts = zip(rows_of(logits).split(4), y.view(-1).split(4), strict=True)
     return sum(F.cross_entropy(part, of, reduction="sum") for part, of in parts) / mask(y).sum()
 
 
@@ -151,12 +94,12 @@ def with_accuracy(logits, y):
 
 def masked_before(logits, y):
     keeps = torch.arange(WORDS) % 10 != 7
-    return F.cross_entropy(logits.masked_fill(~keeps, -1e4).view(-1, WORDS), known(y).view(-1) // 10 * 10)
+    return F.cross_entropy(rows_of(logits.masked_fill(~keeps, -1e4)), known(y).view(-1) // 10 * 10)
 
 
 def written_before(logits, y):
     logits[..., 7] = -1e4
-    return F.cross_entropy(logits.view(-1, WORDS), y.view(-1))
+    return nano_gpt(logits, y)
 
 
 def distilled(logits, y):
@@ -164,20 +107,49 @@ def distilled(logits, y):
     return F.kl_div(F.log_softmax(logits, -1), teacher.expand_as(logits), reduction="batchmean") / 7
 
 
-def checkpointed(logits, y):
-    return checkpoint(nano_gpt, logits, y, use_reentrant=False)
+#: Those that are computed in chunks.
+CHUNKED = {
+    "nanoGPT": nano_gpt,
+    "transformers": transformers,
+    "shifted": shifted,
+    "shifted by slices": lambda logits, y: F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), y[:, 1:].reshape(-1)),
+    "flattened": lambda logits, y: nn.CrossEntropyLoss(label_smoothing=0.1)(logits.flatten(0, 1), y.flatten()),
+    "transposed": lambda logits, y: F.cross_entropy(logits.transpose(1, 2), y),
+    "permuted": lambda logits, y: (
+        (F.cross_entropy(logits.permute(0, 2, 1), y, reduction="none") * mask(y)).sum() / mask(y).sum()
+    ),
+    "weighted": weighted,
+    "weighted and smoothed": lambda logits, y: weighted(logits, y, label_smoothing=0.2),
+    "likelihood": lambda logits, y: F.nll_loss(rows_of(F.log_softmax(logits, dim=-1)), y.view(-1)),
+    "likelihood by modules": lambda logits, y: (
+        nn.NLLLoss(reduction="sum")(nn.LogSoftmax(dim=-1)(logits).flatten(0, 1), y.flatten()) / 9
+    ),
+    "TRL": trl,
+    "TRL, selective": trl_selective,
+    "TRL, by rows": trl_by_rows,
+    "z loss": lambda logits, y: nano_gpt(logits, y) + 1e-2 * logits.logsumexp(-1).pow(2).mean(),
+    "temperature": lambda logits, y: nano_gpt(logits / 0.7, y),
+    "capped": lambda logits, y: nano_gpt(torch.tanh(logits / 5) * 5, y),
+    "entropy": lambda logits, y: nano_gpt(logits, y) - (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean(),
+    "known rows": lambda logits, y: F.cross_entropy(logits[mask(y)], y[mask(y)]),
+    "each sequence": lambda logits, y: (
+        sum(F.cross_entropy(row, of) for row, of in zip(logits, y, strict=True)) / len(y)
+    ),
+    "two losses": lambda logits, y: nano_gpt(logits, y) + nano_gpt(logits, y.view(-1).flip(0)) / 2,
+    "largest": lambda logits, y: nano_gpt(logits, y) + logits.max(-1).values.mean() + logits.topk(3, -1)[0].mean(),
+    "focal": focal,
+    "in parts by hand": in_parts_by_hand,
+    "accuracy": with_accuracy,
+}
+WHOLE = {
+    "masked before": masked_before,
+    "written before": written_before,
+    "distilled": distilled,
+    "checkpointed": lambda logits, y: checkpoint(nano_gpt, logits, y, use_reentrant=False),
+}
 
 
-CHUNKED = (
-    *(nano_gpt, transformers, shifted, shifted_by_slices, flattened, transposed, permuted, weighted),
-    *(weighted_and_smoothed, likelihood, likelihood_module, trl, trl_selective, trl_by_rows, with_z_loss),
-    *(with_temperature, capped, with_entropy, of_known_rows, of_each_sequence, of_two, with_largest),
-    *(focal, in_parts_by_hand, with_accuracy),
-)
-WHOLE = (masked_before, written_before, distilled, checkpointed)
-
-
-def gradients(model, loss, *options):
+def gradients(model, loss):
     words, targets = batch()
     value = loss(model(words), targets)
     value.backward()
@@ -190,8 +162,9 @@ def errors(found, exact):
 
 @pytest.mark.parametrize("settings", [{}, {"tied": True, "bias": False}], ids=str)
 @pytest.mark.parametrize("where", ["in the loop", "in the model"])
-@pytest.mark.parametrize("loss", [*CHUNKED, *WHOLE])
-def test_loss_and_gradients_are_as_exact_as_torchs(loss, where, settings):
+@pytest.mark.parametrize("name", [*CHUNKED, *WHOLE])
+def test_loss_and_gradients_are_as_exact_as_torchs(name, where, settings):
+    loss = (CHUNKED | WHOLE)[name]
     exact = gradients(model_of(**settings).double(), loss)
     theirs = gradients(model_of(**settings), loss)
     model, (words, targets) = model_of(loss if where == "in the model" else None, **settings), batch()
@@ -201,13 +174,13 @@ def test_loss_and_gradients_are_as_exact_as_torchs(loss, where, settings):
         value = output if model.loss else loss(output, targets)
         assert value.__class__ is torch.Tensor
         value.backward()
-        assert bool(head.noted().whole) is (loss in WHOLE)
+        assert bool(head.noted().whole) is (name in WHOLE)
     ours = [value.detach(), *(parameter.grad for parameter in model.parameters())]
     for mine, other in zip(errors(ours, exact), errors(theirs, exact), strict=True):
         assert mine <= 1.5 * other + 2e-7
 
 
-@pytest.mark.parametrize("loss", CHUNKED)
+@pytest.mark.parametrize("loss", CHUNKED.values(), ids=CHUNKED)
 @pytest.mark.parametrize("frozen", ["head", "all but the head"])
 def test_frozen_parts_get_no_gradient(loss, frozen):
     def build():
@@ -318,10 +291,6 @@ def test_weight_that_is_written_before_the_logits_are_read_is_an_error():
 # --- gradients ---
 
 
-def seen_by_grad(logits, loss):
-    return torch.autograd.grad(loss(), logits, retain_graph=True)[0]
-
-
 def seen_by_retain_grad(logits, loss):
     logits.retain_grad()
     loss().backward()
@@ -353,7 +322,10 @@ def seen_by_backward_with_inputs(logits, loss):
     return logits.grad
 
 
-OBSERVERS = [each for name, each in [*globals().items()] if name.startswith("seen_by")]
+OBSERVERS = [
+    *(seen_by_retain_grad, seen_by_retain_grad_after_the_loss, seen_by_a_hook, seen_by_a_hook_that_doubles),
+    *(seen_by_backward_with_inputs, lambda logits, loss: torch.autograd.grad(loss(), logits, retain_graph=True)[0]),
+]
 
 
 @pytest.mark.parametrize("of", ["logits", "a view", "a copy"])
@@ -525,21 +497,15 @@ def test_code_that_names_exact_types_gets_them():
     assert seen == [2, 1]
 
 
-@pytest.mark.parametrize("options", [{"exact": True}, {"fast_cross_entropy": False}, {"precision": "64"}])
-def test_options_that_leave_it_to_torch_return_plain_tensors(options):
+@pytest.mark.parametrize("options", [{"exact": True}, {"fast_cross_entropy": False}, {"precision": "64"}, {}])
+def test_options_and_small_sizes_that_leave_it_to_torch_return_plain_tensors(options, monkeypatch):
     model, (words, _) = model_of(), batch()
+    if not options:
+        monkeypatch.setattr("nano_loop.kernels.head.layers.LEAST_LOGITS", 1 << 23)
     if "precision" in options:
         model = model.double()
     with accelerated(model, verbose=False, **options):
         assert not isinstance(model(words), LazyLogits)
-
-
-def test_small_logits_are_plain():
-    model, (words, _) = model_of(), batch()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nano_loop.kernels.head.layers.LEAST_LOGITS", 1 << 23)
-        with accelerated(model, verbose=False):
-            assert not isinstance(model(words), LazyLogits)
 
 
 def trained_by_rank(model, optimizer):

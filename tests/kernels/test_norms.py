@@ -1,15 +1,9 @@
 """Norms in two passes keep layouts and numbers of equal elements, and leave to torch what they do not compute."""
 
-import ctypes
-import itertools
-import platform
-
 import pytest
 import torch
 
 from kernels.compared.norms import DTYPES, EPS, KINDS, MOMENTUM, OURS, case_of
-from nano_loop.cpu import read_machine
-from nano_loop.kernels import compiler
 from nano_loop.kernels.norm import norms
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
@@ -18,28 +12,6 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 @pytest.fixture(autouse=True)
 def has_kernel():
     assert norms.KERNEL.unavailable is None
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64")
-def test_results_are_the_same_at_every_level_of_instructions(monkeypatch, tmp_path):
-    """Those of layer norms depend on whether the compiler fuses products with weights and sums with biases."""
-    cases = [
-        case_of(kind, (3, 48, 13, 41), dtype, nhwc, groups=4)
-        for kind, dtype, nhwc in itertools.product(KINDS[:2], (torch.bfloat16, torch.float32), (False, True))
-    ]
-    for case in cases:
-        case.x[0, 0, 0, 0] = torch.nan
-    results = []
-    for level in compiler.LEVELS:
-        if level.instruction_sets <= read_machine().instruction_sets:
-            compiler.compile_library("norms", level, tmp_path / level.name)
-            library = ctypes.CDLL(str(tmp_path / level.name))
-            monkeypatch.setattr(norms.KERNEL, "_library", lambda library=library: library)
-            results.append([tensor for case in cases for tensor in case.by(OURS)])
-    for mine, *others in zip(*results, strict=True):
-        for other in others:
-            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,34 +87,6 @@ def test_tensors_without_elements_are_torchs_or_empty(kind, nhwc):
         statistics = [torch.ones(0, 4)] * 2
         assert forward(case.x, ones, ones, 0, 32, 256, 4, EPS) is None
         assert backward(case.gradient, case.x, *statistics, ones, 0, 32, 256, 4, [True] * 3) is None
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("nhwc", [False, True])
-def test_part_of_a_batch_is_normalised_by_the_sums_that_an_exchange_gives(dtype, nhwc):
-    case = case_of("batch_norm", (6, 32, 16, 16), dtype, nhwc)
-    whole = case.by(OURS)
-    wide, gradient = (each.double().transpose(0, 1).flatten(1) for each in (case.x, case.gradient))
-    apart = wide - wide.mean(1, keepdim=True)
-
-    def giving(*totals):
-        def exchange(count, *sums):
-            assert count == 2 * 16 * 16
-            for own, total in zip(sums, totals, strict=True):
-                own.copy_(total.sum(1))
-            return float(wide.size(1))
-
-        return exchange
-
-    x, of_x = case.x[:2], case.gradient[:2]
-    forward, backward = giving(wide, apart.square()), giving(gradient, gradient * apart)
-    out, *statistics = norms.batch_norm(x, case.weight, case.bias, None, None, True, 0.0, EPS, forward)
-    args = (of_x, x, case.weight, None, None, *statistics, True, EPS, [True] * 3)
-    found, of_weight, of_bias = norms.batch_norm_backward(*args, backward)
-    for ours, right in zip((out, *statistics, found), (whole[0][:2], *whole[1:3], whole[5][:2]), strict=True):
-        torch.testing.assert_close(ours, right)
-    torch.testing.assert_close(of_bias.double(), of_x.double().sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
-    assert of_weight.isfinite().all()
 
 
 def test_error_of_an_exchange_is_raised_and_what_c_does_not_take_has_none():

@@ -1,17 +1,14 @@
 """The weight's gradient in blocks is laid out as the weight, rounds fp32 numbers, and is a guess where it pays."""
 
-import ctypes
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.compared.convolutions import NHWC, WEIGHT_GRADIENT, arguments, by_torch, gradients, is_in_blocks
+from kernels.compared.convolutions import NHWC, WEIGHT_GRADIENT, arguments, by_torch, gradients
 from kernels.compared.oracle import drawn, pairs, rms
-from nano_loop.kernels import build
 from nano_loop.kernels.convolution import blocked_convolution, convolution, weight_gradient
 from nano_loop.kernels.convolution.gradient_plans import Plan, first_guess
 
@@ -110,19 +107,3 @@ def test_large_convolutions_are_the_first_guess_unless_amx_is_there_and_not_for_
     monkeypatch.setattr(weight_gradient.KERNEL, "is_first_guess", False)
     monkeypatch.setattr(weight_gradient.KERNEL, "uses_amx", False)
     assert first_guess(large).weight != "blocks"
-
-
-def test_more_memory_than_the_bound_is_not_taken(monkeypatch):
-    monkeypatch.setattr(weight_gradient, "SCRATCH_BOUND", 1)
-    assert not is_in_blocks(arguments())
-
-
-def test_without_a_compiler_the_gradient_is_torchs(monkeypatch):
-    monkeypatch.setattr(weight_gradient.KERNEL, "unavailable", "no C compiler was found")
-    assert not is_in_blocks(arguments())
-
-
-def test_bounds_and_calls_are_those_of_the_c_file():
-    source = (Path(build.__file__).parent / "csrc/weight_gradient.c").read_text()
-    assert f"#define MOST_POSITIONS {weight_gradient._MOST_POSITIONS} " in source
-    assert ctypes.sizeof(weight_gradient._Call) == 8 * (7 + 4 * 2 + 2 * 3 + 4 + 4)

@@ -84,18 +84,26 @@ def by_torch():
 
 
 @OF_EACH_KIND
-def test_steps_are_torchs_bit_for_bit_while_the_loop_changes_the_settings(kind, settings, refused):
-    direct, plain = build(kind, settings), build(kind, settings)
-    for seed in range(6):
-        step(plain, seed=seed, lr=0.01 * (seed + 1))
+def test_steps_are_torchs_bit_for_bit_with_groups_missing_gradients_and_changing_settings(kind, settings, refused):
+    def grouped():
+        first, second = model()
+        groups = [{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.5, "weight_decay": 0.0}]
+        return build(kind, settings, groups)
+
+    direct, plain = grouped(), grouped()
+    steps = [{"seed": seed, "lr": 0.01 * (seed + 1)} for seed in range(7)]
+    for place, skip in ((2, (1,)), (3, (2, 3)), (4, (0, 1, 2, 3))):
+        steps[place]["skip"] = skip
+    for each in steps[:-1]:
+        step(plain, **each)
     with stepped_directly(direct):
-        step(direct, seed=0, lr=0.01)  # torch's own, which makes the state
+        step(direct, **steps[0])  # torch's own, which makes the state
         refused(kind)
-        for seed in range(1, 6):
-            step(direct, seed=seed, lr=0.01 * (seed + 1))
+        for each in steps[1:-1]:
+            step(direct, **each)
     assert_equal(direct, plain)
     with by_torch():
-        step(direct, seed=7)
+        step(direct, **steps[-1])
 
 
 @pytest.mark.parametrize(
@@ -120,46 +128,6 @@ def test_moments_that_are_denormal_become_0(kind, settings, name, becomes_0):
         moments = optimizer.state[parameter][name]
         assert moments.count_nonzero() == (0 if becomes_0 else moments.numel())
     assert torch.full((1 << 18,), 1e-39).mul(0.5).all()  # as before
-
-
-@OF_EACH_KIND
-def test_groups_of_several_settings_and_missing_gradients_are_torchs_too(kind, settings, refused):
-    def grouped():
-        first, second = model()
-        groups = [{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.5, "weight_decay": 0.0}]
-        return build(kind, settings, groups)
-
-    direct, plain = grouped(), grouped()
-    skipped = ((), (1,), (2, 3), (0, 1, 2, 3))
-    for seed, skip in enumerate(skipped):
-        step(plain, seed=seed, skip=skip)
-    with stepped_directly(direct):
-        step(direct, seed=0)
-        refused(kind)
-        for seed, skip in enumerate(skipped[1:], 1):
-            step(direct, seed=seed, skip=skip)
-    assert_equal(direct, plain)
-
-
-def test_mixture_of_dtypes_and_a_gradient_scale_are_left_to_torch(refused):
-    def mixed():
-        first, second = model()
-        return AdamW([*first.parameters(), *second.double().parameters()], fused=True)
-
-    direct, plain = mixed(), mixed()
-    with stepped_directly(direct):
-        for seed in range(3):
-            direct.grad_scale = plain.grad_scale = torch.tensor(4.0) if seed == 2 else None
-            step(direct, plain, seed=seed)
-    assert_equal(direct, plain)
-    scaled = build(AdamW, {})
-    with stepped_directly(scaled):
-        step(scaled, seed=0)
-        refused(AdamW)
-        scaled.step()
-        scaled.found_inf = torch.tensor(1.0)
-        with by_torch():
-            scaled.step()
 
 
 @OF_EACH_KIND

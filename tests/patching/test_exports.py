@@ -91,14 +91,6 @@ def test_exported_model_computes_what_the_plain_one_computes(running, export):
 
 
 @DEPRECATED
-def test_traced_model_holds_no_casts(running):
-    model, plain = running
-    x = torch.rand(2, 3, 6, 6)
-    kinds = [[node.kind() for node in torch.jit.trace(each, x).inlined_graph.nodes()] for each in (model, plain)]
-    assert kinds[0] == kinds[1]
-
-
-@DEPRECATED
 def test_tensorboards_graph_is_that_of_the_plain_model(running, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

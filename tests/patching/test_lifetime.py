@@ -9,16 +9,6 @@ from torch import nn
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with, weakly
 
 
-def test_the_undo_comes_when_the_object_is_freed_and_not_again():
-    undone = []
-    with ExitStack() as undoing:
-        owner = nn.Linear(1, 1)
-        undone_with(owner, undoing).callback(undone.append, "freed")
-        del owner
-        assert undone == ["freed"]
-    assert undone == ["freed"]
-
-
 def test_the_undo_comes_with_the_run_while_the_object_lives():
     undone, owner = [], nn.Linear(1, 1)
     with ExitStack() as undoing:

@@ -5,20 +5,6 @@ from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.walk import attributes_of, find, items_of, length_of, walk
 
 
-def test_find_looks_into_lists_tuples_sets_and_dicts_and_names_each_object_once():
-    assert sorted(find(str, ["a", ("b",), {"key": "c"}, {"d"}, "a"])) == ["a", "b", "c", "d"]
-
-
-def test_find_returns_the_value_itself_and_does_not_look_into_it():
-    assert list(find(list, [["a"]])) == [[["a"]]]
-
-
-def test_find_does_not_follow_a_list_that_holds_itself_for_ever():
-    loop = ["a"]
-    loop.append(loop)
-    assert list(find(str, loop)) == ["a"]
-
-
 def test_find_looks_into_lists_that_are_nested_deeper_than_python_recurses():
     nested = "a"
     for _ in range(900):

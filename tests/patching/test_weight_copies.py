@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+from functools import partial
 
 import numpy
 import pytest
@@ -13,21 +14,6 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from nano_loop.patching.torch_private import is_unwritten
 from nano_loop.patching.weight_copies import WeightCopies, marked
-
-#: Ways to write to the weight of a layer.
-WAYS = []
-#: Those of them which take its memory before the copy is made, up to their ``yield``.
-BEFORE = []
-
-
-def way(function):
-    WAYS.append(function)
-    return function
-
-
-def way_from_before(function):
-    BEFORE.append(function)
-    return function
 
 
 def copies():
@@ -43,161 +29,89 @@ def is_right(copy, weight):
     return torch.equal(copy, weight.detach().to(torch.bfloat16))
 
 
-@way
-def clamped_by_data_as_a_wgan_does(net):
-    net.weight.data.clamp_(-0.01, 0.01)
-
-
-@way
 def averaged_as_stable_baselines3_does(net):
     source = torch.ones_like(net.weight)
     torch.mul(net.weight.data, 0.9, out=net.weight.data)
     torch.add(net.weight.data, source, alpha=0.1, out=net.weight.data)
 
 
-@way
-def averaged_as_moco_does(net):
-    net.weight.data = net.weight.data * 0.9 + 0.1
-
-
-@way
-def set_from_a_vector(net):
-    vector_to_parameters(2 * parameters_to_vector(net.parameters()), net.parameters())
-
-
-@way
-def loaded(net):
-    net.load_state_dict({"weight": torch.ones(8, 8)})
-
-
-@way
-def loaded_by_assignment(net):
-    net.load_state_dict({"weight": torch.ones(8, 8)}, assign=True)
-
-
-@way
-def written_by_lists(net):
-    torch._foreach_mul_([net.weight.data], 2.0)
-
-
-@way
 def stepped(net):
     net.weight.requires_grad_(True).grad = torch.ones(8, 8)
     torch.optim.SGD(net.parameters(), lr=0.1, foreach=True).step()
     net.weight.requires_grad_(False)
 
 
-@way
 def written_by_a_hook(net):
     handle = net.register_forward_pre_hook(lambda module, _: module.weight.data.mul_(2))
     net(torch.ones(1, 8))
     handle.remove()
 
 
-@way
 def written_in_a_thread(net):
     thread = threading.Thread(target=lambda: net.weight.data.mul_(2))
     thread.start()
     thread.join()
 
 
-@way
-def written_by_numpy(net):
-    net.weight.numpy()[...] *= 2
-
-
-@way
-def written_by_an_array_of_a_view(net):
-    numpy.asarray(net.weight.detach()[2:])[...] = 1
-
-
-@way
-def written_by_dlpack(net):
-    from_dlpack(to_dlpack(net.weight.data)).mul_(2)
-
-
-@way
-def written_in_its_storage(net):
-    net.weight.untyped_storage().copy_(torch.ones(8, 8).untyped_storage())
-
-
-@way
 def written_at_its_address(net):
     numpy.ctypeslib.as_array((numpy.ctypeslib.ctypes.c_float * 64).from_address(net.weight.data_ptr()))[...] = 1
 
 
-@way
-def read_past_the_attribute(net):
-    torch.Tensor.data.__get__(net.weight).mul_(2)
-
-
-@way
-def transposed(net):
-    net.weight.data = net.weight.data.t()
-
-
-@way
-def swapped(net):
-    torch.utils.swap_tensors(net.weight, nn.Parameter(torch.ones(8, 8), requires_grad=False))
-
-
-@way
-def set_to_another_tensor(net):
-    net.weight.set_(torch.ones(8, 8))
-
-
-@way
-def registered_anew(net):
+def set_anew(net):
     net.weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
 
 
-@way_from_before
-def an_array(net):
-    array = net.weight.detach().numpy()
-    yield
-    array[...] *= 2
+#: Ways to write to the weight of a layer.
+WAYS = {
+    "clamped by data, as a WGAN does": lambda net: net.weight.data.clamp_(-0.01, 0.01),
+    "averaged, as Stable-Baselines3 does": averaged_as_stable_baselines3_does,
+    "averaged, as MoCo does": lambda net: setattr(net.weight, "data", net.weight.data * 0.9 + 0.1),
+    "from a vector": lambda net: vector_to_parameters(2 * parameters_to_vector(net.parameters()), net.parameters()),
+    "loaded": lambda net: net.load_state_dict({"weight": torch.ones(8, 8)}),
+    "loaded by assignment": lambda net: net.load_state_dict({"weight": torch.ones(8, 8)}, assign=True),
+    "by lists": lambda net: torch._foreach_mul_([net.weight.data], 2.0),
+    "stepped": stepped,
+    "by a hook": written_by_a_hook,
+    "in a thread": written_in_a_thread,
+    "by NumPy": lambda net: numpy.multiply(array := net.weight.numpy(), 2, out=array),
+    "by an array of a view": lambda net: numpy.asarray(net.weight.detach()[2:]).fill(1),
+    "by DLPack": lambda net: from_dlpack(to_dlpack(net.weight.data)).mul_(2),
+    "in its storage": lambda net: net.weight.untyped_storage().copy_(torch.ones(8, 8).untyped_storage()),
+    "at its address": written_at_its_address,
+    "past the attribute": lambda net: torch.Tensor.data.__get__(net.weight).mul_(2),
+    "transposed": lambda net: setattr(net.weight, "data", net.weight.data.t()),
+    "swapped": lambda net: torch.utils.swap_tensors(net.weight, nn.Parameter(torch.ones(8, 8), requires_grad=False)),
+    "set to another tensor": lambda net: net.weight.set_(torch.ones(8, 8)),
+    "registered anew": set_anew,
+}
 
 
-@way_from_before
-def a_capsule(net):
-    capsule = to_dlpack(net.weight)
-    yield
-    from_dlpack(capsule).mul_(2)
-
-
-@way_from_before
-def data(net):
-    kept = net.weight.data
-    yield
-    kept.mul_(2)
-
-
-@way_from_before
-def a_state(net):
-    state = net.state_dict()
-    yield
-    state["weight"].mul_(2)
-
-
-@way_from_before
 def numpys_own_memory(net):
     array = numpy.ones((8, 8), numpy.float32)
     net.weight.data = torch.from_numpy(array)
-    yield
-    array[...] = 2
+    return lambda: array.fill(2)
 
 
-@way_from_before
 def memory_of_several_processes(net):
     """Through another mapping, as another process has one."""
     net.share_memory()
     shared = net.weight.untyped_storage()._share_filename_cpu_()
     other = torch.UntypedStorage._new_shared_filename_cpu(*shared)
-    yield
-    other.fill_(1)
+    return lambda: other.fill_(1)
 
 
-@pytest.mark.parametrize("change", WAYS)
+#: What takes the memory of a weight before the copy is made, and returns what writes to it afterwards.
+BEFORE = {
+    "an array": lambda net: partial(net.weight.detach().numpy().fill, 2),
+    "a capsule": lambda net: partial(lambda capsule: from_dlpack(capsule).mul_(2), to_dlpack(net.weight)),
+    "data": lambda net: partial(net.weight.data.mul_, 2),
+    "a state": lambda net: partial(net.state_dict()["weight"].mul_, 2),
+    "NumPy's own memory": numpys_own_memory,
+    "memory of several processes": memory_of_several_processes,
+}
+
+
+@pytest.mark.parametrize("change", WAYS.values(), ids=WAYS)
 def test_copy_is_outdated_once_a_weight_is_written_to(change):
     net, kept = layer(), copies()
     before = kept.make(net.weight)
@@ -212,14 +126,13 @@ def test_copy_is_outdated_once_a_weight_is_written_to(change):
     assert found is None or is_right(found, net.weight)
 
 
-@pytest.mark.parametrize("change", BEFORE)
+@pytest.mark.parametrize("change", BEFORE.values(), ids=BEFORE)
 def test_copy_is_not_made_while_a_write_would_not_be_seen(change):
     net, kept = layer(), copies()
-    changing = change(net)
-    next(changing)
+    write = change(net)
     before = net.weight.detach().to(torch.bfloat16)
     kept.make(net.weight)
-    next(changing, None)
+    write()
     assert not is_right(before, net.weight)
     found = kept.find(net.weight)
     assert found is None or is_right(found, net.weight)

@@ -24,9 +24,9 @@ def test_tutorial_runs_and_prints_what_it_shows(page, run, tmp_path):
     check(f"docs/tutorials/{page}.md", run, tmp_path)
 
 
-@WAYS
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/options.md"])
-def test_examples_of_a_page_run(page, run, tmp_path):
+def test_examples_of_a_page_run_in_a_notebook(page, tmp_path):
+    """As scripts, `tests/test_readme.py` has them."""
     for block in blocks(page, "python"):
-        run([block], tmp_path)
+        in_a_notebook([block], tmp_path)

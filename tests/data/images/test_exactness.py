@@ -283,22 +283,25 @@ def seeded(worker):
     data.samples = [*data.samples]
 
 
-def test_workers_that_are_kept_between_epochs(pictures):
+def summed(samples):
+    assert all(type(image) is torch.Tensor for image, _ in samples)
+    return [torch.stack([image for image, _ in samples]).sum(0)]
+
+
+SETTINGS = {
+    "workers that are kept": {"num_workers": 2, "persistent_workers": True},
+    "a collate function": {"collate_fn": summed},
+    **{f"workers by {kind}": {"num_workers": 1, "multiprocessing_context": kind} for kind in ("spawn", "forkserver")},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (" by " in name)) for name in SETTINGS])
+def test_loaders_of_all_kinds_give_what_they_gave(pictures, name):
     def loader():
         data = datasets.ImageFolder(pictures, PIPELINES["random crop"]())
-        return DataLoader(data, 4, shuffle=True, num_workers=2, persistent_workers=True)
+        return DataLoader(data, 4, shuffle=True, **SETTINGS[name])
 
-    assert_as_plain(loader)
-
-
-@pytest.mark.parametrize("kind", ["spawn", "forkserver"])
-@pytest.mark.slow
-def test_workers_that_are_not_forked(pictures, kind):
-    def loader():
-        data = datasets.ImageFolder(pictures, PIPELINES["random crop"]())
-        return DataLoader(data, 8, num_workers=1, multiprocessing_context=kind)
-
-    assert_as_plain(loader, 1)
+    assert_as_plain(loader, 1 if " by " in name else 3)
 
 
 def resized_by_and_by(data):
@@ -353,19 +356,6 @@ def test_dataset_that_the_loop_changes_between_epochs_or_batches(pictures, chang
 
     for (one, _), (other, _) in zip(run(True), run(False), strict=True):
         assert torch.equal(one, other)
-
-
-def test_own_collate_function_gets_images(pictures):
-    data = datasets.ImageFolder(pictures, PIPELINES["resize"]())
-
-    def collate(samples):
-        assert all(type(image) is torch.Tensor for image, _ in samples)
-        return [torch.stack([image for image, _ in samples]).sum(0)]
-
-    def loader():
-        return DataLoader(data, 5, collate_fn=collate)
-
-    assert_as_plain(loader)
 
 
 def test_images_without_a_batch(pictures):

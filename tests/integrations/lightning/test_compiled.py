@@ -85,18 +85,6 @@ def test_compiled_model_learns_classes_in_bf16_and_in_two_processes(options):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "backend"), [(1, "subprocess"), (2, "subprocess"), (2, "spawn")])
-def test_a_step_over_four_rows_leads_to_a_weight_of_a_quarter(processes, backend):
-    x = torch.tensor([[0.0], [0.0], [1.0], [1.0]])
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    module = Trainer.compile(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.25))
-    trainer = Trainer(processes, False, backend, auto_lr=False, **QUIET, max_epochs=1, verbose=False)
-    trainer.fit(module, DataLoader(TensorDataset(x, x), 4 // processes))
-    assert model.weight.item() == 0.25
-
-
 class Wrapped(nn.Module):
     def __init__(self):
         super().__init__()

@@ -67,17 +67,6 @@ def plain(tmp_path_factory):
     return trained
 
 
-def test_exact_run_equals_plain_training_to_the_bit(plain, tmp_path):
-    trained = trainer(tmp_path)
-    with nano_loop.accelerated(trained.model, exact=True, verbose=False) as run:
-        trained.train()
-    for name in ("loss", "eval_loss"):
-        assert logged(trained, name) == logged(plain, name)
-    assert_equal(weights(trained), weights(plain))
-    assert "fast_dropout" in run.report.applied
-    assert (trained.predict(Sentences(2)).predictions == plain.predict(Sentences(2)).predictions).all()
-
-
 def test_bf16_trains_as_the_trainers_own_bf16_does(plain, tmp_path):
     theirs = trainer(tmp_path / "theirs", bf16=True)
     theirs.train()

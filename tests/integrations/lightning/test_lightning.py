@@ -67,13 +67,8 @@ def test_it_trains_as_plain_lightning_by_each_way_in(package, precision):
         module, trainer = fitted(lightning.Trainer, kind(), **plain, strategy=strategy)
         assert torch.equal(weights(module), weights(found))
         assert trainer.strategy.report.applied == accelerated.report.applied
-
-
-def test_optimizers_are_set_up_for_fit_alone():
-    module, trainer = fitted(Trainer, Regression(), **NANO)
-    assert "fused_optimizer" in trainer.report.applied
-    trainer.validate(module, loader(), verbose=False)
-    assert "fused_optimizer" not in {*trainer.report.applied, *trainer.report.skipped}
+    accelerated.validate(found, loader(), verbose=False)  # optimizers are set up for fit alone
+    assert "fused_optimizer" not in {*accelerated.report.applied, *accelerated.report.skipped}
 
 
 @pytest.mark.slow
