@@ -20,6 +20,9 @@ from torch.nn.modules.loss import _Loss
 #: What all public functions that switch the deterministic mode call, also where a script has imported them by name.
 SETTER_OF_DETERMINISM = (torch._C, "_set_deterministic_algorithms")
 
+#: What `functional.cross_entropy` and `functional.nll_loss` call, also where a script has imported them by name.
+ROW_LOSSES = (torch._C._nn, ("cross_entropy_loss", "nll_loss_nd"))
+
 #: Operators without public names: attention by blocks on the CPU, and bags of rows with a gradient.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 BAGS_KERNEL = "_embedding_bag"

@@ -77,6 +77,8 @@ class Fingerprint(NamedTuple):
         Where ranks share a batch, what `nano_loop.distributed.data_parallel.roots.WeightedRoots.values` returns.
     random_state : int
         Where ranks share a batch, a checksum of the state of torch's default generator.
+    is_undrawn : bool
+        Whether that is its state since the batch came, and the ranks have not made sure yet that all have the same.
     """
 
     purpose: Purpose
@@ -90,6 +92,7 @@ class Fingerprint(NamedTuple):
     overlap: int = 0
     losses: tuple[float, ...] = ()
     random_state: int = 0
+    is_undrawn: bool = False
 
     def pack(self) -> bytes:
         """Return it as bytes."""
@@ -184,7 +187,7 @@ class Agreement:
         """
         compares_work = purpose == "average" and checksums.is_due(self.averagings)
         rates = [group.get("lr") for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
-        in_order = self._parameters.in_order
+        in_order, split = self._parameters.in_order, self._ranks.context.split
         own_fingerprint = Fingerprint(
             purpose,
             averagings=self.averagings,
@@ -196,10 +199,14 @@ class Agreement:
             gradients=checksums.gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=overlap,
             losses=losses,
-            random_state=0 if self._ranks.context.split is None else random_state(),
+            random_state=(state := 0 if split is None else random_state()),
+            is_undrawn=split is not None and split.unequal_since == state,
         )
         packed = self._ranks.channel.exchange(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
+        if split is not None and all(fingerprint.is_undrawn for fingerprint in fingerprints):
+            self._ranks.equalize_random_states(AVERAGING, [fingerprint.random_state for fingerprint in fingerprints])
+            fingerprints = [one._replace(random_state=fingerprints[0].random_state) for one in fingerprints]
         refuse_divergence(fingerprints)
         if compares_work:
             self._note_work([fingerprint.gradients for fingerprint in fingerprints])

@@ -30,7 +30,6 @@ from nano_loop.data.random_states import differing, process_states
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
 from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, batch_sums, random_state
 from nano_loop.distributed.data_parallel.checksums import are_equal, checksums
-from nano_loop.distributed.data_parallel.initial_sync import Named
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.distributed.data_parallel.random_draws import drawing, is_by_default, order_of
 from nano_loop.errors import NanoError, error_message
@@ -217,7 +216,7 @@ class Comparison:
         draws = told["draws"] if told is not None and told["batches"] == self.split.batches else []
         return draws[number] if number < len(draws) else None
 
-    def end_backward(self, named: Sequence[Named]) -> None:
+    def end_backward(self, parameters: Parameters) -> None:
         """Compare the mean gradients of parameters with the witness's.
 
         Raises
@@ -228,6 +227,7 @@ class Comparison:
         told = self._told
         if told is None:
             return
+        named = parameters.named
         with torch.no_grad():
             whole = torch.load(told["file"], mmap=True, weights_only=True)
             self._forget()
