@@ -7,7 +7,7 @@ import pytest
 import torch
 from distributed import small
 from torch import distributed, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import nano_loop
 from faults.fault import BEFORE, COLLECTIVE, EPOCH, FIRST, LAST, Fault
@@ -51,6 +51,25 @@ def _logging(rank):
             optimizer.step()
 
     return lambda: nano(**OPTIONS, split_batches=True)(fit)(*small.parts())
+
+
+class _AnotherOrder(Sampler):
+    """Yields the same first batch on every rank, and then another one on one of them."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        batches = [[*range(start, start + 4)] for start in range(0, 32, 4)]
+        return iter(batches if small.rank() != self.rank else [batches[0], *batches[:0:-1]])
+
+
+def _of_another_order(rank):
+    model, optimizer, loader = small.parts()
+    return model, optimizer, DataLoader(loader.dataset, batch_sampler=_AnotherOrder(rank))
 
 
 class _Leaving(TorchNano):
@@ -306,6 +325,13 @@ FAULTS = [
         EPOCH,
         _leaving(1, 2, split_batches=True),
         words=("rank 1 has returned from fit", "same number of steps"),
+    ),
+    Fault(
+        "rank 1 takes another batch where ranks share each",
+        EPOCH,
+        lambda: nano(**OPTIONS, split_batches=True)(small.fit)(*_of_another_order(1)),
+        words=("batches differ at step 1: rank 0 has some with the checksum", "rank 1 has some with the checksum"),
+        rank=1,
     ),
     Fault(
         "rank 0 alone computes a cross-entropy of its part of a shared batch",

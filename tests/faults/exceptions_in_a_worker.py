@@ -126,6 +126,14 @@ def _interrupted():
 
 FAULTS = [
     Fault(
+        "a worker that shares each batch raises",
+        EPOCH,
+        at(1, 3, raising(ValueError, "a bad batch"), split_batches=True),
+        words=("rank 1 raised ValueError: a bad batch",),
+        rank=1,
+        cause=ValueError,
+    ),
+    Fault(
         "a handler of SIGCHLD raises while a worker reports its exception",
         EPOCH,
         at(1, 3, _interrupted),

@@ -88,6 +88,8 @@ class SplitBatches:
         Those of the samples that were delivered last, before the first backward; see `batch_sums`.
     batches, draws : int
         How many batches were delivered, and how often random numbers were drawn since the last.
+    checksum : int
+        Of the sizes and the indices of all of these batches, which are the same on all ranks.
     unequal_since : int or None
         The `random_state` at the last delivery, until the ranks have made sure that all have the same: one alone may
         have evaluated before, and drawn random numbers.
@@ -102,6 +104,7 @@ class SplitBatches:
     sums: tuple[float, ...] = ()
     batches: int = 0
     draws: int = 0
+    checksum: int = 0
     unequal_since: int | None = None
     process: int = field(default_factory=os.getpid)
     thread: int = field(default_factory=threading.get_ident)
@@ -135,14 +138,18 @@ class SplitBatches:
         finally:
             self.share, self.unequal_since = before
 
-    def deliver(self, iteration: Any, share: Share | None, batch: Any = None) -> None:
-        """Note the share of the batch that an iteration delivers now; None of one that every rank computes whole."""
+    def deliver(self, iteration: Any, share: Share | None, batch: Any = None, checksum: int = 0) -> None:
+        """Note the share of the batch that an iteration delivers now; None of one that every rank computes whole.
+
+        `checksum` is of the batch's indices, where it has any.
+        """
         self.share = share
         self.batches, self.draws = self.batches + 1, 0
         self.unequal_since = None if share is None else random_state()
         if self.reduction is None:
             self.sums = batch_sums(batch)
         if share is not None:
+            self.checksum = zlib.crc32(b"%d %d" % (share.total, checksum), self.checksum)
             self.since_backward[iteration] = share
 
     def begin_backward(self) -> float:

@@ -77,6 +77,8 @@ class Fingerprint(NamedTuple):
         Where ranks share a batch, what `nano_loop.distributed.data_parallel.roots.WeightedRoots.values` returns.
     random_state : int
         Where ranks share a batch, a checksum of the state of torch's default generator.
+    batches : int
+        Where ranks share a batch, a checksum of all batches until now.
     is_undrawn : bool
         Whether that is its state since the batch came, and the ranks have not made sure yet that all have the same.
     """
@@ -92,6 +94,7 @@ class Fingerprint(NamedTuple):
     overlap: int = 0
     losses: tuple[float, ...] = ()
     random_state: int = 0
+    batches: int = 0
     is_undrawn: bool = False
 
     def pack(self) -> bytes:
@@ -109,7 +112,7 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
     What arrived, gradients, losses and the overlap may differ. NaN equals NaN.
     """
-    counts = ("purpose", "averagings", "steps", "added_parameters", "shapes", "random_state")
+    counts = ("purpose", "averagings", "steps", "added_parameters", "shapes", "random_state", "batches")
     if (
         len({(repr(one.rates), len(one.arrived), *(getattr(one, name) for name in counts)) for one in fingerprints})
         == 1
@@ -138,6 +141,7 @@ _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
     ("ranks are not at the same place at step {step}", lambda one: _PLACES[one.purpose]),
     ("numbers of backwards differ at step {step}", lambda one: one.averagings),
     ("shapes or dtypes of parameters differ at step {step}", lambda one: f"those with the checksum {one.shapes:08x}"),
+    ("batches differ at step {step}", lambda one: f"some with the checksum {one.batches:08x}"),
     ("states of torch's generator differ at step {step}", lambda one: f"one with the checksum {one.random_state:08x}"),
 )
 
@@ -200,6 +204,7 @@ class Agreement:
             overlap=overlap,
             losses=losses,
             random_state=(state := 0 if split is None else random_state()),
+            batches=0 if split is None else split.checksum,
             is_undrawn=split is not None and split.unequal_since == state,
         )
         packed = self._ranks.channel.exchange(own_fingerprint.pack(), AVERAGING)

@@ -61,7 +61,9 @@ def _counting(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return loss
 
 
-def _over_all_ranks(ranks: Ranks, mean: Tensor, count_rows: Callable[[], float], summed: Callable[[], Tensor]) -> Tensor:
+def _over_all_ranks(
+    ranks: Ranks, mean: Tensor, count_rows: Callable[[], float], summed: Callable[[], Tensor]
+) -> Tensor:
     """Return the mean over the rows of all ranks; see `mean_of_rows`. Collective in training."""
     share = ranks.context.divided
     # One rank alone may evaluate. A loop over samples computes each of them.

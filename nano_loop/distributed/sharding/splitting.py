@@ -8,6 +8,8 @@ batch sampler, and of a class with its own `__iter__`.
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -39,7 +41,8 @@ class BatchSplitting(BatchSharding):
         super().__init__(*args, **kwargs)
         self.split = split
         self.parts = BatchParts(self.ranks.rank, self.ranks.size)
-        self.shares: deque[Share] | None = None  # of batches of indices that are on their way in the latest iteration
+        # Of batches of indices that are on their way in the latest iteration, with checksums of these.
+        self.shares: deque[tuple[Share, int]] | None = None
         self._states: list[Any] | None = None  # random ones that samples are loaded with in the loop's process
         self._loops_states: list[Any] | None = None  # while samples are loaded
         self._by_class: ClassIteration | None = None
@@ -143,11 +146,12 @@ class _Split(Served):
             expected = "with split_batches a batch belongs to the backward that follows in the loop's thread"
             hint = "Iterate it in the thread that trains; num_workers loads ahead"
             raise NanoError(error_message("a loader that another thread iterates", expected, hint))
+        checksum = 0
         if self._shares is None:
             share, batch = self._splitting.parts.part(batch, total)
         else:
-            share = self._shares.popleft()
-        split.deliver(self, share, batch)
+            share, checksum = self._shares.popleft()
+        split.deliver(self, share, batch, checksum)
         return batch
 
 
@@ -165,14 +169,23 @@ class _OwnIndices(Sampler[Any]):
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def _own(self, batches: Iterator[Any], shares: deque[Share]) -> Iterator[Any]:
+    def _own(self, batches: Iterator[Any], shares: deque[tuple[Share, int]]) -> Iterator[Any]:
         ranks = self._splitting.ranks
         for batch in batches:
             indices = [*batch]
-            shares.append(share := Share.of(len(indices), ranks.rank, ranks.size))
+            share = Share.of(len(indices), ranks.rank, ranks.size)
+            shares.append((share, _checksum(indices)))
             if self._draws:  # random numbers, in this process
                 self._splitting.begin_loading()
             yield indices[share.start : share.stop]
+
+
+def _checksum(indices: list[Any]) -> int:
+    """Return a checksum of indices that are integers, and 0 of others, such as keys."""
+    try:
+        return zlib.crc32(array("q", indices).tobytes())
+    except (TypeError, OverflowError):
+        return 0
 
 
 class _Counted(NamedTuple):
