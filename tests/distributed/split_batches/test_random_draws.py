@@ -171,14 +171,16 @@ def evaluating(run, draws):
     """Train, while rank 0 alone evaluates after each step, and draws random numbers in it."""
     torch.manual_seed(0)
     model = nn.Sequential(mlp(6, 8), nn.Dropout(0.5) if draws else nn.Tanh(), nn.Linear(8, 1).double())
-    optimizer = by_sgd(model)
+    optimizer, held_out = by_sgd(model), loader_of(*vectors(9), shuffle=False)
     run.setup(model, optimizer)
     for x, y in loader_of(*vectors()):
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         if run.global_rank == 0:
-            torch.rand(3)
+            with torch.no_grad():
+                for batch, _ in held_out:
+                    model(batch + torch.rand(6, dtype=torch.float64))
     return weights(model), run.all_gather(torch.get_rng_state())
 
 
