@@ -36,12 +36,12 @@ from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.calls.backward import backwards_watched, roots_weighted
 from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start, implicit_loaders_changed
 from nano_loop.patching.objects.optimizers import called_after_steps
-from nano_loop.patching.torch_private_autograd import in_backward
+from nano_loop.patching.torch_private_autograd import has_gradient_hooks, in_backward
 
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16
 # Rounding changes the gradients of a deep network with ReLUs by 2% in fp32, and by as much as they are in bf16, but not
 # its loss, nor those of its last layer.
-_SAME_LOSS, _SAME_SUM = 1e-5, 1e-7
+_SAME_LOSS, _SAME_SUM, _MOST_ROUNDING = 1e-5, 1e-7, 0.05
 _UNDIVIDED = "random numbers that are not divided"
 _RULE = "with split_batches a loss has to be a mean, or a sum, over samples that do not depend on each other"
 _WAYS = (
@@ -244,7 +244,9 @@ class Comparison:
             self._stop(_UNDIVIDED)
             return
         self.compared += 1
-        if is_off and self._is_rounding(told["losses"], distances, sizes):
+        is_bounded = self._tolerance == _ROUNDED or off <= _MOST_ROUNDING * size
+        has_hooks = any(has_gradient_hooks(parameter) for _, parameter in named)  # which change a share's gradient
+        if is_off and is_bounded and not has_hooks and self._is_rounding(told["losses"], distances, sizes):
             self.rounding = max(self.rounding, off / size)
         elif is_off:
             worst = max(range(len(named)), key=distances.__getitem__)
