@@ -284,7 +284,7 @@ class Ranks:
         return [tuple(array("d", data)) for data in gathered]
 
     def equalize_random_states(self, what: str, states: Sequence[object] = ()) -> None:
-        """Give torch's default generator rank 0's state, where ranks that share batches have different ones. Collective.
+        """Give torch's default generator rank 0's state, if ranks that share batches have others. Collective.
 
         `states` are the `random_state` of each rank, if these have been exchanged already.
         """
