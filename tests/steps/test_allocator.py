@@ -25,13 +25,6 @@ def settings(monkeypatch):
     return recorded
 
 
-def test_thresholds_are_set_and_glibcs_own_highest_ones_are_left(step, settings):
-    made = step(Allocator)
-    made.apply(TrainingObjects())
-    made.undo()
-    assert settings == [glibc.SETTINGS, allocator._LEFT]
-
-
 def test_thresholds_stay_until_the_last_run_has_ended(step, settings):
     first, second = step(Allocator), step(Allocator)
     first.apply(TrainingObjects())
@@ -70,7 +63,7 @@ def test_what_the_command_line_has_exported_is_no_reason_and_leaves_the_threshol
         monkeypatch.setenv(name, value)
     made = step(Allocator)
     assert made.skip_reason(TrainingObjects()) is None
-    assert made.apply(TrainingObjects()) == "glibc keeps freed memory, by its environment variables"
+    assert made.apply(TrainingObjects()) == "glibc keeps freed memory, as set by its environment variables"
     assert allocator._trim_after_fork().is_on
     made.undo()
     assert settings == []
