@@ -141,10 +141,17 @@ def nano_ranks(work: Workload, count: int, cpus: Sequence[int]) -> list[float]:
     return nano_with(work, count, **_reduced(), channels_last=work.images, **options)
 
 
+#: The most bytes, and batches, of an epoch where processes share each batch.
+_EPOCH, _MOST_BATCHES = 1 << 26, 256
+
+
 def nano_split(work: Workload, count: int, processes: int, samples: int) -> list[float]:
     """nano_loop as in `nano`, with this many processes that share all cores and each batch of this many samples."""
     batch = next(iter(work.batches))
-    rows = grown(batch, samples)
+    tensors = [batch] if isinstance(batch, torch.Tensor) else batch
+    nbytes = samples * sum(tensor[:1].nbytes for tensor in tensors)
+    # The ranks compare a loader's data at the start of each epoch, which is no part of a step.
+    rows = grown(batch, samples * min(max(_EPOCH // nbytes, 1), _MOST_BATCHES))
     work.batches = DataLoader(rows if isinstance(rows, torch.Tensor) else TensorDataset(*rows), samples)
     options: dict[str, Any] = {"num_processes": processes, "split_batches": True} if processes > 1 else {}
     return nano_with(work, count, **_reduced(), channels_last=work.images, **options)

@@ -20,6 +20,9 @@ from torch.nn.modules.loss import _Loss
 #: Called by all public functions that switch deterministic mode, even if a script imported them by name.
 SETTER_OF_DETERMINISM = (torch._C, "_set_deterministic_algorithms")
 
+#: Called by `functional.cross_entropy` and `functional.nll_loss`, even if a script imported them by name.
+ROW_LOSSES = (torch._C._nn, ("cross_entropy_loss", "nll_loss_nd"))
+
 #: Operators without public names: block-wise attention on the CPU, and embedding bags with a gradient.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 BAGS_KERNEL = "_embedding_bag"

@@ -74,6 +74,11 @@ def has_accumulation_hook(parameter: torch.Tensor, handle: RemovableHandle) -> b
     return parameter._post_accumulate_grad_hooks is handle.hooks_dict_ref()
 
 
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether the program has registered hooks that may replace a parameter's gradient."""
+    return bool(parameter._backward_hooks)
+
+
 def forget_empty_hooks(parameter: torch.Tensor) -> None:
     """Remove the dict that `register_post_accumulate_grad_hook` leaves on a tensor, if it is empty."""
     if not parameter._post_accumulate_grad_hooks:

@@ -14,6 +14,8 @@ import cloudpickle
 import pytest
 import torch
 from distributed import small
+from distributed.split_batches.loops import Plain, Shared, needs_kernels, trained
+from distributed.split_batches.test_loops import assert_equal
 
 import nano_loop
 from clusters.nodes import OPTIONS, apart, on_ray, processes_of
@@ -73,6 +75,16 @@ def test_three_ranks_of_two_nodes_compute_what_one_process_of_three_batches_does
     filled = torch.utils.data.TensorDataset(*(torch.cat([t, t[:4]]) for t in (x, x.sum(1, keepdim=True))))
     small.fit(model, optimizer, torch.utils.data.DataLoader(filled, 12))
     torch.testing.assert_close(weights, small.weights(model), rtol=1e-6, atol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_that_share_each_batch_compute_what_one_process_computes(hosts):
+    names = ["sgd", "adam", "transformer", "accumulation", "padding", "dropout"]
+    run = Shared(**OPTIONS, split_batches=True, worker_init=apart if hosts == 2 else None)
+    assert_equal(run.train(names), trained(Plain(), names))
+    assert run.report["loaders"].status == "applied"
+    assert "not compared" in run.report["split_batches"].detail
 
 
 def test_large_arguments_are_mapped_once_on_each_node():
@@ -151,6 +163,8 @@ def test_environment_is_the_caller_s_after_a_run_that_has_started_ray(tmp_path):
 import faulthandler, os, signal, sys
 from nano_loop import nano
 from distributed import small
+from distributed.split_batches.loops import Plain, Shared, needs_kernels, trained
+from distributed.split_batches.test_loops import assert_equal
 import torch._dynamo  # which sets a variable
 def state():
     hooks = {"hook": sys.excepthook, "handler": signal.getsignal(signal.SIGTERM), "faults": faulthandler.is_enabled()}

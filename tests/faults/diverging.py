@@ -7,7 +7,7 @@ import pytest
 import torch
 from distributed import small
 from torch import distributed, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import nano_loop
 from faults.fault import Fault
@@ -51,6 +51,25 @@ def _logging(rank):
             optimizer.step()
 
     return lambda: nano(**OPTIONS, split_batches=True)(fit)(*small.parts())
+
+
+class _AnotherOrder(Sampler):
+    """Yields the same first batch on every rank, and then another one on one of them."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        batches = [[*range(start, start + 4)] for start in range(0, 32, 4)]
+        return iter(batches if small.rank() != self.rank else [batches[0], *batches[:0:-1]])
+
+
+def _of_another_order(rank):
+    model, optimizer, loader = small.parts()
+    return model, optimizer, DataLoader(loader.dataset, batch_sampler=_AnotherOrder(rank))
 
 
 class _Leaving(TorchNano):
@@ -272,6 +291,10 @@ FAULTS = [
     Fault("rank 1 leaves the loop early", _leaving(1, 2), quick=True),
     Fault("rank 1 leaves the loop of a TorchNano early", lambda: _Leaving(**OPTIONS).train(*small.parts())),
     Fault("rank 1 leaves a loop early whose ranks share each batch", _leaving(1, 2, split_batches=True)),
+    Fault(
+        "rank 1 takes another batch where ranks share each",
+        lambda: nano(**OPTIONS, split_batches=True)(small.fit)(*_of_another_order(1)),
+    ),
     Fault("rank 0 alone computes a cross-entropy of its part of a shared batch", _logging(0)),
     Fault("rank 0 takes one step more", _one_step_more(0)),
     Fault("rank 1 takes one step more", _one_step_more(1)),

@@ -108,6 +108,7 @@ def _interrupted():
 
 
 FAULTS = [
+    Fault("a worker that shares each batch raises", at(1, 3, raising(ValueError, "a bad batch"), split_batches=True)),
     Fault("a handler of SIGCHLD raises while a worker reports its exception", at(1, 3, _interrupted)),
     Fault("a worker raises before its first step", at(1, 0, raising(ValueError, "a bad batch"))),
     Fault("a worker raises between two steps", at(1, 3, raising(ValueError, "a bad batch")), quick=True),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import cloudpickle
 import torch
 
 from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
-from nano_loop.distributed.comm.split_batches import Share, SplitBatches
+from nano_loop.distributed.comm.split_batches import Share, SplitBatches, random_state
 from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_message
 
 Value = TypeVar("Value")
@@ -276,6 +277,21 @@ class Ranks:
         if self.size == 1:
             return [value]
         return [pickle.loads(data) for data in self.channel.exchange(cloudpickle.dumps(value), what or "gather")]
+
+    def gather_numbers(self, numbers: Sequence[float], what: str) -> list[tuple[float, ...]]:
+        """Return the numbers of all ranks, by rank; faster than `gather`. Collective."""
+        gathered = self.channel.exchange(array("d", numbers).tobytes(), what)
+        return [tuple(array("d", data)) for data in gathered]
+
+    def equalize_random_states(self, what: str, states: Sequence[object] = ()) -> None:
+        """Give torch's default generator rank 0's state, if ranks that share batches have others. Collective.
+
+        `states` are the `random_state` of each rank, if these have been exchanged already.
+        """
+        assert self.context.split is not None
+        self.context.split.unequal_since = None
+        if len({*(states or self.gather_numbers([random_state()], what))}) > 1:
+            torch.set_rng_state(self.broadcast(torch.get_rng_state(), what=what))
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite `tensors` in place with rank 0's. Collective; shapes and dtypes must match on every rank.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -87,6 +88,11 @@ class SplitBatches:
         Those of the samples that were delivered last, before the first backward; see `batch_sums`.
     batches, draws : int
         How many batches were delivered, and how often random numbers were drawn since the last.
+    checksum : int
+        Of the sizes and the indices of all of these batches, which are the same on all ranks.
+    unequal_since : int or None
+        The `random_state` at the last delivery, until the ranks have made sure that all have the same: one alone may
+        have evaluated before, and drawn random numbers.
     process, thread : int
         The loop's.
     since_backward : mapping
@@ -98,6 +104,8 @@ class SplitBatches:
     sums: tuple[float, ...] = ()
     batches: int = 0
     draws: int = 0
+    checksum: int = 0
+    unequal_since: int | None = None
     process: int = field(default_factory=os.getpid)
     thread: int = field(default_factory=threading.get_ident)
     since_backward: MutableMapping[Any, Share] = field(default_factory=WeakKeyDictionary)
@@ -108,21 +116,40 @@ class SplitBatches:
         return threading.get_ident() == self.thread
 
     @property
-    def divided(self) -> Share | None:
-        """The share of the batch that the caller computes a part of; None where all compute it whole.
+    def is_loops(self) -> bool:
+        """Whether the loop computes here, and not a worker of a loader, or another thread.
 
-        A worker of a loader, and another thread, compute by themselves. A deep checkpoint recomputes in another thread.
+        A deep checkpoint recomputes in another thread.
         """
-        is_loops = os.getpid() == self.process and (self.is_here or in_backward())
-        return None if self.share is None or self.share.is_whole or not is_loops else self.share
+        return os.getpid() == self.process and (self.is_here or in_backward())
 
-    def deliver(self, iteration: Any, share: Share | None, batch: Any = None) -> None:
-        """Note the share of the batch that an iteration delivers now; None of one that every rank computes whole."""
+    @property
+    def divided(self) -> Share | None:
+        """The share of the batch that the caller computes a part of; None where all compute it whole."""
+        return None if self.share is None or self.share.is_whole or not self.is_loops else self.share
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let what is drawn in the body, to load a batch, belong to no batch."""
+        before = self.share, self.unequal_since
+        self.share = self.unequal_since = None
+        try:
+            yield
+        finally:
+            self.share, self.unequal_since = before
+
+    def deliver(self, iteration: Any, share: Share | None, batch: Any = None, checksum: int = 0) -> None:
+        """Note the share of the batch that an iteration delivers now; None of one that every rank computes whole.
+
+        `checksum` is of the batch's indices, where it has any.
+        """
         self.share = share
         self.batches, self.draws = self.batches + 1, 0
+        self.unequal_since = None if share is None else random_state()
         if self.reduction is None:
             self.sums = batch_sums(batch)
         if share is not None:
+            self.checksum = zlib.crc32(b"%d %d" % (share.total, checksum), self.checksum)
             self.since_backward[iteration] = share
 
     def begin_backward(self) -> float:

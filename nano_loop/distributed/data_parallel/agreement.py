@@ -77,6 +77,10 @@ class Fingerprint(NamedTuple):
         Where ranks share a batch, what `nano_loop.distributed.data_parallel.roots.WeightedRoots.values` returns.
     random_state : int
         Where ranks share a batch, a checksum of the state of torch's default generator.
+    batches : int
+        Where ranks share a batch, a checksum of all batches until now.
+    is_undrawn : bool
+        Whether that is its state since the batch came, and the ranks have not made sure yet that all have the same.
     """
 
     purpose: Purpose
@@ -90,6 +94,8 @@ class Fingerprint(NamedTuple):
     overlap: int = 0
     losses: tuple[float, ...] = ()
     random_state: int = 0
+    batches: int = 0
+    is_undrawn: bool = False
 
     def pack(self) -> bytes:
         """Return it as bytes."""
@@ -106,7 +112,7 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
     What arrived, gradients, losses and the overlap may differ. NaN equals NaN.
     """
-    counts = ("purpose", "averagings", "steps", "added_parameters", "shapes", "random_state")
+    counts = ("purpose", "averagings", "steps", "added_parameters", "shapes", "random_state", "batches")
     if (
         len({(repr(one.rates), len(one.arrived), *(getattr(one, name) for name in counts)) for one in fingerprints})
         == 1
@@ -135,6 +141,7 @@ _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
     ("ranks are not at the same place at step {step}", lambda one: _PLACES[one.purpose]),
     ("numbers of backwards differ at step {step}", lambda one: one.averagings),
     ("shapes or dtypes of parameters differ at step {step}", lambda one: f"those with the checksum {one.shapes:08x}"),
+    ("batches differ at step {step}", lambda one: f"some with the checksum {one.batches:08x}"),
     ("states of torch's generator differ at step {step}", lambda one: f"one with the checksum {one.random_state:08x}"),
 )
 
@@ -184,7 +191,7 @@ class Agreement:
         """
         compares_work = purpose == "average" and checksums.is_due(self.averagings)
         rates = [group.get("lr") for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
-        in_order = self._parameters.in_order
+        in_order, split = self._parameters.in_order, self._ranks.context.split
         own_fingerprint = Fingerprint(
             purpose,
             averagings=self.averagings,
@@ -196,10 +203,15 @@ class Agreement:
             gradients=checksums.gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=overlap,
             losses=losses,
-            random_state=0 if self._ranks.context.split is None else random_state(),
+            random_state=(state := 0 if split is None else random_state()),
+            batches=0 if split is None else split.checksum,
+            is_undrawn=split is not None and split.unequal_since == state,
         )
         packed = self._ranks.channel.exchange(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
+        if split is not None and all(fingerprint.is_undrawn for fingerprint in fingerprints):
+            self._ranks.equalize_random_states(AVERAGING, [fingerprint.random_state for fingerprint in fingerprints])
+            fingerprints = [one._replace(random_state=fingerprints[0].random_state) for one in fingerprints]
         refuse_divergence(fingerprints)
         if compares_work:
             self._note_work([fingerprint.gradients for fingerprint in fingerprints])

@@ -184,7 +184,7 @@ class Averaging:
             self._set_losses(fingerprints)
             self._average(fingerprints)
             if self._roots is not None and not held:
-                self._roots.comparison.end_backward(self._parameters.named)
+                self._roots.comparison.end_backward(self._parameters)
             self._waiting &= held
             self._agreement.sync_added_parameters()  # too late for a backward that was the first to use them
             self._agreement.end_averaging()

@@ -2,16 +2,16 @@
 
 Ranks have different numbers of rows that count, or other weights of classes, so they exchange their means and what
 these count. The loss has the value of the whole batch's on every rank, and the gradient of this rank's part of it.
+
+The functions that torch's own call are replaced, and not `functional.cross_entropy`, which programs import by name.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,53 +19,63 @@ from torch.nn import functional
 
 from nano_loop.distributed.comm.mismatch import MEAN_LOSS
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.kernels.head.cross_entropy import denominator
+from nano_loop.kernels.head.cross_entropy import MEAN, SUM, denominator, mean_of_rows
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.torch_private import in_functorch
+from nano_loop.patching.patch_table import listening
+from nano_loop.patching.torch_private import ROW_LOSSES, in_functorch
 from nano_loop.patching.torch_private_compiler import never_compiled, outside_graphs
 
 
 @contextmanager
 def means_over_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """Let `functional.cross_entropy` and `functional.nll_loss` be means over the batch of all ranks in the body."""
+    """Let cross-entropy and the negative logarithmic likelihood be means over the batch of all ranks in the body."""
+    module, names = ROW_LOSSES
     with ExitStack() as stack:
-        for name in ("cross_entropy", "nll_loss"):
-            stack.enter_context(replaced(functional, name, functools.partial(_over_split_batches, ranks)))
-            stack.enter_context(outside_graphs(getattr(functional, name)))
+        stack.enter_context(listening(mean_of_rows, functools.partial(_over_all_ranks, ranks)))
+        for name in names:
+            stack.enter_context(replaced(module, name, _counting))
+        for function in (functional.cross_entropy, functional.nll_loss):
+            stack.enter_context(outside_graphs(function))
         yield
 
 
-def _over_split_batches(ranks: Ranks, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    signature = inspect.signature(original)
+def _counting(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a loss of torch's that says what its mean is over."""
 
     @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Tensor:
-        share = ranks.context.divided
-        # One rank alone may evaluate. A loop over samples computes each of them.
-        if share is None or not torch.is_grad_enabled() or in_functorch():
-            return original(*args, **kwargs)
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        arguments = call.arguments
-        is_mean = arguments["reduction"] == "mean" and arguments["size_average"] is None and arguments["reduce"] is None
-        if not is_mean or arguments["input"].dim() < 2 or not arguments["input"].requires_grad:
-            return original(**arguments)
-        loss = original(**arguments)
-        target = arguments["target"]
-        if target.is_floating_point():  # probabilities of classes
-            count = arguments["input"].numel() / arguments["input"].size(1)
-        else:
-            count = float(denominator(target.long(), arguments["weight"], arguments["ignore_index"], "mean"))  # type: ignore[arg-type]
-        if not count:  # the mean of nothing is NaN
-            loss = original(**{**arguments, "reduction": "sum"})
-        parts = ranks.gather((count * float(loss.detach()), count), MEAN_LOSS)
-        summed, total = map(sum, zip(*parts, strict=True))
-        # The root of the backward has the weight of the share.
-        factor = count * share.total / (total * share.samples) if total else 1.0
-        if factor != 1:
-            loss = loss * factor
-        loss.data = torch.full_like(loss.detach(), summed / total if total else math.nan)
-        return loss
+    def loss(
+        rows: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int, *smoothing: float
+    ) -> Tensor:
+        def computed(reduction: int) -> Tensor:
+            return original(rows, target, weight, reduction, ignored, *smoothing)
 
-    never_compiled(patched)
-    return patched
+        def count() -> float:
+            if target.is_floating_point():  # probabilities of classes
+                return rows.numel() / rows.size(1)
+            return float(denominator(target, weight, ignored, "mean"))  # type: ignore[arg-type]
+
+        mean = computed(reduction)
+        return mean_of_rows(mean, count, lambda: computed(SUM)) if reduction == MEAN and rows.dim() > 1 else mean
+
+    never_compiled(loss)
+    return loss
+
+
+def _over_all_ranks(
+    ranks: Ranks, mean: Tensor, count_rows: Callable[[], float], summed: Callable[[], Tensor]
+) -> Tensor:
+    """Return the mean over the rows of all ranks; see `mean_of_rows`. Collective in training."""
+    share = ranks.context.divided
+    # One rank alone may evaluate. A loop over samples computes each of them.
+    if share is None or not mean.requires_grad or in_functorch():
+        return mean
+    count = count_rows()
+    loss = mean if count else summed()  # the mean of nothing is NaN
+    parts = ranks.gather_numbers([count * float(loss.detach()), count], MEAN_LOSS)
+    total_loss, total = map(sum, zip(*parts, strict=True))
+    # The root of the backward has the weight of the share.
+    factor = count * share.total / (total * share.samples) if total else 1.0
+    if factor != 1:
+        loss = loss * factor
+    loss.data = torch.full_like(loss.detach(), total_loss / total if total else math.nan)
+    return loss

@@ -101,8 +101,11 @@ def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
 
 def is_by_default(tensor: Tensor, generator: torch.Generator | None) -> bool:
     """Whether what is drawn may have a dimension of the batch, and comes from torch's default generator."""
-    is_default = generator is None or generator is torch.default_generator
-    return is_default and tensor.dim() > 0 and tensor.device.type == "cpu"
+    return _is_default(generator) and tensor.dim() > 0 and tensor.device.type == "cpu"
+
+
+def _is_default(generator: torch.Generator | None) -> bool:
+    return generator is None or generator is torch.default_generator
 
 
 class RandomDraws:
@@ -152,9 +155,12 @@ class RandomDraws:
     def _part(self, tensor: Tensor, generator: torch.Generator | None, is_mask: bool) -> _Part | None:
         context = self._ranks.context
         split, share = context.split, context.divided
-        if split is None or share is None or not is_by_default(tensor, generator):
+        is_evaluation = context.sharding.whole and not torch.is_grad_enabled()  # of whole batches
+        if split is None or not split.is_loops or is_evaluation or not _is_default(generator):
             return None
-        if context.sharding.whole and not torch.is_grad_enabled():  # an evaluation, of whole batches
+        if split.unequal_since is not None:
+            self._ranks.equalize_random_states(DRAWING)
+        if share is None or not is_by_default(tensor, generator):
             return None
         number, split.draws = split.draws, split.draws + 1  # one inside of another counts, too
         if self._draws:

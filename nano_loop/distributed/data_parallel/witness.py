@@ -30,19 +30,18 @@ from nano_loop.data.random_states import differing, process_states
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
 from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, batch_sums, random_state
 from nano_loop.distributed.data_parallel.checksums import are_equal, checksums
-from nano_loop.distributed.data_parallel.initial_sync import Named
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.distributed.data_parallel.random_draws import drawing, is_by_default, order_of
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.calls.backward import backwards_watched, roots_weighted
 from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start, implicit_loaders_changed
 from nano_loop.patching.objects.optimizers import called_after_steps
-from nano_loop.patching.torch_private_autograd import in_backward
+from nano_loop.patching.torch_private_autograd import has_gradient_hooks, in_backward
 
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16
 # In fp32, rounding changes the gradients of a deep network with ReLUs by 2%, and in bf16 by as much as their norm, but
 # it changes neither the loss nor the gradients of the last layer.
-_SAME_LOSS, _SAME_SUM = 1e-5, 1e-7
+_SAME_LOSS, _SAME_SUM, _MOST_ROUNDING = 1e-5, 1e-7, 0.05
 _UNDIVIDED = "random numbers that are not divided"
 _RULE = "with split_batches a loss has to be a mean, or a sum, over samples that do not depend on each other"
 _WAYS = (
@@ -217,7 +216,7 @@ class Comparison:
         draws = told["draws"] if told is not None and told["batches"] == self.split.batches else []
         return draws[number] if number < len(draws) else None
 
-    def end_backward(self, named: Sequence[Named]) -> None:
+    def end_backward(self, parameters: Parameters) -> None:
         """Compare the mean gradients of parameters with the witness's.
 
         Raises
@@ -228,6 +227,7 @@ class Comparison:
         told = self._told
         if told is None:
             return
+        named = parameters.named
         with torch.no_grad():
             whole = torch.load(told["file"], mmap=True, weights_only=True)
             self._forget()
@@ -244,7 +244,9 @@ class Comparison:
             self._stop(_UNDIVIDED)
             return
         self.compared += 1
-        if is_off and self._is_rounding(told["losses"], distances, sizes):
+        is_bounded = self._tolerance == _ROUNDED or off <= _MOST_ROUNDING * size
+        has_hooks = any(has_gradient_hooks(parameter) for _, parameter in named)  # which change a share's gradient
+        if is_off and is_bounded and not has_hooks and self._is_rounding(told["losses"], distances, sizes):
             self.rounding = max(self.rounding, off / size)
         elif is_off:
             worst = max(range(len(named)), key=distances.__getitem__)

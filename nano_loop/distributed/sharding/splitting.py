@@ -8,6 +8,8 @@ sampler, and for classes with their own `__iter__`.
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,8 +19,8 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, Subset
 
 from nano_loop.data.random_states import process_states, reseed, set_process_states
-from nano_loop.distributed.comm.ranks import ITERATION
-from nano_loop.distributed.comm.split_batches import Share, SplitBatches, random_state
+from nano_loop.data.whole_batches import is_supported, leaves_of
+from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.distributed.sharding.batch_parts import BatchParts
 from nano_loop.distributed.sharding.own_shares import Source
 from nano_loop.distributed.sharding.sharding import BatchSharding, Loader, Served, sharded_by_user
@@ -39,7 +41,8 @@ class BatchSplitting(BatchSharding):
         super().__init__(*args, **kwargs)
         self.split = split
         self.parts = BatchParts(self.ranks.rank, self.ranks.size)
-        self.shares: deque[Share] | None = None  # of index batches in flight in the latest iteration
+        # Of index batches in flight in the latest iteration, with checksums of their indices.
+        self.shares: deque[tuple[Share, int]] | None = None
         self._states: list[Any] | None = None  # random states for loading samples in the loop's process
         self._loops_states: list[Any] | None = None  # the loop's random states while samples are loaded
         self._by_class: ClassIteration | None = None
@@ -51,8 +54,9 @@ class BatchSplitting(BatchSharding):
             return attributes
         attributes["in_order"] = True
         if splits_indices(loader):
-            in_process = not loader.num_workers
-            attributes["batch_sampler"] = _OwnIndices(self, attributes["batch_sampler"], in_process=in_process)
+            # Rows of tensors draw nothing, and to change the random states takes longer than to load a batch of them.
+            draws = not (loader.num_workers or all(map(is_supported, leaves_of(loader.dataset))))
+            attributes["batch_sampler"] = _OwnIndices(self, attributes["batch_sampler"], draws=draws)
         elif loader.batch_sampler is not None and not self._in_class:
             attributes["collate_fn"] = partial(_counted, loader.collate_fn)
         return attributes
@@ -62,7 +66,8 @@ class BatchSplitting(BatchSharding):
         if sharded_by_user(loader, self.ranks.size) and not self.whole:
             self._refuse(f"a loader whose sampler divides it among {self.ranks.size} ranks")
         self.shares = deque() if splits_indices(loader) and not (self.whole or self._in_class) else None
-        return super().iterate(loader, start)
+        with self.split.loading():  # torch draws a seed for workers
+            return super().iterate(loader, start)
 
     def iterate_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
         """See `LoaderChange.iterate_class`. A class may read ahead, so the batches that it yields are split."""
@@ -126,12 +131,11 @@ class _Split(Served):
 
     def __next__(self) -> Any:
         split, total = self._splitting.split, None
-        before, split.share = split.share, None  # draws during loading do not belong to a batch
-        try:
-            batch = super().__next__()
-        finally:
-            split.share = before
-            self._splitting.end_loading()
+        with split.loading():
+            try:
+                batch = super().__next__()
+            finally:
+                self._splitting.end_loading()
         if isinstance(batch, _Counted):
             total, batch = batch
         if self._whole:
@@ -142,22 +146,20 @@ class _Split(Served):
             expected = "with split_batches, a batch belongs to the next backward in the loop's thread"
             hint = "Iterate it in the thread that trains; num_workers loads ahead"
             raise NanoError(error_message("a loader that another thread iterates", expected, hint))
+        checksum = 0
         if self._shares is None:
             share, batch = self._splitting.parts.part(batch, total)
         else:
-            share = self._shares.popleft()
-        ranks = self._splitting.ranks
-        if len(set(ranks.gather(random_state(), ITERATION))) > 1:  # one rank may have evaluated alone
-            torch.set_rng_state(ranks.broadcast(torch.get_rng_state(), what=ITERATION))
-        split.deliver(self, share, batch)
+            share, checksum = self._shares.popleft()
+        split.deliver(self, share, batch, checksum)
         return batch
 
 
 class _OwnIndices(Sampler[Any]):
     """Yields this rank's indices of each batch, and records the share."""
 
-    def __init__(self, splitting: BatchSplitting, sampler: Any, *, in_process: bool) -> None:
-        self._splitting, self._sampler, self._in_process = splitting, sampler, in_process
+    def __init__(self, splitting: BatchSplitting, sampler: Any, *, draws: bool) -> None:
+        self._splitting, self._sampler, self._draws = splitting, sampler, draws
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._sampler)
@@ -167,14 +169,23 @@ class _OwnIndices(Sampler[Any]):
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def _own(self, batches: Iterator[Any], shares: deque[Share]) -> Iterator[Any]:
+    def _own(self, batches: Iterator[Any], shares: deque[tuple[Share, int]]) -> Iterator[Any]:
         ranks = self._splitting.ranks
         for batch in batches:
             indices = [*batch]
-            shares.append(share := Share.of(len(indices), ranks.rank, ranks.size))
-            if self._in_process:
+            share = Share.of(len(indices), ranks.rank, ranks.size)
+            shares.append((share, _checksum(indices)))
+            if self._draws:  # random numbers, in this process
                 self._splitting.begin_loading()
             yield indices[share.start : share.stop]
+
+
+def _checksum(indices: list[Any]) -> int:
+    """Return a checksum of indices that are integers, and 0 of others, such as keys."""
+    try:
+        return zlib.crc32(array("q", indices).tobytes())
+    except (TypeError, OverflowError):
+        return 0
 
 
 class _Counted(NamedTuple):

@@ -9,6 +9,7 @@ logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ from nano_loop.kernels.memory import BF16, FP32, INT64, computes_now, empty, has
 from nano_loop.kernels.override import COMPILED, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.ownership import Rules, rules_now, rules_of_node
+from nano_loop.patching.patch_table import value_in_force
 from nano_loop.patching.torch_private import below_autocast, shared_until_written
 from nano_loop.patching.torch_private_autograd import node_number
 
@@ -44,7 +46,8 @@ KERNEL = CompiledKernel(
 MIN_LOGITS = 1 << 16
 #: How many autograd nodes outside of the model, such as views, may lie between its output and the loss.
 _FAR = 4
-_MEAN, _SUM = 1, 2  # torch's numbers of the reductions; 0 is none
+#: torch's numbers of the reductions; 0 is none.
+MEAN, SUM = 1, 2
 
 
 _OPERATOR = torch.ops.aten.cross_entropy_loss.default
@@ -120,7 +123,7 @@ def cross_entropy(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    reduction: int = _MEAN,
+    reduction: int = MEAN,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
@@ -182,6 +185,23 @@ def denominator(target: Tensor, weight: Tensor | None, ignored: int, reduction: 
     if reduction == "sum":
         return torch.ones((), dtype=torch.float32, device="cpu")
     return counts.sum().float() if weight is None else (weight[target * counts] * counts).sum()
+
+
+def mean_of_rows(mean: Tensor, count_rows: Callable[[], float], summed: Callable[[], Tensor]) -> Tensor:
+    """Return a loss that is a mean over rows, or what a listener makes of it: the mean of other processes' rows, too.
+
+    Parameters
+    ----------
+    mean : torch.Tensor
+        That of the rows here.
+    count_rows : callable
+        Returns how many there are, or the sum of their weights.
+    summed : callable
+        Computes their sum.
+    """
+    for listener in value_in_force(mean_of_rows) or ():
+        mean = listener(mean, count_rows, summed)
+    return mean
 
 
 class CrossEntropy(RowFunction):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.head.chunks import Elementwise, RowFunction
-from nano_loop.kernels.head.cross_entropy import CrossEntropy, denominator
+from nano_loop.kernels.head.cross_entropy import CrossEntropy, denominator, mean_of_rows
 from nano_loop.kernels.head.logits import LazyLogits
 from nano_loop.kernels.memory import is_plain
 
@@ -294,7 +294,13 @@ def _loss(
     function = CrossEntropy(flat, _logits_before(source.before), weight, ignore_index, label_smoothing)
     if not function.has_classes(lazy.head.width):
         return NotImplemented
-    (loss,) = source.reduced(function, denominator(flat, weight, ignore_index, reduction))
+    divisor = denominator(flat, weight, ignore_index, reduction)
+    (loss,) = source.reduced(function, divisor)
+    if reduction == "mean" and lazy.dim() > 1:
+        assert divisor is not None
+        smoothing = () if is_nll else (label_smoothing,)
+        summed = functools.partial(func, lazy, target, weight, None, ignore_index, None, "sum", *smoothing)
+        return mean_of_rows(loss.to(dtype), divisor.item, summed)
     return (loss.view(target.shape) if reduction == "none" else loss).to(dtype)
 
 

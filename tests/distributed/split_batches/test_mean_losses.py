@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.functional import cross_entropy, nll_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed.small import OPTIONS
@@ -43,6 +44,9 @@ MEANS = {
     "module": lambda x, y: torch.nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]).double(), label_smoothing=0.1)(x, y),
     "nll_loss": lambda x, y: F.nll_loss(x.log_softmax(1), y, weight=torch.tensor([0.5, 0.0, 1.0]).double()),
     "another padding": lambda x, y: F.cross_entropy(x, y.clamp(min=0), ignore_index=0),
+    "imported before": lambda x, y: cross_entropy(x, y) + nll_loss(x.log_softmax(1), y),
+    "of 1-d samples": lambda x, y: cross_entropy(x.unsqueeze(2).expand(-1, -1, 4), y.unsqueeze(1).expand(-1, 4)),
+    "probabilities": lambda x, y: cross_entropy(x, x.detach().softmax(1)),
     "in a function": lambda x, y: F.cross_entropy(x, y).exp() + x.square().mean(),
 }
 
@@ -134,3 +138,18 @@ def test_loss_of_a_head_without_logits_is_that_of_the_whole_batch():
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert calls
     assert run.report["split_batches"].status == "applied"
+
+
+def test_compiled_code_computes_the_loss_by_all_ranks(team):
+    """Dynamo would trace the original, which knows of no other rank."""
+
+    def compute(x, y):
+        def doubled(x, y):
+            return cross_entropy(x * 2, y) * 2
+
+        return torch.compile(doubled, backend="aot_eager")(x, y)
+
+    loss, gradient = plain(lambda x, y: cross_entropy(x * 2, y) * 2)
+    by_rank = team(2)(with_share, compute)
+    assert all(torch.isclose(value, loss, rtol=1e-12) for value, _ in by_rank)
+    torch.testing.assert_close(torch.cat([own for _, own in by_rank]), gradient, rtol=1e-12, atol=1e-15)

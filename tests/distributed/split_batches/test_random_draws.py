@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distributed.small import OPTIONS
-from distributed.split_batches.loops import by_sgd, loader_of, mlp, needs_kernels, vectors
+from distributed.split_batches.loops import Plain, by_sgd, loader_of, mlp, needs_kernels, vectors, weights
 from nano_loop import TorchNano
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.distributed.data_parallel.random_draws import RandomDraws, drawing
@@ -104,13 +104,13 @@ def test_impossible_parameters_are_torchs_error(team, name):
 
 
 class Parting(TorchNano):
-    def train(self, rank):
+    def train(self, rank, step=0):
         model = mlp(6, 1)
         optimizer = by_sgd(model)
         self.setup(model, optimizer)
         for number, (x, y) in enumerate(loader_of(*vectors(), batch_size=12)):
             noise = torch.randn(len(x), 1, dtype=torch.float64) if number else 0  # the witness has ended by then
-            if self.global_rank == rank:
+            if (self.global_rank, number) == (rank, step):
                 torch.rand(1)
             F.mse_loss(model(x) + noise, y).backward()
             optimizer.step()
@@ -118,9 +118,49 @@ class Parting(TorchNano):
 
 def test_rank_that_draws_alone_is_named_and_lines_drawn_alike_are_reported():
     run = Parting(**OPTIONS, split_batches=True)
-    with pytest.raises(NanoWorkerError, match="torch's generator differ at step 0") as raised:
-        run.train(1)
+    with pytest.raises(NanoWorkerError, match="torch's generator differ at step 1") as raised:
+        run.train(1, step=1)  # after what all have drawn
     assert raised.value.rank == 1
+    with pytest.raises(NanoError, match=r"(?s)rank [01] is in a collective.*rank 1:\n.*torch\.rand\(1\)"):
+        run.train(1)
     run.train(-1)
     assert run.report["split_batches"].code == "drawn_alike"
     assert "test_random_draws.py:" in run.report["split_batches"].detail
+
+
+def evaluating(run, draws):
+    """Train, while rank 0 alone evaluates after each step, and draws random numbers in it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(mlp(6, 8), nn.Dropout(0.5) if draws else nn.Tanh(), nn.Linear(8, 1).double())
+    optimizer, held_out = by_sgd(model), loader_of(*vectors(9), shuffle=False)
+    run.setup(model, optimizer)
+    for x, y in loader_of(*vectors()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if run.global_rank == 0:
+            with torch.no_grad():
+                for batch, _ in held_out:
+                    model(batch + torch.rand(6, dtype=torch.float64))
+    return weights(model), run.all_gather(torch.get_rng_state())
+
+
+class Evaluating(TorchNano):
+    def train(self, draws):
+        return evaluating(self, draws)
+
+
+class AloneEvaluating(Plain):
+    global_rank = 0
+
+    def all_gather(self, tensor):
+        return tensor.unsqueeze(0)
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_what_rank_0_draws_alone_after_a_step_leaves_the_ranks_together(draws):
+    """All go on from its state, as the plain loop does."""
+    own, states = Evaluating(**OPTIONS, split_batches=True).train(draws)
+    expected, (state,) = evaluating(AloneEvaluating(), draws)
+    torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(states[0], state)  # the others get it with the next batch

@@ -240,6 +240,26 @@ def mean_over_words(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
 
 
+def clamped(run):
+    """By hooks, which get the gradients of shares. Those of the last layer are small enough."""
+    model = mlp(6, 8, 1)
+    for parameter in model[0].parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.3, 0.3))
+    return fit(run, model, loader_of(*vectors()), squares)
+
+
+def clamped_within(run):
+    """As `clamped`, by a hook of an activation."""
+    model = mlp(6, 8, 1)
+
+    def loss_of(model, batch):
+        hidden = model[:2](batch[0])
+        hidden.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        return F.mse_loss(model[2:](hidden), batch[1])
+
+    return fit(run, model, loader_of(*vectors()), loss_of)
+
+
 def decayed(run):
     """A mean over samples, and a penalty."""
 
@@ -300,7 +320,11 @@ def test_rounding_in_deep_networks_is_no_other_loss():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "loop", [contrastive, contrastive_with_dropout, mean_over_words, decayed_sum, divided_by_own_count]
+    "loop",
+    [
+        *(contrastive, contrastive_with_dropout, mean_over_words, decayed_sum, divided_by_own_count),
+        *(clamped, clamped_within),
+    ],
 )
 def test_other_losses_are_refused_before_a_second_step(loop):
     with pytest.raises(NanoError, match=r"differ by .* from those of whole batches") as raised:

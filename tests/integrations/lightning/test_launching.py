@@ -94,15 +94,22 @@ def test_stream_is_divided_in_training_and_whole_in_validation(sanity_steps, bef
     assert (module.trained, module.validated) == (2 * 32 // 2, before + 2 * 32)
 
 
+class Exact(Regression):
+    def loss(self, batch):
+        return super().loss([each.double() for each in batch])
+
+
 @pytest.mark.skipif(not gives_kernels(), reason="torch does not say which kernel an operator has")
 @pytest.mark.slow
-def test_ranks_that_share_each_batch_train_as_one_process():
+@pytest.mark.parametrize(("optimizer", "off"), [("SGD", 1e-12), ("Adam", 1e-9)])
+def test_ranks_that_share_each_batch_train_as_one_process(optimizer, off):
     def trained(kind, more):
-        module, trainer = fitted(kind, Regression(), loader(7, shuffle=True), accumulate_grad_batches=2, **more)
+        module = Exact(optimizer=optimizer).double()
+        module, trainer = fitted(kind, module, loader(7, shuffle=True), accumulate_grad_batches=2, **more)
         return weights(module), trainer
 
     (expected, plain), (found, nano) = trained(pl.Trainer, PLAIN), trained(Trainer, {**TWO, "split_batches": True})
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert (found - expected).abs().max() <= off * expected.abs().max()
     assert nano.global_step == plain.global_step
     assert nano.callback_metrics["val"].item() == pytest.approx(plain.callback_metrics["val"].item(), abs=1e-5)
     assert nano.report["loaders"].status == "applied"
