@@ -148,7 +148,7 @@ class Tuner:
 def fastest(race: Race, guess: str, seconds: float, timer: Callable[[], float] = time.perf_counter) -> Choice | None:
     """Time algorithms in turn, and return the choice, or None if that would take longer than `seconds`.
 
-    One that is less exact than torch's is left out, and one that is far slower than another is timed no further. On a
+    One that is less exact than torch's is omitted, and one that is far slower than another is timed no further. On a
     busy machine, each may be disturbed, so one replaces another only if it was faster nearly each time.
     """
     begun = timer()
@@ -211,7 +211,7 @@ def _is_faster(times: Sequence[float], of_beaten: Sequence[float], pays: float) 
 def _as_exact(race: Race, timer: Callable[[], float], seconds: float) -> dict[str, float] | None:
     """Return torch's algorithm, and those that are as exact, each with the time that it took first.
 
-    None if that would take longer than `seconds`. One that raises, as where there is no memory for it, is left out.
+    None if that would take longer than `seconds`. One that raises, as where there is no memory for it, is omitted.
     """
     begun = timer()
     of_torch, took = _tried(race.algorithms[race.torchs], timer)

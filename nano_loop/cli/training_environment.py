@@ -52,7 +52,7 @@ def training_environment(
     *,
     installs: bool = False,
 ) -> TrainingEnvironment:
-    """Return the variables for training on a machine. A variable that is set already stays as it is.
+    """Return the variables for training on a machine. A variable that is set already stays unchanged.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def preloaded(environ: Mapping[str, str]) -> tuple[str, ...]:
 def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path | str = "/") -> str | None:
     """Return the absolute path of a library such as ``libjemalloc``, or None.
 
-    Relative folders are left out: from another working folder, they would lead to another library.
+    Relative folders are omitted: from another working folder, they would lead to another library.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 def arguments_with(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's arguments of `torch.compile` with what Inductor needs to draw as the plain loop does.
 
-    The user's options prevail. Another backend than Inductor gets the arguments as they are.
+    The user's options prevail. Another backend than Inductor gets the arguments unchanged.
     """
     arguments = dict(options)
     if arguments.get("backend") not in (None, "inductor"):

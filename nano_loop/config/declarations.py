@@ -98,7 +98,7 @@ def switch(default: bool, help: str, *, changes_bits: bool = False, needs: Need 
 
 
 def step(help: str, *, changes_bits: bool) -> Any:
-    """Declare the option of a step that is applied, unless the user leaves it out, where it applies."""
+    """Declare the option of a step that is applied where it applies, unless the user switches it off."""
     return option("auto", checks.auto_or_boolean, help, changes_bits=changes_bits)
 
 

@@ -294,7 +294,7 @@ def contradictions(values: Mapping[str, Any], names: Mapping[str, str]) -> list[
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
     if count == "auto" and values.get("split_batches") is False:
         # Whole batches on each rank are another training, which no measurement can choose.
-        expected = "a number that is measured needs processes that compute what one computes, which share each batch"
+        expected = "the fastest number is known only of processes that share each batch"
         got = shown(names["num_processes"], "auto")
         problems.append(error_message(got, expected, "Pass split_batches=True too, or a number"))
     if isinstance(shares, tuple) and "num_processes" in values and len(shares) != count:

@@ -1,4 +1,4 @@
-"""A filter for lines that compiled code writes by itself into a process's output."""
+"""A filter for lines that compiled code writes into a process's output."""
 
 from __future__ import annotations
 

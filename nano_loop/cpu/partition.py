@@ -118,7 +118,7 @@ def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]
     Warns
     -----
     NanoWarning
-        If CPUs are left out because they do not exist or this process may not use them. The message lists them.
+        If CPUs are omitted because they do not exist or this process may not use them. The message lists them.
     """
     allowed = set(machine.allowed)
     lists = [[cpu for cpu in dict.fromkeys(cpus) if cpu in allowed] for cpus in cpu_for_each_process]
@@ -128,7 +128,7 @@ def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]
         raise NanoConfigError("\n".join(problems))
     if left_out := {cpu for cpus in cpu_for_each_process for cpu in cpus} - allowed:
         text = error_message(
-            "cpu_for_each_process", f"left out {_why_not(machine, left_out)}", "Take them out of the lists"
+            "cpu_for_each_process", f"omitted {_why_not(machine, left_out)}", "Remove them from the lists"
         )
         warnings.warn(text, NanoWarning, stacklevel=2)
     return tuple(_given_share(machine, cpus, claimed) for cpus in lists)

@@ -202,7 +202,7 @@ class Run:
         """Start the run, execute its task, end the run, and return the result of the task."""
         if self._task is None:
             raise NanoError(
-                error_message("complete() of a run without a task", "the task is what it executes", "Pass one")
+                error_message("complete() of a run without a task", "it executes the task", "Pass a task to the run")
             )
         try:
             with self:

@@ -20,7 +20,7 @@ from nano_loop.steps.step import Step
 class FrozenDtype(Step):
     """Gives the fp32 numbers of frozen weights up, one by one. After the run they have the rounded values in fp32.
 
-    Weights that others hold stay as they are: those in memory of numpy or of other processes, and an LSTM's. What the
+    Weights that others hold stay unchanged: those in memory of numpy or of other processes, and an LSTM's. What the
     program has written is fp32 from then on, unless bf16 can hold it. See `nano_loop.kernels.narrow_weight`.
     """
 
@@ -59,12 +59,12 @@ class FrozenDtype(Step):
             expected = f"no weight of {names} is fp32, has {FEWEST:,} numbers or more, and requires_grad=False"
             raise self._error(expected, "freeze weights before the setup")
         trim()
-        others = f"; {left} others stay, which somebody else holds" if left else ""
+        others = f"; {left} others stay in fp32, because other objects share their memory" if left else ""
         return f"frozen weights in bf16, {size(freed)} given up{others}"
 
     def _error(self, expected: str, hint: str) -> NanoConfigError:
         got = self.options.as_written[self.name]
-        return NanoConfigError(error_message(got, expected, f'Leave it out, which means "32", or {hint}'))
+        return NanoConfigError(error_message(got, expected, f'Omit it (the default is "32"), or {hint}'))
 
 
 def _restore(weights: list[nn.Parameter]) -> None:

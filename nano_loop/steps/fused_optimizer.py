@@ -23,7 +23,7 @@ class FusedOptimizer(Step):
     """Lets an optimizer step by torch's fused kernels, wherever they compute what its own loop over operators does.
 
     That is asked at each step, for each group (see `nano_loop.optimizers.torch_fused_steps`); the program's flags stay
-    as they are. Where they can, steps of the optimizer call the kernels directly (see
+    unchanged. Where they can, steps of the optimizer call the kernels directly (see
     `nano_loop.optimizers.direct_steps`).
     """
 

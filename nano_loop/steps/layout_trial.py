@@ -28,7 +28,7 @@ _DETERMINISTIC = "torch.use_deterministic_algorithms is on"
 class LayoutTrial:
     """The layout of a model: a guess, until both have been timed with the loop's first batch.
 
-    Random states, buffers and gradients of the loop stay as they are.
+    Random states, buffers and gradients of the loop stay unchanged.
 
     Parameters
     ----------

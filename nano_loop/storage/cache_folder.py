@@ -79,7 +79,7 @@ class JsonFile:
         return content if isinstance(content, dict) and content.get("format") == self._version else {}
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Replace the file. One that cannot be written is left as it is, and so is one for what JSON does not know."""
+        """Replace the file. One that cannot be written stays unchanged, also where JSON has no type for a value."""
         if self._path is None:
             return
         with suppress(OSError, NanoError, TypeError):

@@ -451,7 +451,7 @@ FAULTS = [
         FIRST,
         lambda: nano(**OPTIONS)(_trained_in_a_forked_child)(*small.parts()),
         None,
-        result="training goes on: the child trains by itself",
+        result="training goes on: the child trains alone",
     ),
     Fault("a layer is frozen on one rank", FIRST, _loop(_frozen), None, result="training goes on: its gradient counts"),
     Fault(

@@ -29,7 +29,7 @@ def candidates(options: Options, machine: Machine, fixed: Collection[str], answe
     options, machine
         The user's options, and the machine.
     fixed : collection of str
-        The options that stay as they are.
+        The options that stay unchanged.
     answer : mapping
         What the script has answered under the user's options; see `cli.tuning.in_script`.
     """
@@ -57,7 +57,7 @@ def _processes(options: Options, cores: int) -> Iterator[Changes]:
 
 
 def _steps(options: Options) -> Iterator[Changes]:
-    """Yield the change that asks for the steps that the user leaves out, and the one that leaves out all others."""
+    """Yield the change that asks for the steps that the user omits, and the one that omits all others."""
     off = [name for name in STEPS_BY_DEFAULT if getattr(options, name) is False]
     yield dict.fromkeys(off, "auto")
     yield {name: False for name in STEPS_BY_DEFAULT if name not in off}

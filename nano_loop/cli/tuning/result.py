@@ -21,7 +21,7 @@ from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.runtime.objects.report import digits
 
 _GIB = 1 << 30
-_MANY = 3  # steps left out, which the table only counts
+_MANY = 3  # omitted steps, which the table only counts
 _WIDTH = 100  # columns of the text
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # words
 _PLAIN, _AS_IT_IS = "plain PyTorch", "unchanged"
@@ -46,7 +46,7 @@ class Row:
     note: str = ""  # why it was measured no further, or failed
 
     def measure(self, own: Row, plain: Row) -> None:
-        """Take the mean of the rounds, as ratios to the options as they are, which run in each round."""
+        """Take the mean of the rounds, as ratios to the unchanged options, which run in each round."""
         if not self.seconds or not own.seconds:
             return
         self.milliseconds = 1e3 * statistics.fmean(own.seconds) / statistics.fmean(self._ratios(own))
@@ -55,7 +55,7 @@ class Row:
             self.speed_up = 1.0 if self.plain else 1e3 * of_plain / self.milliseconds
 
     def pays(self, own: Row, least: float) -> bool:
-        """Whether it is faster than the options as they are in each round, and `least` times on the whole."""
+        """Whether it is faster than the unchanged options in each round, and `least` times on the whole."""
         ratios = self._ratios(own)
         return bool(ratios) and min(ratios) > 1 and statistics.fmean(ratios) >= least
 
@@ -93,7 +93,7 @@ class Tuning:
 
     options: dict[str, Any]  # the options to write, chosen ones and those that were given
     line: str  # the line of code that has them, such as ``@nano(precision="bf16")``
-    #: The options as they are, the loop without nano_loop, and the others in the order of the search.
+    #: The unchanged options, the loop without nano_loop, and the others in the order of the search.
     rows: list[Row]
     chosen: int  # the row of the chosen options
     seconds: float  # how long the search took

@@ -26,9 +26,9 @@ from nano_loop.errors import NanoConfigError, NanoError, error_message, quoted
 
 #: What the ambient mode does not do, which is for one process.
 _OF_PROCESSES = ("num_processes", "cpu_for_each_process", "distributed_backend", "process_group_backend")
-#: What later runs do not take by themselves: it changes the batches, or needs what may be gone by then.
+#: What later runs do not take automatically: it changes the batches, or needs what may be gone by then.
 _NOT_LEARNT = frozenset(("num_processes", "use_ipex", "compile"))
-#: How many times as fast as the options as they are a candidate has to be; and how slow one is not run again.
+#: How many times as fast as the unchanged options a candidate has to be; and how slow one is not run again.
 PAYS, HOPELESS = 1.02, 1.4
 #: The largest error of the loss, relative to fp64, with which a candidate may be chosen. A model that computes
 #: something else under autocast does so by hand as well, so `verify` finds no fault there.
@@ -59,7 +59,7 @@ class Search:
     Parameters
     ----------
     script : Script
-        The script. Options that its environment or the command line sets stay as they are.
+        The script. Options that its environment or the command line sets stay unchanged.
     seconds : float
         How long the search may take, about.
     """
@@ -83,7 +83,7 @@ class Search:
         Raises
         ------
         TrialFailedError
-            If the script fails as it is.
+            If the unchanged script fails.
         NanoConfigError
             If it trains nothing, or takes too few steps.
         KeyboardInterrupt
@@ -105,7 +105,7 @@ class Search:
         return self._result(chosen)
 
     def _begin(self, answer: Mapping[str, Any]) -> None:
-        """Choose the candidates by what the script has answered as it is, and the time of a trial."""
+        """Choose the candidates by what the unchanged script has answered, and the time of a trial."""
         self._is_explicit, self._written, self._identity = answer["is_explicit"], answer["written"], answer["script"]
         self._options = Options.from_call({**answer["options"], "verbose": True}, self._environ)  # the trials are quiet
         fixed = self._options.set_by_environment | (set() if self._is_explicit else {*_OF_PROCESSES})
@@ -228,7 +228,7 @@ class Search:
         return self._own
 
     def _with_other_batches(self) -> list[Row]:
-        """Return the rows that train on other batches than the script as it is."""
+        """Return the rows that train on other batches than the unchanged script."""
         is_split = self._options.split_batches
         return [] if is_split else [row for row in self._rows[2:] if "num_processes" in row.options]
 
@@ -296,7 +296,7 @@ class Search:
             times = f"{1 / chosen.speed_up:.2f} times as fast"
             yield f"The loop without nano_loop is {times}: its steps are too short for any option to pay."
         if count > 1 and not self._options.split_batches:
-            yield f"With {count} processes a step takes {count} batches of the loader. Times are of one batch."
+            yield f"With {count} processes a step takes {count} batches of the loader. Times are per batch."
         for row in filter(lambda row: row.milliseconds, self._with_other_batches()):
             row.note = row.note or "other batches"
             gain = (chosen.milliseconds or 0.0) / (row.milliseconds or 1.0)

@@ -32,7 +32,7 @@ def check_arguments(group: Any = None, reduce_op: Any = "sum") -> None:
 
 
 def reduced(ranks: Ranks, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
-    """Reduce `tensor` in place over all ranks, and return it; without a process group, as it is."""
+    """Reduce `tensor` in place over all ranks, and return it; without a process group, unchanged."""
     if not distributed.is_initialized():
         return tensor
     named = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
@@ -46,7 +46,7 @@ def reduced(ranks: Ranks, tensor: torch.Tensor, group: Any = None, reduce_op: An
             tensor.mul_(split.weight)
     ranks.finish(distributed.all_reduce(tensor, operation, group, async_op=True))
     if mean:
-        with torch.no_grad():  # the mean of losses, for a log, leaves each loss's own gradient as it is
+        with torch.no_grad():  # the mean of losses, for a log, leaves each loss's own gradient unchanged
             if is_floating:
                 tensor.copy_(tensor / size)
             else:

@@ -94,7 +94,7 @@ _AT_HOME = ("~/.cache", "~/.triton", "~/.config/matplotlib")
 def cache_folders() -> list[str]:
     """Return the cache folders of this process, without symbolic links in their paths.
 
-    One that holds the working folder or the folder for temporary files is left out: the loop's own files lie there.
+    One that holds the working folder or the folder for temporary files is omitted: the loop's own files lie there.
     """
     place = working_folder()
     others = [os.path.realpath(folder) for folder in (place, tempfile.gettempdir()) if folder is not None]

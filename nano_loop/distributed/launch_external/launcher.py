@@ -43,7 +43,7 @@ class External(Launcher):
     """The ranks of a launch, of which this process is one: nothing is started, sent or watched.
 
     The external launcher ends all of its processes when one of them fails. A process group that the user has made
-    already is used, and left as it is.
+    already is used, and stays unchanged.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def join_run(
     ----------
     store : torch.Store or None
         Where all of them meet, used by no other run. None: in the process group that the user has made, which is used
-        and left as it is.
+        and stays unchanged.
     options : Options
         The options of the run.
     machine : Machine

@@ -17,7 +17,7 @@ from nano_loop.errors import NanoError, error_message
 _ARRAYS = (torch.Tensor, np.ndarray)
 _SINGLE = (type(None), str, bytes, bool, int, float, complex, np.generic)
 _EXPECTED = "split_batches takes samples out of tensors, arrays and lists by their first dimension, the batch's"
-_HINT = "Let collate_fn return such columns, of one length, in tuples or dicts, or leave split_batches out"
+_HINT = "Let collate_fn return such columns, of one length, in tuples or dicts, or omit split_batches"
 
 
 class BatchParts:

@@ -1,4 +1,4 @@
-"""Lets samplers draw the same numbers on every rank, while each rank's own random states stay as they are."""
+"""Lets samplers draw the same numbers on every rank, while each rank's own random states stay unchanged."""
 
 from __future__ import annotations
 

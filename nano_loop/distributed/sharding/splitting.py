@@ -27,7 +27,7 @@ from nano_loop.patching.objects.loaders import ClassIteration, Start
 from nano_loop.patching.torch_private_loaders import collates_as_torch, is_default_collate
 
 _ALL = "split_batches divides each batch of all data among the ranks"
-_UNDIVIDED = "Give every rank all data: leave out a sampler or subset by rank, or split_batches"
+_UNDIVIDED = "Give every rank all data: omit the sampler or subset by rank, or omit split_batches"
 
 
 class BatchSplitting(BatchSharding):

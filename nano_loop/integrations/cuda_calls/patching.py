@@ -127,7 +127,7 @@ def _on_cpu(value: Any) -> Any:
     Parameters
     ----------
     value : object
-        An argument of a call, such as ``"cuda:0"`` or ``torch.device("cuda")``. All others are returned as they are.
+        An argument of a call, such as ``"cuda:0"`` or ``torch.device("cuda")``. All others are returned unchanged.
     """
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value

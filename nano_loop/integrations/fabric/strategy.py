@@ -144,7 +144,7 @@ class RanksCollectives:
         return ranks
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce `tensor` in place over all ranks, and return it; what is no tensor comes back as it is."""
+        """Reduce `tensor` in place over all ranks, and return it; anything but a tensor comes back unchanged."""
         return reduced(self.ranks, tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
 
     reduce = all_reduce  # Lightning's name

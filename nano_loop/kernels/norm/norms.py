@@ -81,7 +81,7 @@ def _computed(compute: _Compute, call: Call) -> _Results | None:
 
 
 def _with_copies(call: Call) -> Call | None:
-    """Return a batch norm that leaves the running statistics as they are."""
+    """Return a batch norm that leaves the running statistics unchanged."""
     weight, bias, *args = call.numbers
     copies = [None if running is None else running.clone() for running in args[:2]]
     return call._replace(numbers=(weight, bias, *copies, *args[2:])) if call.is_measurable else None

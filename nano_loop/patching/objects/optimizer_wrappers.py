@@ -20,7 +20,7 @@ from nano_loop.patching.walk import find, walk
 def innermost(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """Replace each wrapper by the optimizers inside it, without duplicates.
 
-    An optimizer without hooks and without an optimizer inside is left out, with a `NanoWarning`.
+    An optimizer without hooks and without an optimizer inside is skipped, with a `NanoWarning`.
     """
     innermost = [optimizer for optimizer in walk(optimizers, _wrapped) if not _wrapped(optimizer)]
     for optimizer in innermost:

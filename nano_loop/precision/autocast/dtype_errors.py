@@ -25,7 +25,7 @@ def explain(error: BaseException, expected: str = _UNDER_AUTOCAST, advice: str =
     Parameters
     ----------
     error : BaseException
-        The error; one of another kind is left as it is.
+        The error; one of another kind stays unchanged.
     expected, advice : str
         The last two parts of the text.
 

@@ -21,7 +21,7 @@ from nano_loop.patching.ownership import OperatorRule
 from nano_loop.patching.torch_private import arguments_of
 from nano_loop.precision.autocast.default_ops import TORCHS, as_torch_does, below, cast_like_autocast
 
-#: Normalizations, whose weights and running statistics stay as they are: torch takes them in fp32 with bf16 inputs.
+#: Normalizations, whose weights and running statistics stay unchanged: torch takes them in fp32 with bf16 inputs.
 _NORMS = frozenset(
     f"{prefix}{kind}_norm{suffix}"
     for prefix in ("", "native_", "_native_")

@@ -1,6 +1,6 @@
 """Operators without a right kernel for bf16 or fp16, or that refuse it beside fp32: they compute in the widest dtype.
 
-CUDA's autocast promotes the inputs of some, and lists others for fp32. On a CPU, autocast leaves them as they are, so a
+CUDA's autocast promotes the inputs of some, and lists others for fp32. On a CPU, autocast leaves them unchanged, so a
 graph convolution (`torch.sparse.mm`) and pooling by `scatter_add_` raise torch's bare dtype error, and `matrix_exp` is
 NaN. ``operators.json`` has them, by version of torch: `scripts/sweep_operators.py` finds them by running all of torch's
 operators, and nobody edits the file.

@@ -49,7 +49,7 @@ class Logged:
     again : int
         How many of these had been cast to the same dtype before, in the same step, and not changed since.
     cast_bytes : int
-        The bytes that the casts have read and written, or the products for the inputs that they pack by themselves.
+        The bytes that the casts have read and written, or the products for the inputs that they pack.
     """
 
     source: str
@@ -77,7 +77,7 @@ class CastLog:
     def summary(self) -> str:
         """Return one line."""
         casts, again, cast_bytes = _totals(row for row in self.rows if _IN not in row.target)
-        text = f"{casts:,} casts in a step, {again:,} of them again, moved {cast_bytes / _MEGA:,.1f} MB"
+        text = f"{casts:,} casts per step, {again:,} of them repeated, moved {cast_bytes / _MEGA:,.1f} MB"
         products, _, packed = _totals(row for row in self.rows if _IN in row.target)
         return f"{text}; {products:,} products round, and pack {packed / _MEGA:,.1f} MB" if products else text
 
@@ -151,7 +151,7 @@ class CastRecorder:
         row.cast_bytes += source.numel() * source.itemsize + target.numel() * target.itemsize
 
     def record_product(self, dtype: torch.dtype, kind: str, packed: int) -> None:
-        """Note a product that rounds its inputs, and packs so many numbers of fp32 in a dtype by itself."""
+        """Note a product that rounds its inputs itself, and packs so many numbers of fp32 in a dtype."""
         row = self._row(_NAMES[torch.float32], f"{_NAMES[dtype]}{_IN}{kind}")
         row.casts += 1
         row.cast_bytes += packed * (torch.float32.itemsize + dtype.itemsize)

@@ -175,7 +175,7 @@ def loss_of(model: nn.Module, calls: Any) -> Tensor:
 
 
 def _differentiable(outputs: Any) -> list[Tensor]:
-    """Return the tensors that a model has computed. A parameter that it returns is none of them."""
+    """Return the tensors that a model has computed. A parameter that it returns does not count."""
     return [tensor for tensor in find(Tensor, outputs) if tensor.requires_grad and not tensor.is_leaf]
 
 
