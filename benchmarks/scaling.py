@@ -102,7 +102,7 @@ def scaling_table(workload: str, rows: dict[str, dict[str, Any]]) -> str:
 def split(
     workload: str, small: bool, limit: float, samples: int, rounds: int, processes: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """Return by the number of processes the median ms a step, and its speed over one process's, round by round."""
+    """Return by the number of processes the median ms per step, and its speed over one process's, round by round."""
     work = {"task": "split", "workload": workload, "small": small, "samples": samples}
     jobs = {str(count): {"job": {**work, "processes": count}} for count in dict.fromkeys([1, *processes])}
     found = take_turns(jobs, rounds, limit, workload)
@@ -123,7 +123,7 @@ def _over_one_process(rounds: list[dict[str, Result]], name: str) -> dict[str, A
 
 def split_table(workload: str, rows: dict[str, dict[str, Any]]) -> str:
     """Return it as a table for the terminal."""
-    lines = [f"\n{workload}, split batches", f"  {'processes':<12}{'ms a step':>11}{'over one process':>27}"]
+    lines = [f"\n{workload}, split batches", f"  {'processes':<12}{'ms per step':>11}{'over one process':>27}"]
     for name, row in rows.items():
         if row["reason"]:
             lines.append(f"  {name:<12}{'–':>11}  {row['reason']}")
