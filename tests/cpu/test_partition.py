@@ -199,9 +199,9 @@ def test_all_that_is_wrong_with_the_lists_is_said_at_once(recorded):
         given_shares(machine, ((4, 5), (5, 4, 6), (0, 99)))
     assert str(caught.value).splitlines() == [
         "cpu_for_each_process[2]=[0, 99]: no CPU is left without 99 (no such CPU), "
-        "0 (not in this process's affinity mask); this process may use CPUs 4-7,20-23 of 32. Name some of those.",
+        "0 (not in this process's affinity mask); this process may use CPUs 4-7,20-23 of 32. Use some of these.",
         "cpu_for_each_process has CPU 4-5 in more than one list: a CPU computes for one process. "
-        "Take it out of the others.",
+        "Remove it from the others.",
     ]
 
 

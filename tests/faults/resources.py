@@ -160,7 +160,7 @@ def _closed_umask():
         print(error)
     """
     said = python(program, preexec_fn=without_rights_of_root)
-    assert "has the mode d---------, by the umask" in said, said
+    assert "has the mode d---------, because of the umask" in said, said
     assert "Set umask 022" in said, said
 
 
