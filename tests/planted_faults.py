@@ -504,13 +504,13 @@ FAULTS = (
         "policy/product_precision.py",
         "self._fewest.get(kind, math.inf) for",
         "self._fewest.get(kind, 0) for",
-        "tests/steps/test_products.py",
+        "tests/policy/test_product_precision.py",
     ),
     Fault(
         "policy/product_precision.py",
         "        self._least = {}\n",
         "        pass\n",
-        "tests/steps/test_products.py",
+        "tests/policy/test_product_precision.py",
     ),
     Fault(
         "precision/autocast/conversion.py",
@@ -601,7 +601,7 @@ FAULTS = (
         "runtime/trial.py",
         "        self.setting, self._other = self.settings\n",
         "",
-        "tests/steps/test_num_threads.py",
+        "tests/runtime/test_trial.py",
     ),
     Fault(
         "steps/kernels/models.py",

@@ -2,39 +2,10 @@
 
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
+from torch.nn.functional import cross_entropy, softplus
 
 from .pairs import CONVOLUTIONS, ROUNDED, pair, untouched
-from .tasks import ADAM, ADAMW, entropy, images, job, steps, train, vectors
-
-
-def gan():
-    generator = nn.Sequential(nn.Linear(4, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6))
-    critic = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-    return {
-        "generator": generator,
-        "critic": critic,
-        "for_generator": torch.optim.Adam(generator.parameters(), lr=0.01, betas=(0.5, 0.999)),
-        "for_critic": torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.999)),
-        "loader": vectors(),
-    }
-
-
-@pair(gan, kernels_in_bf16=True)
-def test_gan(generator, critic, for_generator, for_critic, loader, by_hand=untouched):
-    losses = []
-    for _ in range(2):
-        for real, _ in loader:
-            fake = by_hand(generator)(torch.randn(len(real), 4))
-            yes, no = torch.ones(len(real), 1), torch.zeros(len(real), 1)
-
-            def judged(images, label):
-                return binary_cross_entropy_with_logits(by_hand(critic)(images), label)
-
-            both = (real, yes, fake.detach(), no)
-            losses += train(lambda x, y, fake, no: judged(x, y) + judged(fake, no), [both], for_critic)
-            losses += train(judged, [(fake, yes)], for_generator)
-    return losses
+from .tasks import ADAM, ADAMW, images, job, steps, train, vectors
 
 
 def convolutional_gan():
@@ -106,34 +77,12 @@ def test_gradient_penalty_through_convolutions(model, optimizer, loader, by_hand
 
 
 @pair(job(optimizer=ADAMW))
-def test_two_forwards_and_one_backward(model, optimizer, loader, by_hand=untouched):
-    def loss(x, y):
-        first = by_hand(model)(x)
-        second = by_hand(model)(x + 0.1 * torch.randn_like(x))
-        return cross_entropy(first, y) + (first - second).square().mean()
-
-    return train(loss, loader, optimizer)
-
-
-@pair(job(optimizer=ADAMW))
-def test_one_forward_and_two_backwards(model, optimizer, loader, by_hand=untouched):
+def test_several_forwards_and_backwards(model, optimizer, loader, by_hand=untouched):
     norms = []
     for x, y in steps(loader, optimizer):
-        out = by_hand(model)(x)
-        cross_entropy(out, y).backward(retain_graph=True)
+        first = by_hand(model)(x)
+        second = by_hand(model)(x + 0.1 * torch.randn_like(x))
+        (cross_entropy(first, y) + (first - second).square().mean()).backward(retain_graph=True)
         norms.append(model.head.weight.grad.norm())
-        out.square().mean().backward()
+        first.square().mean().backward()
     return norms
-
-
-@pair(job(optimizer=ADAMW))
-def test_an_adversarial_example(model, optimizer, loader, by_hand=untouched):
-    """FGSM: the gradient of the input moves the input, in the middle of a step."""
-    moved = []
-    for x, y in loader:
-        x.requires_grad_()
-        cross_entropy(by_hand(model)(x), y).backward()
-        worse = (x + 0.05 * x.grad.sign()).detach()
-        train(entropy(by_hand(model)), [(worse, y)], optimizer)
-        moved.append(worse)
-    return moved

@@ -1,7 +1,6 @@
 """Copies made inside the loop: averages of the weights, deep copies, pickles. All of them are plain."""
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import textwrap
 import cloudpickle
 import pytest
 import torch
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from nano_loop import nano
 
@@ -47,18 +46,6 @@ def test_ema_by_deepcopy(model, optimizer, loader, by_hand=untouched):
             outputs.append(average(x))
     assert type(average) is type(model)
     assert type(average.head) is torch.nn.Linear
-    return outputs, average.state_dict()
-
-
-@pair(*NETS, configs=CONVOLUTIONS)
-def test_ema_by_averaged_model(model, optimizer, loader, by_hand=untouched):
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    outputs = []
-    for x, y in loader:
-        train(entropy(by_hand(model)), [(x, y)], optimizer)
-        average.update_parameters(model)
-        with torch.no_grad():
-            outputs.append(average(x))
     return outputs, average.state_dict()
 
 
@@ -226,13 +213,3 @@ def test_a_copy_trains_on_after_the_run():
     assert torch.equal(first, second)
     assert torch.equal(copied(x), model(x))
     assert not torch.equal(copied(x), first)
-
-
-@pair(job(), configs=[EXACT, BF16, *WITH_IPEX])
-def test_a_whole_model_saved_and_loaded_in_the_loop(model, optimizer, loader, by_hand=untouched):
-    buffer = io.BytesIO()
-    torch.save({"model": model, "optimizer": optimizer}, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    plain = fit(loaded["model"], loaded["optimizer"], loader, untouched)
-    return plain, fit(model, optimizer, loader, by_hand)

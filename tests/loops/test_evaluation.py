@@ -10,18 +10,7 @@ from torch.nn.functional import cross_entropy
 from nano_loop import nano
 
 from .nested import differences, mapped
-from .pairs import (
-    BF16,
-    CONVOLUTIONS,
-    EXACT,
-    FUSED,
-    WITH_IPEX,
-    built,
-    left_as_found,
-    named,
-    pair,
-    untouched,
-)
+from .pairs import CONVOLUTIONS, built, left_as_found, named, pair, untouched
 from .records import laid_otherwise, record, record_strides
 from .tasks import ADAM, ADAMW, ConvNet, Net, entropy, fit, images, job, steps, train, vectors
 
@@ -58,28 +47,15 @@ test_evaluation_of_images_each_epoch = pair(with_validation("convolutional", Con
 
 
 @pair(job(optimizer=ADAM))
-def test_the_loop_ends_early(model, optimizer, loader, by_hand=untouched):
+def test_batches_taken_by_hand_and_a_loop_that_ends_early(model, optimizer, loader, by_hand=untouched):
+    x, y = next(iter(loader))
+    batches = iter(loader)
+    seen = [len(loader), loader.batch_size, len(loader.dataset), next(batches), by_hand(model)(x), y]
     for step, (x, y) in enumerate(loader):
         losses = train(entropy(by_hand(model)), [(x, y)], optimizer)
         if step == 2:
             break
-    return step, losses, [x for x, _ in loader]
-
-
-@pair(job())
-def test_one_batch_taken_by_hand(model, optimizer, loader, by_hand=untouched):
-    """A sanity batch before the loop, `next(iter(loader))`, and what a loader tells of itself."""
-    x, y = next(iter(loader))
-    batches = iter(loader)
-    return len(loader), loader.batch_size, len(loader.dataset), next(batches), by_hand(model)(x), y
-
-
-@pair(job())
-def test_the_best_weights_are_restored(model, optimizer, loader, by_hand=untouched):
-    best = {name: value.clone() for name, value in model.state_dict().items()}
-    fit(model, optimizer, loader, by_hand, epochs=1)
-    model.load_state_dict(best)
-    return fit(model, optimizer, loader, by_hand, epochs=1)
+    return seen, step, losses, [x for x, _ in loader]
 
 
 class Picky(nn.Linear):
@@ -178,19 +154,3 @@ def test_an_error_in_the_midst_of_a_step_leaves_nothing_behind(error):
 def looks(recorded):
     """A record without its numbers, which another precision changes."""
     return mapped(recorded, lambda tensor: torch.empty(0, dtype=tensor.dtype))
-
-
-@pair(job(optimizer=ADAM), configs=[EXACT, FUSED, BF16, *WITH_IPEX])
-def test_a_run_within_a_run(model, optimizer, loader, by_hand=untouched):
-    """Evaluates by a function that is accelerated itself, in other ways than the loop is."""
-    losses = []
-
-    @nano(precision="bf16", verbose=False)
-    def evaluate(model, loader):
-        with torch.no_grad():
-            return [model(x) for x, _ in loader]
-
-    for _ in range(2):
-        losses.append(fit(model, optimizer, loader, by_hand, epochs=1))
-        losses.append(evaluate(model, loader))
-    return losses

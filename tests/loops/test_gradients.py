@@ -8,10 +8,10 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy, embedding
 from torch.nn.utils import parametrizations, parametrize, prune
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
-from .pairs import EXACT, FP64, FUSED, ROUNDED, WITH_IPEX, named, pair, untouched
-from .tasks import ADAM, ADAMW, SGD, Net, entropy, fit, job, steps, train, vectors
+from .pairs import FP64, ROUNDED, named, pair, untouched
+from .tasks import ADAM, ADAMW, SGD, entropy, fit, job, steps, train, vectors
 
 ADAGRAD = functools.partial(torch.optim.Adagrad, lr=0.1)
 
@@ -108,16 +108,6 @@ def deep():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-@pair(job(model=deep))
-def test_the_whole_model_checkpointed(model, optimizer, loader, by_hand=untouched):
-    return train(entropy(lambda x: checkpoint(by_hand(model), x, use_reentrant=False)), loader, optimizer)
-
-
-@pair(job(model=deep), configs=[EXACT, FUSED, *WITH_IPEX[:1]])  # in fp32: by hand, nothing is around the pieces
-def test_a_sequence_checkpointed_in_segments(model, optimizer, loader, by_hand=untouched):
-    return train(entropy(lambda x: checkpoint_sequential(model, 2, x, use_reentrant=False)), loader, optimizer)
-
-
 def parametrized(kind):
     """A model with two such layers; batch norm after one would leave its gradients nothing but noise."""
 
@@ -178,24 +168,6 @@ def test_gradients_of_each_sample(model, optimizer, loader, by_hand=untouched):
             p.grad = gradients[name].clamp(-0.1, 0.1).mean(0)
         optimizer.step()
     return norms
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 3 * gradient
-
-
-class WithOwnFunction(Net):
-    def forward(self, x):
-        return Doubled.apply(self.head(self.encoder(x)))
-
-
-test_an_autograd_function_of_the_users = pair(job(model=WithOwnFunction))(fit)
 
 
 class RecomputingInFp32(nn.Module):

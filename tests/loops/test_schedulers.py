@@ -44,8 +44,24 @@ SCHEDULERS = {
 }
 
 
-def schedule(model, optimizer, loader, scheduler, by_hand):
+def built_before(name):
+    return job(f"{name}, before", scheduler=SCHEDULERS[name])
+
+
+def built_in_the_loop(name):
+    return job(f"{name}, in the loop", optimizer=ADAMW, scheduler=lambda _: name)
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # SequentialLR of torch 2.8, of itself
+@pair(
+    *(build(name) for build in (built_before, built_in_the_loop) for name in SCHEDULERS),
+    configs=[EXACT, FUSED, *WITH_IPEX],
+    repeats=[EXACT],
+)
+def test_scheduler(model, optimizer, loader, scheduler, by_hand=untouched):
     """Every scheduler steps once a batch; gives the rates it set and those found in the optimizer."""
+    if isinstance(scheduler, str):
+        scheduler = SCHEDULERS[scheduler](optimizer)
     rates = []
     for _ in range(3):
         for batch in loader:
@@ -56,23 +72,3 @@ def schedule(model, optimizer, loader, scheduler, by_hand):
     assert len(rates) == STEPS
     assert scheduler.optimizer is optimizer
     return rates, scheduler.state_dict()
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # SequentialLR of torch 2.8, of itself
-@pair(
-    *(job(name, scheduler=factory) for name, factory in SCHEDULERS.items()),
-    configs=[EXACT, FUSED, *WITH_IPEX],
-    repeats=[EXACT],
-)
-def test_scheduler_built_before(model, optimizer, loader, scheduler, by_hand=untouched):
-    return schedule(model, optimizer, loader, scheduler, by_hand)
-
-
-def naming(name):
-    return job(name, optimizer=ADAMW, scheduler=lambda _: name)
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
-@pair(*map(naming, SCHEDULERS), configs=[EXACT, FUSED, *WITH_IPEX], repeats=[EXACT])
-def test_scheduler_built_after(model, optimizer, loader, scheduler, by_hand=untouched):
-    return schedule(model, optimizer, loader, SCHEDULERS[scheduler](optimizer), by_hand)

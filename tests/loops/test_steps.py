@@ -1,22 +1,16 @@
 """How a loop steps its optimizers: several, by closure, with gradients accumulated, clipped, set by hand."""
 
-import copy
 import functools
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_
 
-from .pairs import ALL, BF16, CONVOLUTIONS, EXACT, FP64, FUSED, SHIPPED, WITH_IPEX, named, pair, untouched
-from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, fit, images, job, steps, train, vectors
+from .pairs import BF16, CONVOLUTIONS, EXACT, FP64, FUSED, SHIPPED, WITH_IPEX, pair, untouched
+from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, images, job, steps, train, vectors
 
-EACH_FUSED_KIND = {
-    "sgd": SGD,
-    "adam": ADAM,
-    "adamw": ADAMW,
-    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
-}
+EACH_FUSED_KIND = {"sgd": SGD, "adam": ADAM, "adamw": ADAMW, "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1)}
 
 
 def two_optimizers():
@@ -133,16 +127,6 @@ def test_contiguous_gradients_assigned_to_convolutions(model, optimizer, loader,
         optimizer.step()
 
 
-@pair(*map(convolutional, EACH_FUSED_KIND))
-def test_weights_replaced_through_a_vector(model, optimizer, loader, by_hand=untouched):
-    """`vector_to_parameters` gives every parameter new, contiguous memory, under state that exists already."""
-    fit(model, optimizer, loader, by_hand, epochs=1)
-    vector = parameters_to_vector(model.parameters())
-    vector_to_parameters(vector * 0.9, model.parameters())
-    losses = fit(model, optimizer, loader, by_hand, epochs=1)
-    return vector, losses
-
-
 def odd_parameters():
     model = nn.Linear(6, 3)
     model.weight = nn.Parameter(torch.randn(6, 3).t())
@@ -154,33 +138,6 @@ def odd_parameters():
 @pair(odd_parameters, without=[FP64])
 def test_parameters_of_odd_layouts_and_dtypes(model, optimizer, loader, by_hand=untouched):
     return train(lambda x, y: cross_entropy(by_hand(model)(x), y) + model.extra.sin().sum(), loader, optimizer)
-
-
-@pair(job("sgd"), job("adam", optimizer=ADAM), configs=ALL)
-def test_model_and_optimizer_copied_together(model, optimizer, loader, by_hand=untouched):
-    """Reptile: a copy learns for a while, then the model moves towards it. The copy runs plain."""
-    fit(model, optimizer, loader, by_hand, epochs=1)
-    for _ in range(2):
-        learner, its_optimizer = copy.deepcopy((model, optimizer))
-        fit(learner, its_optimizer, loader, untouched, epochs=1)
-        with torch.no_grad():
-            for p, learned in zip(model.parameters(), learner.parameters(), strict=True):
-                p.lerp_(learned, 0.5)
-    return [*model.state_dict().values()]
-
-
-def one_linear():
-    model = nn.Linear(1, 1, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.25)}
-
-
-@pair(named("", one_linear), configs=[EXACT, FUSED, BF16, *WITH_IPEX])
-def test_one_step_of_a_known_model(model, optimizer, by_hand=untouched):
-    (3 * by_hand(model)(torch.ones(2, 1))).mean().backward()
-    optimizer.step()
-    assert model.weight.item() == 0.25
 
 
 @pair(job("sgd"), job("adam", optimizer=ADAM))

@@ -48,50 +48,21 @@ class Autoencoder(nn.Module):
         return [self.encoder[0], self.decoder]
 
 
-def autoencoder(name=""):
-    return job(name, model=Autoencoder, optimizer=ADAMW, loader=lambda: vectors(shuffle=False))
-
-
-@pair(autoencoder())
-def test_a_submodule_called_directly(model, optimizer, loader, by_hand=untouched):
-    codes = []
+@pair(job(model=Autoencoder, optimizer=ADAMW, loader=lambda: vectors(shuffle=False)))
+def test_submodules_and_methods_called_by_the_loop(model, optimizer, loader, by_hand=untouched):
+    results = []
     for x, _ in steps(loader, optimizer):
         code = by_hand(model.encoder)(x)
         out = by_hand(model.decoder)(code)
-        mse_loss(out, x).backward()
-        codes += [code, out]
-    return codes, [layer.saw for layer in model.layers]
-
-
-@pair(autoencoder())
-def test_a_loss_method_on_the_model(model, optimizer, loader, by_hand=untouched):
-    results = []
-    for x, _ in steps(loader, optimizer):
         found = by_hand(model.my_loss)(x, x, scale=0.5)
-        found["loss"].backward()
-        results.append(found)
+        loss = by_hand(model.training_step)((x, x)) + by_hand(model.encode)(x).abs().mean()
+        (mse_loss(out, x) + found["loss"] + loss + mse_loss(by_hand(model.forward)(x), x)).backward()
+        results += [code, out, found, loss]
     return results, [layer.saw for layer in model.layers]
-
-
-@pair(autoencoder())
-def test_several_methods_on_the_model(model, optimizer, loader, by_hand=untouched):
-    results = []
-    for x, _ in steps(loader, optimizer):
-        loss = by_hand(model.training_step)((x, x))
-        code = by_hand(model.encode)(x)
-        (loss + code.abs().mean()).backward()
-        results += [loss, code]
-    return results, [layer.saw for layer in model.layers]
-
-
-@pair(autoencoder())
-def test_forward_called_by_its_name(model, optimizer, loader, by_hand=untouched):
-    train(lambda x, _: mse_loss(by_hand(model.forward)(x), x), loader, optimizer)
-    return [layer.saw for layer in model.layers]
 
 
 def test_methods_and_submodules_run_in_bf16_and_give_fp32():
-    """What the loops above compare, in so many words."""
+    """What the loop above compares, in so many words."""
 
     @nano(precision="bf16", verbose=False)
     def compute(model, x):
@@ -117,87 +88,6 @@ def test_a_sequential_model_indexed_sliced_and_walked(model, optimizer, loader, 
         out = by_hand(model[-1])(features)
         cross_entropy(out, y).backward()
         outputs += [features, out]
-    return outputs
-
-
-def in_containers():
-    heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
-    return nn.ModuleDict({"stem": nn.Linear(6, 8), "heads": heads})
-
-
-@pair(job(model=in_containers))
-def test_modules_in_a_dict_and_a_list(model, optimizer, loader, by_hand=untouched):
-    for x, y in steps(loader, optimizer):
-        stem = by_hand(model["stem"])(x)
-        sum(cross_entropy(by_hand(head)(stem), y) for head in model["heads"]).backward()
-    return list(model), stem
-
-
-def initialise(module):
-    if type(module) == nn.Linear:  # noqa: E721 - as PyTorch's own documentation writes it
-        nn.init.ones_(module.weight)
-
-
-@pair(job())
-def test_layers_found_by_their_exact_type(model, optimizer, loader, by_hand=untouched):
-    model.apply(initialise)
-    decayed = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
-    assert decayed == ["encoder.0", "head"]
-    assert isinstance(model, Net)
-    assert type(model) is Net
-    return repr(model), type(model).__name__, model.__class__ is Net, fit(model, optimizer, loader, by_hand)
-
-
-class Squares(nn.Linear):
-    """Overrides `__call__` itself, as some libraries do."""
-
-    def __call__(self, x):
-        return super().__call__(x).square()
-
-
-@pair(job(model=lambda: nn.Sequential(nn.Linear(6, 4), Squares(4, 3))))
-def test_a_module_with_a_call_of_its_own(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand), by_hand(model[1])(torch.ones(2, 4))
-
-
-class Slotted(nn.Module):
-    """Has attributes found at run time, a static and a class method, and a callable submodule list."""
-
-    shared = 3
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, self.shared)
-
-    def __getattr__(self, name):
-        if name == "alias":
-            return self.layer
-        return super().__getattr__(name)
-
-    @staticmethod
-    def double(x):
-        return 2 * x
-
-    @classmethod
-    def width(cls):
-        return cls.shared
-
-    def forward(self, x, *, twice=False):
-        return self.double(self.alias(x)) if twice else self.alias(x)
-
-    def batches_of(self, loader, by_hand):
-        for x, y in loader:
-            yield by_hand(self)(x, twice=True), y
-
-
-@pair(job(model=Slotted))
-def test_generators_properties_and_static_methods(model, optimizer, loader, by_hand=untouched):
-    outputs = [model.width(), model.double(3), by_hand(model.alias)(torch.ones(1, 6))]
-    for out, y in model.batches_of(loader, by_hand):
-        optimizer.zero_grad()
-        cross_entropy(out, y).backward()
-        optimizer.step()
-        outputs.append(out)
     return outputs
 
 
@@ -341,56 +231,11 @@ class Agent(Net):
     def update(self, optimizer, batches, by_hand):
         return train(entropy(by_hand(self)), batches, optimizer)
 
-    def descend(self, batches, by_hand):
-        """Gradient descent without an optimizer."""
-        losses = []
-        for x, y in batches:
-            loss = cross_entropy(by_hand(self)(x), y)
-            gradients = torch.autograd.grad(loss, [*self.parameters()])
-            with torch.no_grad():
-                for p, gradient in zip(self.parameters(), gradients, strict=True):
-                    p -= 0.1 * gradient
-            losses.append(loss.item())
-        return losses
-
-
-@pair(job(model=Agent), without=[FP64])
-def test_a_method_of_the_model_that_changes_its_weights_itself(model, optimizer, loader, by_hand=untouched):
-    return model.descend(loader, by_hand)
-
 
 @pair(job("sgd", model=Agent), job("adamw", model=Agent, optimizer=ADAMW), without=[FP64])
 def test_a_method_of_the_model_that_holds_the_loop(model, optimizer, loader, by_hand=untouched):
     """Under one autocast around the method, each step would compute with the weights of the first."""
     return [model.update(optimizer, loader, by_hand) for _ in range(2)]
-
-
-class Remembering(nn.Linear):
-    def __init__(self):
-        super().__init__(6, 3)
-        self.memory, self.cache = [], {}
-
-    def notes(self):
-        return self.memory, self.cache
-
-    def forward(self, x, collected):
-        out = super().forward(x)
-        self.cache["last"] = out.detach().float()
-        collected.append(out.detach())
-        return out
-
-
-@pair(job(model=Remembering), without=[FP64])
-def test_containers_that_the_model_and_the_loop_share(model, optimizer, loader, by_hand=untouched):
-    """What a method gives is the model's own list, and what the model is given is the loop's own."""
-    collected = []
-    for x, y in steps(loader, optimizer):
-        cross_entropy(by_hand(model)(x, collected), y).backward()
-        notes, cache = model.notes()
-        notes.append(y)
-        cache["seen"] = len(collected)
-    assert len(model.memory) == len(collected) == model.cache["seen"] == len(loader)
-    return collected, model.memory
 
 
 @pair(job())
@@ -399,14 +244,6 @@ def test_a_module_of_the_loops_own_is_left_alone(model, optimizer, loader, by_ha
     probe = Watching(16, 3)
     train(entropy(lambda x: probe(by_hand(model.encoder)(x))), loader, optimizer)
     return probe.saw
-
-
-@pair(job())
-def test_a_replaced_module_called_directly(model, optimizer, loader, by_hand=untouched):
-    model.head = Watching(16, 3)
-    optimizer.add_param_group({"params": model.head.parameters()})
-    train(entropy(lambda x: by_hand(model.head)(by_hand(model.encoder)(x))), loader, optimizer)
-    return model.head.saw
 
 
 class Tabled(nn.Module):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import disable_casts, nano
-from nano_loop.precision.autocast.autocast import cpu_autocast, to_fp32
+from nano_loop.precision.autocast.autocast import cpu_autocast
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 WEIGHT = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -100,12 +100,6 @@ def test_gradients_flow_through_it():
     with cpu_autocast(torch.bfloat16), disable_casts():
         F.linear(X.bfloat16(), weight).sum().backward()
     assert torch.equal(weight.grad, X.bfloat16().float().sum(0).expand(2, 4))
-
-
-def test_to_fp32_changes_bf16_and_fp16_alone():
-    assert to_fp32(X.bfloat16()).dtype is to_fp32(X.half()).dtype is torch.float32
-    for tensor in (X, X.double(), X.int()):
-        assert to_fp32(tensor) is tensor
 
 
 def test_it_decorates_functions_and_methods():

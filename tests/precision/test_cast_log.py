@@ -86,21 +86,6 @@ def test_a_tensor_that_has_changed_is_not_cast_again():
     }
 
 
-def test_the_backward_of_a_module_is_a_row_of_the_module():
-    model = nn.Sequential(nn.Linear(8, 4))
-    x = torch.ones(3, 8)
-
-    def step():
-        with torch.autocast("cpu", torch.bfloat16):
-            output = model(x)
-        output.float().sum().backward()
-
-    places = {(row.part, row.module, row.source): row.casts for row in logged(step, model).rows}
-    assert places["forward", "0", "fp32"] == 3
-    assert places["forward", "", "bf16"] == 1
-    assert places["backward", "0", "bf16"] == 2  # of the weight and of the bias
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore:JIT pass will be deprecated")
 def test_lists_composite_operators_and_scripts_are_seen():
     low, high = [torch.ones(3, dtype=torch.bfloat16) for _ in range(2)], [torch.ones(3) for _ in range(2)]

@@ -1,8 +1,5 @@
 """Frozen weights under autocast are rounded once where the graph keeps the rounded one, and nowhere else."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
@@ -77,16 +74,6 @@ def test_weights_are_rounded_once_for_all_steps(step, made):
     assert line.endswith("frozen weights of Net rounded once")
 
 
-def test_what_is_computed_has_the_bits_of_autocast_by_hand(step, made):
-    model = Net()
-    set_up(step, model)
-    trained(model, steps=2)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(X)
-    assert made
-    assert torch.equal(model(X), expected.float())
-
-
 def only_evaluated(model):
     with torch.no_grad():
         for _ in range(3):
@@ -117,16 +104,6 @@ def test_no_copy_is_made_where_no_graph_would_keep_one(step, made, use):
     assert made == []
 
 
-def test_only_what_was_written_to_is_rounded_again(step, made):
-    model = Net()
-    set_up(step, model)
-    trained(model)
-    made.clear()
-    model.linear.weight.data.mul_(2)
-    trained(model)
-    assert made == [(8, 8)]
-
-
 def test_a_list_of_the_user_takes_precedence(step, made):
     model = Net()
     made_step, _ = set_up(step, model)
@@ -137,46 +114,6 @@ def test_a_list_of_the_user_takes_precedence(step, made):
     model.linear.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
     trained(model)
     assert set(seen) == {torch.float32}
-
-
-def test_copies_are_freed_with_the_model_and_with_the_run(step, monkeypatch):
-    monkeypatch.setattr(frozen_weights, "FEWEST", 10)
-    copies, make = [], WeightCopies.make
-
-    def noted(self, weight):
-        copy = make(self, weight)
-        copies.append(weakref.ref(copy))
-        return copy
-
-    monkeypatch.setattr(WeightCopies, "make", noted)
-    first, second = Net(), Net()
-    made, _ = set_up(step, first)
-    made.apply(TrainingObjects([second]))
-    trained(first)
-    trained(second)
-    del first
-    gc.collect()
-    assert [copy() is not None for copy in copies] == 3 * [False] + 3 * [True]
-    made.undo()
-    assert not any(copy() is not None for copy in copies)
-
-
-def test_a_weight_that_is_trained_again_has_no_copy(step, made):
-    model = Net()
-    set_up(step, model)
-    trained(model)
-    model.linear.requires_grad_(True)
-    trained(model)
-    assert model.linear.weight.grad is not None
-    assert sorted(made) == sorted(ALL)
-
-
-def test_report_says_nothing_of_memory_of_numpy_which_has_no_copies(step, monkeypatch):
-    monkeypatch.setattr(frozen_weights, "FEWEST", 10)
-    model = nn.Linear(8, 8).requires_grad_(False)
-    model.weight.data = torch.from_numpy(model.weight.detach().numpy().copy())
-    _, line = set_up(step, model)
-    assert "rounded" not in line
 
 
 @pytest.mark.filterwarnings("ignore:.*this CPU has no bf16 instructions")

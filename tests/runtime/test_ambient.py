@@ -496,29 +496,6 @@ def test_explicit_runs_have_their_own_options(install, explicit):
     assert nano_loop.report() is None
 
 
-def test_compiled_model_is_left_alone(install):
-    install(precision="bf16")
-    net = Net()
-    compiled = torch.compile(net, backend="eager")
-    fit(compiled, adam(net))
-    assert set(net.seen) == {torch.float32}
-    assert nano_loop.report()["model"].code == "compiled"
-    torch.compiler.reset()
-
-
-def test_model_of_fabric_is_left_alone(install, rank_put_back):
-    install(precision="bf16")
-    net = Net()
-    fabric = Fabric(accelerator="cpu", devices=1)
-    model, optimizer = fabric.setup(net, adam(net))
-    for _ in range(2):
-        optimizer.zero_grad()
-        fabric.backward(nn.functional.mse_loss(model(X), Y))
-        optimizer.step()
-    assert set(net.seen) == {torch.float32}
-    assert nano_loop.report()["model"].code == "fabric"
-
-
 class DistributedDataParallel(Loss):
     """Stands for torch's, which needs a process group."""
 
@@ -526,12 +503,35 @@ class DistributedDataParallel(Loss):
         return self.model(x)
 
 
-def test_model_that_several_processes_train_is_left_alone(install):
+def compiled_by_the_program(net):
+    fit(torch.compile(net, backend="eager"), adam(net))
+    torch.compiler.reset()
+
+
+def by_fabric(net):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(net, adam(net))
+    for _ in range(2):
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(X), Y))
+        optimizer.step()
+
+
+def by_several_processes(net):
+    fit(DistributedDataParallel(net), adam(net))
+
+
+@pytest.mark.usefixtures("rank_put_back")
+@pytest.mark.parametrize(
+    ("train", "code"),
+    [(compiled_by_the_program, "compiled"), (by_fabric, "fabric"), (by_several_processes, "distributed")],
+)
+def test_model_that_others_accelerate_is_left_alone(install, train, code):
     install(precision="bf16")
     net = Net()
-    fit(DistributedDataParallel(net), adam(net))
+    train(net)
     assert set(net.seen) == {torch.float32}
-    assert nano_loop.report()["model"].code == "distributed"
+    assert nano_loop.report()["model"].code == code
 
 
 def test_under_torchrun_nothing_is_installed(install, monkeypatch, capsys):

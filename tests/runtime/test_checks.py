@@ -66,12 +66,6 @@ def test_what_runs_to_its_end_when_called_is_a_loop(function):
     check_loop(function, "train")
 
 
-@pytest.mark.parametrize("kind", NO_LOOPS)
-def test_what_is_no_loop_is_told_by_its_kind(kind):
-    with pytest.raises(NanoConfigError, match=rf"^train is {kind}: .+ plain function .+\. [A-Z].+\.$"):
-        check_loop(NO_LOOPS[kind], "train")
-
-
 WRAPPED = [*map(functools.partial, (generate, wait, generate_later)), Generates(), Waits()]
 
 

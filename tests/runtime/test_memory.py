@@ -2,11 +2,8 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,21 +21,14 @@ MB = 10**6
 PROGRAM = """
 import sys, torch, nano_loop
 from torch import nn
-from nano_loop.cpu import memory_left, resident_memory
-from nano_loop.cpu.tree import Tree
+from nano_loop.cpu import resident_memory
 
-wide, layers, rows, more = map(int, sys.argv[1:5])
-source = sys.argv[5]
+wide, layers, rows, more = map(int, sys.argv[1:])
 model = nn.Sequential(*(nn.Linear(wide, wide) for _ in range(layers)))
 optimizer = torch.optim.Adam(model.parameters())
 x = torch.ones(rows, wide)
-limit = resident_memory() + more * 10**6
-if source != "option":  # the file of a cgroup's limit: of it there is to be left as much
-    open(source, "w").write(str(1 << 40))
-    left = memory_left(Tree("/"))["the cgroup"]
-    open(source, "w").write(str((1 << 40) - left + more * 10**6))
 
-@nano_loop.nano(verbose=False, memory_limit=limit if source == "option" else None)
+@nano_loop.nano(verbose=False, memory_limit=resident_memory() + more * 10**6)
 def train(model, optimizer):
     for _ in range(3):
         optimizer.zero_grad()
@@ -60,19 +50,13 @@ CASES = {
 }
 
 
-def said(case: str, source: str, before: str = "") -> str:
-    command = [sys.executable, "-c", PROGRAM, *map(str, CASES[case][:-1]), source]
-    if before:
-        command = ["bash", "-c", f'{before}; exec "$0" "$@"', *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_first_step_that_is_too_large_is_an_error_with_the_layer(case: str) -> None:
-    text = said(case, "option")
+    command = [sys.executable, "-c", PROGRAM, *map(str, CASES[case][:-1])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
     assert CASES[case][-1] in text
     if case != "nothing":
         assert ("(Linear)" in text) == (case != "step")
@@ -84,47 +68,6 @@ def test_first_step_that_is_too_large_is_an_error_with_the_layer(case: str) -> N
     if case == "forward":
         assert "smaller batch" in text
         assert "output of 0 (Linear) 10.2 MB" in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["forward", "backward", "step"])
-def test_limit_of_a_cgroup_counts_like_the_option(case: str) -> None:
-    group = own_cgroup()
-    if group is None:  # here none can be made: tests/cpu has its files
-        assert CASES[case][-1] in said(case, "option")
-        return
-    try:
-        limit = group / ("memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes")
-        text = said(case, str(limit), f"echo $$ > {group}/cgroup.procs")
-    finally:
-        removed(group)
-    assert CASES[case][-1] in text
-    assert "the cgroup allows" in text
-
-
-def own_cgroup() -> Path | None:
-    """Make a cgroup inside of that of this process."""
-    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    for place, name in (("/sys/fs/cgroup/memory", "memory"), ("/sys/fs/cgroup", "")):
-        path = next((path for _, names, path in lines if name in names.split(",")), None)
-        group = Path(f"{place}{path}", f"nano_loop_test_{os.getpid()}")
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        if (group / "memory.max").exists() or (group / "memory.limit_in_bytes").exists():
-            return group
-        group.rmdir()
-    return None
-
-
-def removed(group: Path) -> None:
-    for _ in range(50):  # the kernel needs a moment after the process
-        try:
-            return group.rmdir()
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError(f"{group} stays")
 
 
 PREDICTED = """

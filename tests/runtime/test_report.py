@@ -79,12 +79,6 @@ def test_text_says_what_the_environment_overrode():
     assert len(lines) == 3
 
 
-def test_names_are_by_status_each_once():
-    found = report(FUSED, FETCH, StepResult("fused_optimizer", "applied", "SGD"))
-    assert found.applied == ("fused_optimizer",)
-    assert found.skipped == ("fast_fetch",)
-
-
 def test_last_result_of_a_step_is_found_by_its_name():
     assert report(FETCH, FUSED, FETCHED)["fast_fetch"] is FETCHED
     with pytest.raises(KeyError, match="precision"):

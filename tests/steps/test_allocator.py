@@ -25,13 +25,6 @@ def settings(monkeypatch):
     return recorded
 
 
-def test_thresholds_are_set_and_glibcs_own_highest_ones_are_left(step, settings):
-    made = step(Allocator)
-    made.apply(TrainingObjects())
-    made.undo()
-    assert settings == [glibc.SETTINGS, allocator._LEFT]
-
-
 def test_thresholds_stay_until_the_last_run_has_ended(step, settings):
     first, second = step(Allocator), step(Allocator)
     first.apply(TrainingObjects())

@@ -11,67 +11,55 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.channels_last import ChannelsLast
 
 
-class Recorder(nn.Module):
-    """Remembers how the inputs of its calls and of its convolution lie."""
-
-    def __init__(self, channels=3):
-        super().__init__()
-        self.conv = nn.Conv2d(channels, 4, 3)
-
-    def forward(self, batch, *, mask=None):
-        self.seen = [batch["image"], mask]
-        return self.conv(batch["image"])
-
-
 def is_nhwc(tensor):
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    """Whether an image or a volume is, in which an NCHW tensor of the shape has other strides."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.is_contiguous(memory_format=formats[tensor.dim()]) and not tensor.is_contiguous()
 
 
-def test_nested_inputs_are_nhwc_and_the_arguments_are_the_callers_again_afterwards(step):
-    model, image = Recorder(), torch.rand(2, 3, 6, 6)
+class Nested(nn.Module):
+    """Gets an image in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+
+    def forward(self, batch, *, mask):
+        assert is_nhwc(mask)
+        return self.convolution(batch["image"])
+
+
+class Decoder(nn.Module):
+    """Makes its image inside, where the next convolution takes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.ConvTranspose2d(4, 3, 2)
+
+    def forward(self, latent):
+        return self.convolution(latent.view(-1, 4, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "named", "of_layer"),
+    [
+        (Nested, [{"image": torch.rand(2, 3, 6, 6)}], {"mask": torch.rand(2, 3, 6, 6)}, "input"),
+        (lambda: nn.Conv2d(1, 4, 3), [torch.rand(2, 1, 6, 6)], {}, "output"),
+        (Decoder, [torch.rand(5, 16)], {}, "output"),
+        (lambda: nn.Conv3d(2, 3, 2), [torch.rand(1, 2, 4, 4, 4)], {}, "input"),
+        (lambda: nn.AvgPool2d(2), [torch.rand(2, 3, 4, 4)], {}, "input"),
+    ],
+    ids=["nested", "one channel", "made inside", "volume", "no convolution"],
+)
+def test_images_are_nhwc_inside_and_as_the_caller_has_them_outside(step, make, args, named, of_layer):
+    model, seen = make(), {}
     step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
-    batch = {"image": image}
-    out = model(batch, mask=torch.rand(2, 3, 6, 6))
-    assert all(map(is_nhwc, model.seen))
-    assert out.is_contiguous()
-    assert batch["image"] is image
-    assert image.is_contiguous()
-
-
-def test_images_of_one_channel_come_out_as_nhwc(step):
-    model, seen = nn.Conv2d(1, 4, 3), []
-    step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
-    image = torch.rand(2, 1, 6, 6)
-    model.register_forward_hook(lambda module, args, out: seen.append(out))
-    model(image)
-    assert is_nhwc(seen[0])
-    assert image.stride() == (36, 36, 6, 1)
-
-
-def test_images_that_are_made_inside_the_model_are_nhwc_at_the_next_convolution(step):
-    class Decoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.ConvTranspose2d(4, 3, 2)
-
-        def forward(self, latent):
-            return self.up(latent.view(-1, 4, 2, 2))
-
-    model, seen = Decoder(), []
-    model.up.register_forward_hook(lambda module, args, out: seen.append(out))
-    step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
-    model(torch.rand(5, 16))
-    model.up(torch.rand(5, 4, 2, 2))
-    assert all(map(is_nhwc, seen))
-
-
-def test_volumes_become_ndhwc(step):
-    model, seen = nn.Conv3d(2, 3, 2), []
-    model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    assert step(ChannelsLast, channels_last=True).apply(TrainingObjects([model])) == "1 convolution, 5-D inputs"
-    model(torch.rand(1, 2, 4, 4, 4))
-    assert seen[0].is_contiguous(memory_format=torch.channels_last_3d)
-    assert not seen[0].is_contiguous()
+    layer = getattr(model, "convolution", model)
+    layer.register_forward_hook(lambda module, args, out: seen.update(input=args[0], output=out))
+    assert model(*args, **named).is_contiguous()
+    assert is_nhwc(seen[of_layer])
+    given = args[0]["image"] if isinstance(args[0], dict) else args[0]
+    assert given.is_contiguous()
 
 
 def test_other_models_and_later_calls_are_not_touched(step):
@@ -110,16 +98,6 @@ def test_model_without_images_is_skipped(step, model, choice, code):
     reason = made.skip_reason(TrainingObjects([model]))
     assert (None if reason is None else reason.code) == code
     assert not made.required
-
-
-def test_images_of_a_model_without_convolutions_are_converted(step):
-    model, strides = nn.Sequential(nn.Linear(4, 4), nn.AvgPool2d(2)), []
-    model[0].register_forward_pre_hook(lambda module, args: strides.append(args[0].stride(1)))
-    made = step(ChannelsLast, channels_last=True)
-    made.apply(TrainingObjects([model]))
-    assert model(torch.randn(2, 3, 4, 4)).is_contiguous()
-    made.interceptors.close()
-    assert strides == [1]
 
 
 @pytest.mark.parametrize("precision", [32, "bf16"])

@@ -71,10 +71,6 @@ def test_what_the_user_compiled_stays_compiled(step):
     assert model._compiled_call_impl is compiled
 
 
-def test_it_is_off_by_default(step):
-    assert not step(Compile).enabled
-
-
 class Block(nn.Module):
     def __init__(self, width=3, channels=0):
         super().__init__()
@@ -182,28 +178,6 @@ def test_copies_and_pickles_of_a_compiled_model_are_plain(step):
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert not any(map(compiled_call, other.modules()))
         assert list(other.state_dict()) == keys
-
-
-def test_another_backend_gets_torchs_graph_alone(step):
-    calls = []
-    dropping = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.ReLU())
-    model = Stacked(dropping, copy.deepcopy(dropping))
-    step(Compile, compile={"backend": counting_backend(calls)}).apply(TrainingObjects([model]))
-    model(torch.ones(2, 3))
-    functions = {node.target for node in calls[0].graph.nodes if node.op == "call_function"}
-    assert {nn.functional.dropout, nn.functional.relu} <= functions
-
-
-def test_runs_with_a_smaller_last_batch_compute_as_the_plain_loop():
-    torch.manual_seed(0)
-    model, plain = Stacked(*blocks(3)), None
-    plain = copy.deepcopy(model)
-    batches = [torch.randn(size, 3) for size in (8, 8, 5, 8, 3)]
-    losses, said = run(model, batches, compile={"backend": "aot_eager"})
-    assert said == "torch.compile, at the first call: 3 blocks of Block"
-    expected = trained(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batches)
-    torch.testing.assert_close(losses, expected)
-    torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
 def test_warning_that_torch_hides_is_ignored_during_the_run_alone(step):

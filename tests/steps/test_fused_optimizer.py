@@ -1,7 +1,5 @@
 """Optimizers that have fused CPU kernels use them; the rest, and what the user chose, stays."""
 
-import copy
-
 import pytest
 import torch
 from loops.wrappers import WRAPPERS
@@ -10,13 +8,6 @@ from watched import FusedCalls
 
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.fused_optimizer import FusedOptimizer
-
-SWITCHED = {
-    "Adam": torch.optim.Adam,
-    "AdamW": torch.optim.AdamW,
-    "SGD": torch.optim.SGD,
-    "Adagrad": torch.optim.Adagrad,
-}
 
 
 def parts(optimizer_of, model=None, **kwargs):
@@ -36,18 +27,6 @@ def kernels(optimizer):
     with FusedCalls() as calls:
         optimizer.step()
     return calls.names
-
-
-@pytest.mark.parametrize("kind", SWITCHED.values(), ids=SWITCHED)
-def test_kernel_is_switched_on_and_off_again(step, kind):
-    given = parts(kind)
-    made = step(FusedOptimizer)
-    assert made.apply(given) == kind.__name__
-    for _ in range(2):
-        assert kernels(given.optimizers[0]) == [f"_fused_{kind.__name__.lower()}_"]
-        assert flags(given.optimizers[0]) == [(None, None)]
-    made.undo()
-    assert kernels(given.optimizers[0]) == []
 
 
 class OwnStep(torch.optim.SGD):
@@ -92,25 +71,6 @@ def test_sparse_embeddings_are_a_reason(step):
     assert step(FusedOptimizer).skip_reason(given).code == "sparse"
 
 
-@pytest.mark.parametrize("by_closure", [False, True])
-def test_sparse_gradient_that_nobody_could_foresee_is_stepped_by_torch(step, by_closure):
-    weight = nn.Parameter(torch.rand(4, 2))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    before = weight.detach().clone()
-    step(FusedOptimizer).apply(TrainingObjects(optimizers=[optimizer]))
-    rows = torch.tensor([1, 3])
-
-    def backward():
-        nn.functional.embedding(rows, weight, sparse=True).sum().backward()
-
-    if not by_closure:
-        backward()
-    optimizer.step(*[backward] * by_closure)
-    expected = before.index_add(0, rows, torch.ones(2, 2), alpha=-0.5)
-    torch.testing.assert_close(weight.detach(), expected)
-    assert flags(optimizer) == [(None, None)]
-
-
 def test_groups_are_switched_one_by_one(step):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "foreach": True}], lr=0.1)
@@ -137,30 +97,3 @@ def test_checkpoint_shows_the_users_flags_and_steps_are_fused_after_loading_one_
     assert kernels(optimizer) == ["_fused_adam_"]
     made.undo()
     assert kernels(optimizer) == []
-
-
-def test_some_switched_and_some_not_are_both_said(step):
-    model = nn.Linear(2, 2)
-    both = TrainingObjects([model], [torch.optim.Adam(model.parameters()), torch.optim.ASGD(model.parameters())])
-    assert step(FusedOptimizer).apply(both) == "Adam; ASGD has no fused CPU kernel"
-
-
-def test_optimizer_is_as_before_while_it_is_fused(step):
-    given = parts(torch.optim.SGD)
-    (optimizer,) = given.optimizers
-    made = step(FusedOptimizer)
-    made.clock.add([optimizer])
-    before = {name: copy.copy(value) for name, value in vars(optimizer).items()}
-    made.apply(given)
-    assert vars(optimizer) == before
-    kernels(optimizer)
-    assert vars(optimizer).keys() == before.keys()
-    made.undo()
-
-
-@pytest.mark.parametrize(
-    ("value", "asked", "required"), [("auto", True, False), (True, True, True), (False, False, False)]
-)
-def test_option_says_whether_it_is_asked_for_and_required(step, value, asked, required):
-    made = step(FusedOptimizer, fused_optimizer=value)
-    assert (made.enabled, made.required) == (asked, required)

@@ -1,9 +1,7 @@
 """Inside a step the learning rate is scaled for the ranks; everywhere else it is the user's very own."""
 
 import copy
-import gc
 import io
-import weakref
 
 import pytest
 import torch
@@ -223,14 +221,9 @@ def test_step_that_raises_neither_counts_nor_scales_twice(ramped, monkeypatch):
     fail()
     assert moved(optimizer, one) == 2.0
     fail()
-    made.undo()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_closure_that_raises_leaves_the_users_rate(ramped):
-    optimizer, *_ = ramped()
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
+    made.undo()
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -276,22 +269,6 @@ def test_steps_are_in_the_checkpoint_and_never_in_the_groups(ramped, monkeypatch
     assert moved(resumed, other) == pytest.approx(0.5 * 2.5)
 
 
-def test_checkpoint_of_a_run_without_it_starts_the_ramp(ramped):
-    optimizer, one, _ = ramped()
-    optimizer.load_state_dict(torch.optim.SGD([weight()], lr=0.5).state_dict())
-    assert moved(optimizer, one) == 0.5
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_checkpoint_loads_into_a_plain_optimizer(ramped, kind):
-    optimizer, one, _ = ramped(None, kind=kind)
-    moved(optimizer, one)
-    other = weight()
-    plain = kind([other], lr=0.1)
-    plain.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    assert moved(plain, other) == pytest.approx(0.5, rel=0.1)
-
-
 def test_copies_and_what_is_left_are_plain(ramped):
     optimizer, one, made = ramped()
     twin = copy.deepcopy(optimizer)
@@ -330,15 +307,6 @@ def test_checkpoint_that_was_loaded_between_two_runs_counts(of_four, ramped, mon
     of_four(optimizer)
     assert "auto_lr_step" not in optimizer.param_groups[0]
     assert moved(optimizer, one) == (1.0 if taken is None else 2.5)
-
-
-def test_nothing_of_an_optimizer_is_kept_when_it_is_gone(of_four):
-    optimizer = torch.optim.SGD([weight()], lr=1.0)
-    of_four(optimizer).undo()
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None
 
 
 def test_rate_of_the_users_own_ddp_is_left_alone(step, monkeypatch):

@@ -6,7 +6,6 @@ from torch import nn
 
 from nano_loop import nano
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.runtime import run as run_module
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.trial import StepTrial
 from nano_loop.steps.num_threads import NumThreads
@@ -75,27 +74,6 @@ def test_deterministic_algorithms_and_one_thread_leave_nothing_to_measure(step):
         assert made.skip_reason(TrainingObjects()).code == "deterministic"
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_mode_that_the_loop_switches_on_brings_the_number_back_at_once(monkeypatch, deterministic):
-    numbers = []
-
-    def loop(model, optimizer):
-        fit(model, optimizer, 1)
-        run = next(iter(run_module._active))
-        trial = next(step for step in run._steps if isinstance(step, NumThreads))._trial
-        trial.setting, trial._other = 1, 2  # as it has measured
-        trial._set(1)
-        numbers.append(torch.get_num_threads())
-        deterministic()
-        numbers.append(torch.get_num_threads())
-        fit(model, optimizer, 20)
-        numbers.append(torch.get_num_threads())
-
-    train = nano(**OPTIONS)(loop)
-    train(*parts())
-    assert numbers == [1, 2, 2]
-    assert train.report["num_threads"].code == "deterministic"
 
 
 @pytest.mark.parametrize("first_ends_first", [True, False])

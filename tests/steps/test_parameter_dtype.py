@@ -1,12 +1,12 @@
 """precision="64" and "bf16-true": what the loop sees, what its optimizers compute, and what is there afterwards."""
 
-import copy
 import dataclasses
 import sys
 
 import pytest
 import torch
 from distributed import small
+from loops.pairs import has_ipex
 from torch import nn
 
 from nano_loop import TorchNano, all_gather, nano
@@ -35,14 +35,6 @@ def train(model, optimizer, steps=40, seen=None):
         optimizer.step()
         losses.append(loss.item())
     return sum(losses[-8:]) / 8
-
-
-OPTIMIZERS = {
-    "sgd": lambda each: torch.optim.SGD(each, 1e-3),
-    "momentum": lambda each: torch.optim.SGD(each, 1e-3, momentum=0.9),
-    "adamw": lambda each: torch.optim.AdamW(each, 1e-3),
-    "rmsprop": lambda each: torch.optim.RMSprop(each, 1e-3),
-}
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [(64, torch.float64), ("bf16-true", torch.bfloat16)])
@@ -94,22 +86,6 @@ def test_what_the_loop_puts_into_a_model_has_the_dtype_too(precision, tolerance,
         torch.testing.assert_close(ours, plain, rtol=0, atol=tolerance * float(plain.abs().max()))
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("momentum", "rmsprop"))) for kind in OPTIMIZERS]
-)
-def test_small_updates_are_not_lost_in_bf16_true_as_they_are_by_hand(kind):
-    losses = {}
-    for precision in (32, "bf16-true"):
-        model = network()
-        losses[precision] = nano(precision=precision, **QUIET)(train)(model, OPTIMIZERS[kind](model.parameters()), 300)
-    assert losses["bf16-true"] == pytest.approx(losses[32], rel=0.1)
-    if kind == "sgd":
-        model = network().bfloat16()
-        optimizer = OPTIMIZERS[kind](model.parameters())
-        by_hand = train(lambda x: model(x.bfloat16()).float(), optimizer, 300)
-        assert by_hand > 1.3 * losses[32]  # whose updates are smaller than the last bit
-
-
 @pytest.mark.parametrize("kind", [torch.optim.SGD, pytest.param(torch.optim.AdamW, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_there_before", [True, False])
 def test_small_updates_of_optimizers_that_nobody_has_set_up_are_not_lost(kind, is_there_before):
@@ -126,39 +102,6 @@ def test_small_updates_of_optimizers_that_nobody_has_set_up_are_not_lost(kind, i
     nano(precision="bf16-true", verbose=False)(steps)(model, lambda: optimizer)
     assert model.weight.dtype is torch.float32
     assert model.weight.mean().item() == pytest.approx(0.96, abs=0.005)
-
-
-def test_no_update_of_bf16_true_is_lost():
-    model = nn.Linear(1, 100, bias=False)
-    nn.init.ones_(model.weight)
-
-    @in_bf16
-    def steps(model, optimizer):
-        for _ in range(8):
-            optimizer.zero_grad()
-            model(torch.ones(1, 1)).sum().backward()
-            optimizer.step()
-
-    steps(model, torch.optim.SGD(model.parameters(), 2.0**-11))
-    assert model.weight.unique().tolist() == [1 - 8 * 2.0**-11]
-
-
-def test_gradients_are_those_by_hand_and_clipping_sees_them():
-    model, seen = network(), []
-
-    @nano(precision="bf16-true", fused_optimizer=False, **QUIET)  # C does not round norms between two sums
-    def step(model, optimizer):
-        nn.functional.mse_loss(model(X), Y).backward()
-        seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        seen.extend(each.grad.clone() for each in model.parameters())
-        optimizer.step()
-        assert model[0].weight.grad.dtype is torch.bfloat16  # the same object as before the step
-
-    step(model, torch.optim.SGD(model.parameters(), 1e-3))
-    by_hand = network().bfloat16()
-    nn.functional.mse_loss(by_hand(X.bfloat16()).float(), Y).backward()
-    expected = [nn.utils.clip_grad_norm_(by_hand.parameters(), 0.1), *(each.grad for each in by_hand.parameters())]
-    assert all(map(torch.equal, seen, expected))
 
 
 def test_closures_run_in_bf16():
@@ -204,44 +147,9 @@ def test_loop_goes_on_after_a_step_that_raises():
     assert {each.dtype for each in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("precision", [64, "bf16-true"])
-def test_checkpoints_resume_inside_the_run_and_plain(precision):
-    def resumed(first, second):
-        model = network()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        saved = {}
-
-        def save(model, optimizer):
-            train(model, optimizer, 10)
-            saved["states"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-
-        def load(model, optimizer):
-            model.load_state_dict(saved["states"][0])
-            optimizer.load_state_dict(saved["states"][1])
-            return train(model, optimizer, 10)
-
-        first(save)(model, optimizer)
-        other = network()
-        with torch.no_grad():
-            other[0].weight.zero_()
-        return second(load)(other, torch.optim.AdamW(other.parameters(), 1e-3))
-
-    ours, plain = nano(precision=precision, **QUIET), lambda function: function
-    expected = resumed(plain, plain)
-    for pair in ((ours, ours), (ours, plain), (plain, ours)):
-        assert resumed(*pair) == pytest.approx(expected, rel=0.02)
-
-
 def test_class_has_the_precision_and_its_dtype():
     for precision, dtype in ((64, torch.float64), ("bf16-true", torch.bfloat16), (32, torch.float32)):
         assert TorchNano(precision=precision).dtype is dtype
-
-
-def test_weights_in_the_run_take_half_the_memory():
-    def size(model):
-        return sum(each.untyped_storage().nbytes() for each in model.parameters())
-
-    assert in_bf16(size)(network()) * 2 == size(network())
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -252,6 +160,7 @@ def test_weights_in_the_run_take_half_the_memory():
         {"precision": "bf16-true"},
         {"precision": 32, "optimizer_state": "bf16"},
         {"precision": "bf16-true", "optimizer_state": "bf16"},
+        *([{"use_ipex": True}, {"use_ipex": True, "precision": "bf16"}] if has_ipex() else []),
     ],
     ids=str,
 )
@@ -291,59 +200,6 @@ def test_scripted_models_train_in_each_precision(precision, cast):
     loss = nano(precision=precision, **QUIET)(train)(model, torch.optim.AdamW(model.parameters(), 0.01), 200)
     assert loss < 0.1
     assert {each.dtype for each in model.parameters()} == before
-
-
-class Averaging(torch.optim.SGD):
-    """Trains on other weights than it evaluates, as schedule-free optimizers do."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, lr)
-        self.training = True
-
-    def step(self, closure=None):
-        for each in self.param_groups[0]["params"]:
-            mean = self.state[each].setdefault("mean", each.detach().clone())
-            super_step = each.grad * self.param_groups[0]["lr"]
-            with torch.no_grad():
-                each -= super_step
-                mean.lerp_(each, 0.1)
-
-    def train(self):
-        self._exchange(training=True)
-
-    def eval(self):
-        self._exchange(training=False)
-
-    @torch.no_grad()
-    def _exchange(self, training):
-        if training is self.training:
-            return
-        self.training = training
-        for each in self.param_groups[0]["params"]:
-            if "mean" in self.state[each]:
-                # Refuses other dtypes than that of the state.
-                saved = torch.lerp(each, self.state[each]["mean"], 1.0)
-                self.state[each]["mean"].copy_(each)
-                each.copy_(saved)
-
-
-def test_optimizers_that_exchange_weights_do_so_in_fp32():
-    def loop(model, optimizer):
-        optimizer.train()
-        train(model, optimizer, 20)
-        optimizer.eval()
-        evaluated = [each.detach().float().clone() for each in model.parameters()]
-        optimizer.train()
-        return evaluated, {each.dtype for each in model.parameters()}
-
-    found, expected = network(), network()
-    evaluated, dtypes = in_bf16(loop)(found, Averaging(found.parameters(), 0.01))
-    exact, _ = loop(expected, Averaging(expected.parameters(), 0.01))
-    assert dtypes == {torch.bfloat16}
-    for mine, other in zip(evaluated, exact, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0.05, atol=0.03)
-    assert Averaging.train.__qualname__ == "Averaging.train"
-    assert not hasattr(Averaging.train, "__wrapped__")
 
 
 class Tied(nn.Module):

@@ -221,10 +221,6 @@ def test_lstms_that_torch_cannot_train_in_bf16_are_fp32(step, monkeypatch, can):
     assert torch.equal(model.lstm.weight_hh_l0.grad, plain.weight_hh_l0.grad) != can
 
 
-def test_fp32_is_silent(step):
-    assert not step(Precision).enabled
-
-
 class Listed(nn.Module):
     """Its layer is in a plain list, so it is not a part of the model for torch."""
 

@@ -1,10 +1,8 @@
 """Large products alone round their inputs, to bf16 or fp16: what a user sees is fp32, and so is all that is small."""
 
-import functools
 import statistics
 import time
 from collections import Counter
-from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -358,14 +356,6 @@ def test_report_says_why_nothing_has_rounded_by_what_was_tried(step, asked, trie
 
 
 @here
-@pytest.mark.parametrize("layout", [False, True])
-def test_convolutions_are_tried_in_nhwc_alone(layout):
-    model, x = nn.Conv2d(64, 64, 3), torch.randn(32, 64, 32, 32)
-    _, report = accelerated(model, x, channels_last=layout)
-    assert (report["precision"].code == "nchw") == (not layout)
-
-
-@here
 def test_small_products_and_models_are_fp32(rounded):
     model, x = built("perceptron")
     exact = step(model, x)
@@ -432,14 +422,6 @@ def test_where_a_product_cannot_round_the_run_is_fp32_and_says_why(monkeypatch, 
     assert all(torch.equal(one, two) for one, two in zip(ours, exact, strict=True))
 
 
-@here
-def test_a_model_in_double_precision_stays_as_it_is(every_product):
-    model, x = built("perceptron")
-    ours, report = accelerated(model.double(), x.double())
-    assert report["precision"].code == "not_fp32"
-    assert all(torch.equal(one, two) for one, two in zip(ours, step(model, x.double()), strict=True))
-
-
 @pytest.mark.parametrize("other", [True, False])
 def test_ranks_round_if_all_of_them_can(step, other):
     made = step(module.Products, precision="auto")
@@ -477,31 +459,6 @@ def counted(rows, precision):
 def test_kernels_and_calls_are_torch_s_again_where_no_product_rounds(rows, stays, precision):
     used = counted(rows, precision)
     assert used == [(1, 1)] * (module.LEARNS_AT - 1) + [(stays, stays)] * 3
-
-
-@here
-def test_products_smaller_than_all_that_round_are_asked_about_no_more(monkeypatch):
-    model, small = nn.Linear(256, 256), torch.get_num_threads() * 112
-    asked, choose = [], override.choose
-
-    def choosing(rules, call, *args):
-        if call.numbers_in == override.ROUNDED:
-            asked.append(call.multiplications)
-        return choose(rules, call, *args)
-
-    monkeypatch.setattr(override, "choose", choosing)
-
-    def train(model, optimizer):
-        for _ in range(module.LEARNS_AT + 1):
-            asked.clear()
-            (model(torch.randn(4096, 256)).mean() + model(torch.randn(small, 256)).mean()).backward()
-            optimizer.step()
-            yield [*asked]
-
-    run = nano(precision="auto", tune_operators=False, verbose=False)(lambda *parts: [*train(*parts)])
-    of_steps = run(model, torch.optim.SGD(model.parameters(), 1e-3))
-    assert {*of_steps[module.LEARNS_AT - 1]} == {4096 * 256**2, small * 256**2}
-    assert {*of_steps[-1]} == {4096 * 256**2}
 
 
 @either
@@ -572,40 +529,6 @@ def test_products_round_where_steps_are_as_slow_in_fp32(clock, precision):
     assert used.count(0) == module.ROUNDS
     assert used[-5:] == [1] * 5
     assert [result.status for result in report.results if result.name == "precision"] == ["applied"]
-
-
-@pytest.fixture
-def pairs(precision):
-    """Open two runs one after the other, each with a model; return functions that take steps of these."""
-
-    def opened(runs):
-        def take_step(model, optimizer):
-            model(torch.randn(1024, 256)).square().mean().backward()
-            optimizer.step()
-
-        for _ in range(2):
-            model = nn.Linear(256, 256)
-            optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-            runs.enter_context(
-                nano_loop.accelerated(model, optimizer, precision=precision, fast_linear=False, verbose=False)
-            )
-            yield functools.partial(take_step, model, optimizer)
-
-    with ExitStack() as runs:
-        yield opened(runs)
-
-
-@either
-def test_runs_of_a_thread_are_tried_one_after_the_other(clock, pairs):
-    steps, used = [*pairs], []
-    for _ in range(module.LEARNS_AT + 120):
-        used.append(in_force()[0])
-        clock.now += 1.0 + 0.05 * used[-1]
-        for step in steps:
-            step()
-    assert {*used[: module.LEARNS_AT]} == {2}
-    assert {*used} == {2, 1, 0}
-    assert used[-5:] == [0] * 5
 
 
 @either

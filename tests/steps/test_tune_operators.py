@@ -1,22 +1,17 @@
 """Runs in bf16 time the ways to compute within their first steps, within a budget, and later runs start tuned."""
 
-import gc
 import json
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
-from autotune.time_for import ALWAYS
 from torch import nn
 
 from nano_loop import nano
 from nano_loop.autotune import choices, tuner
 from nano_loop.autotune.choices import Choice, Choices
-from nano_loop.autotune.tuner import Race, Tuner
 from nano_loop.distributed.comm.ranks import RunContext
 from nano_loop.kernels import override
-from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.norm import norm_arguments, norms
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import Rules
@@ -44,10 +39,6 @@ def fit(model, optimizer, batches, epochs=3):
     return [each.detach().clone() for each in model.parameters()]
 
 
-def weights(**options):
-    return nano(**OPTIONS | options)(fit)(*parts())
-
-
 def stored(folder):
     (path,) = folder.glob("operators-*.json")
     return json.loads(path.read_text())["choices"]
@@ -67,32 +58,6 @@ def test_report_says_what_was_measured_and_a_later_run_starts_with_it(measuring,
 
 
 @measured
-def test_run_computes_as_the_stored_choices_say(measuring, monkeypatch):
-    """A cache that says "torch everywhere" gives the bits of a run without measurements, and others are followed."""
-    taken, by_plan = set(), convolution._by_plan
-
-    def noting(call, plan, **how):
-        taken.add(plan.name)
-        return by_plan(call, plan, **how)
-
-    monkeypatch.setattr(convolution, "_by_plan", noting)
-    weights()
-    (path,) = measuring.glob("operators-*.json")
-    keys = [*stored(measuring)]
-    plain = weights(tune_operators=False)
-    for way, same in (("torch", True), ("torch/fp32", False)):
-        entries = {key: [way, "torch", {}] for key in keys}
-        path.write_text(json.dumps({"format": choices._FORMAT, "choices": entries}))
-        choices._opened.clear()
-        taken.clear()
-        found = weights()
-        assert way in taken
-        assert (taken == {"torch"}) == same
-        assert all(map(torch.equal, found, plain)) or not same
-        assert all(torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in zip(found, plain, strict=True))
-
-
-@measured
 @pytest.mark.parametrize(("share", "is_kept"), [(0.5, False), (0.1, True), (None, True)])
 def test_choices_of_a_busy_moment_are_measured_again_by_the_next_run(measuring, monkeypatch, share, is_kept):
     monkeypatch.setattr(module, "Waits", lambda: SimpleNamespace(share=lambda: share))
@@ -101,15 +66,6 @@ def test_choices_of_a_busy_moment_are_measured_again_by_the_next_run(measuring, 
         train(*parts())
         assert (" timed in " in train.report["tune_operators"].detail) == (is_first or not is_kept)
     assert any(measuring.glob("operators-*.json")) == is_kept
-
-
-def test_nothing_is_measured_for_another_number_of_threads_until_its_choices_are_used(monkeypatch):
-    tuner = Tuner(Choices(None), ALWAYS)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert tuner.choose("a", "torch", lambda: pytest.fail("the choices are for fewer threads")) is None
-    tuner.use(Choices(None))
-    race = Race({"torch": list}, "torch", None)
-    assert tuner.choose("a", "torch", lambda: race) == "torch"
 
 
 @measured
@@ -134,32 +90,6 @@ def test_run_in_fp32_measures_functions_in_c_and_leaves_statistics_alone(measuri
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_nothing_is_left_behind_in_the_model_nor_in_torch(measuring, monkeypatch):
-    model, optimizer, batches = parts()
-    made = []
-    monkeypatch.setattr(module, "Tuner", lambda *given: _noted(Tuner(*given), made))
-    nano(**OPTIONS)(fit)(model, optimizer, batches)
-    assert not optimizer._optimizer_step_post_hooks
-    x = batches[0].bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = model(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(out, parts_with(model)(x))
-    gc.collect()
-    assert [each() for each in made] == [None]
-
-
-def _noted(tuner, made):
-    made.append(weakref.ref(tuner))
-    return tuner
-
-
-def parts_with(model):
-    fresh = parts()[0]
-    fresh.load_state_dict(model.state_dict())
-    return fresh
-
-
 @pytest.mark.parametrize(
     ("options", "code"),
     [
@@ -167,21 +97,15 @@ def parts_with(model):
         ({"precision": 32}, "too_small"),
         ({"compile": True}, "compiled"),
         ({"log_casts": True}, "log_casts"),
+        ({"precision": "bf16"}, "deterministic"),
         ({"precision": "bf16-products"}, "too_small"),
     ],
 )
-def test_where_nothing_can_be_measured_the_reason_is_said(step, options, code):
+def test_where_nothing_can_be_measured_the_reason_is_said(step, deterministic, options, code):
+    if code == "deterministic":
+        deterministic()
     made = step(TuneOperators, **{"precision": "bf16"} | options)
     assert made.skip_reason(TrainingObjects([nn.Linear(2, 2)])).code == code
-
-
-def test_deterministic_algorithms_keep_to_the_first_guesses(step):
-    made = step(TuneOperators, precision="bf16")
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert made.skip_reason(TrainingObjects([nn.Linear(2, 2)])).code == "deterministic"
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @measured
@@ -289,19 +213,3 @@ def test_ranks_in_fp32_measure_if_all_of_them_have_something_to_choose(step, oth
     made.interceptors.for_model(parts.models[0]).rules = Rules(kernels=frozenset((norms.KERNEL.name,)))
     assert made.is_relevant(parts)
     assert made._has_choices == other
-
-
-def test_rules_of_listed_operators_stay(measuring):
-    found = []
-
-    def look(model, optimizer, batches):
-        from nano_loop.patching.ownership import call_state
-
-        (interceptor,) = call_state.interceptors[id(model)]
-        found.append(interceptor.rules)
-        return fit(model, optimizer, batches)
-
-    nano(**OPTIONS, fp32_ops=["softmax"])(look)(*parts())
-    (rules,) = found
-    assert rules.chooser is not None
-    assert any("softmax" in name for name in rules.operators)

@@ -32,8 +32,13 @@ def halved(function):
 
 @row()
 def forward_of_an_instance(program):
+    def scaled(module, factor, *args):
+        return factor * type(module).forward(module, *args)
+
     for module in (program.model.batch_norm, program.model.relu, program.model.layer_norm, program.model.mlp[4]):
         program.set(module, forward=halved(module.forward))
+    for module in (program.model.group_norm, program.model.silu, program.model.mlp[7]):
+        program.set(module, forward=functools.partial(scaled, module, 0.5))
 
 
 @row()
@@ -42,19 +47,10 @@ def forward_of_a_recurrent_instance(program):
     program.set(program.model.gru, forward=lambda x: (0.5 * forward(x)[0], None))
 
 
-@row(repeats=True)
-def forward_of_the_model(program):
-    program.set(program.model, forward=halved(program.model.forward))
-
-
 @row()
-def forward_of_the_models_class(program):
-    program.set(type(program.model), forward=halved(type(program.model).forward))
-
-
-@row(repeats=True)
-def a_method_of_the_models_class(program):
-    program.set(type(program.model), seen=halved(type(program.model).seen))
+def methods_of_the_models_class(program):
+    kind = type(program.model)
+    program.set(kind, forward=halved(kind.forward), seen=halved(kind.seen))
 
 
 @row()
@@ -100,19 +96,15 @@ def class_with_another_forward(program):
     model = program.model
     modules = (model.batch_norm, model.silu, model.rms_norm, model.embedding, model.mlp[1], model.mlp[7], model.head)
     of_class(program, Doubled, *modules)
+    for module, kind in ((model.relu, nn.Sigmoid), (model.mlp[8], nn.Softsign)):
+        program.undo.callback(setattr, module, "__class__", type(module))
+        module.__class__ = kind
 
 
 @row()
 def class_with_another_call(program):
     model = program.model
     of_class(program, DoubledByCall, model.group_norm, model.relu, model.layer_norm, model.mlp[2], model.mlp[4])
-
-
-@row(repeats=True)
-def class_of_another_activation(program):
-    for module, kind in ((program.model.relu, nn.Sigmoid), (program.model.mlp[8], nn.Softsign)):
-        program.undo.callback(setattr, module, "__class__", type(module))
-        module.__class__ = kind
 
 
 class Computed:
@@ -142,15 +134,6 @@ class ByStep:
 @row(repeats=True)
 def class_of_a_recurrent_layer(program):
     of_class(program, ByStep, program.model.gru)
-
-
-@row(repeats=True)
-def forwards_that_are_partial(program):
-    def scaled(module, factor, *args):
-        return factor * type(module).forward(module, *args)
-
-    for module in (program.model.batch_norm, program.model.relu, program.model.layer_norm, program.model.mlp[4]):
-        program.set(module, forward=functools.partial(scaled, module, 0.5))
 
 
 # --- functions of torch ---
@@ -294,10 +277,6 @@ def full_backward_hooks(program):
 
     for module in (program.model.batch_norm, program.model.silu, program.model.layer_norm, program.model.mlp[4]):
         program.undo.callback(module.register_full_backward_hook(hook).remove)
-
-
-@row(repeats=True)
-def full_backward_pre_hooks(program):
     for module in (program.model.group_norm, program.model.gelu, program.model.rms_norm, program.model.mlp[2]):
         handle = module.register_full_backward_pre_hook(lambda _, of_outputs: (0.5 * of_outputs[0],))
         program.undo.callback(handle.remove)

@@ -19,15 +19,9 @@ def eps_of_norms(program):
 
 @row()
 def momentum_and_groups_of_norms(program):
-    for norm in (program.model.batch_norm, program.model.mlp[1]):
-        program.set(norm, momentum=0.5)
+    program.set(program.model.batch_norm, momentum=0.5)
+    program.set(program.model.mlp[1], momentum=None)
     program.set(program.model.group_norm, num_groups=2)
-
-
-@row(repeats=True)
-def no_momentum_of_batch_norms(program):
-    for norm in (program.model.batch_norm, program.model.mlp[1]):
-        program.set(norm, momentum=None)
 
 
 @row()
@@ -43,9 +37,10 @@ def no_running_statistics(program):
         norm.running_mean = norm.running_var = norm.num_batches_tracked = None
 
 
-@row(repeats=True)
-def running_statistics_reset(program):
+@row()
+def running_statistics_written(program):
     program.model.batch_norm.reset_running_stats()
+    program.model.mlp[1].running_mean.fill_(0.3)
     program.model.mlp[1].running_var = torch.full((32,), 2.0)
 
 
@@ -59,14 +54,9 @@ def numbers_of_activations(program):
 @row()
 def p_of_dropouts(program):
     program.set(program.model.dropout, p=0.6)
-    program.set(program.model.mlp[3], p=0.0)
+    program.set(program.model.mlp[3], p=1.0)
     program.set(program.model.gru, dropout=0.6)
     program.set(program.model.attention, dropout=0.6)
-
-
-@row(repeats=True)
-def p_of_dropouts_is_1(program):
-    program.set(program.model.mlp[3], p=1.0)
 
 
 @row(is_seen=False)
@@ -76,19 +66,9 @@ def inplace(program):
 
 
 @row()
-def stride_and_padding_of_convolutions(program):
-    program.set(program.model.convolution, stride=(2, 1), padding=(0, 2))
+def geometry_of_convolutions(program):
+    program.set(program.model.convolution, stride=(2, 1), padding=(0, 2), dilation=(2, 1))
     program.set(program.model.depthwise, padding="same")
-
-
-@row(repeats=True)
-def padding_mode_of_a_convolution(program):
-    program.set(program.model.convolution, padding_mode="circular", _reversed_padding_repeated_twice=[1, 1, 1, 1])
-
-
-@row(repeats=True)
-def dilation_of_a_convolution(program):
-    program.set(program.model.convolution, dilation=(2, 1))
 
 
 @row()
@@ -97,25 +77,15 @@ def num_layers_of_a_gru(program):
     program.set(program.model.gru, num_layers=1)
 
 
-@row(repeats=True)
-def batch_first_of_an_lstm(program):
-    program.set(program.model.lstm, batch_first=False)
-
-
 @row()
 def padding_idx_of_an_embedding(program):
     program.set(program.model.embedding, padding_idx=int(program.loader.dataset.words[0, 0]))
 
 
 @row(repeats=True)
-def max_norm_of_an_embedding(program):
-    program.set(program.model.embedding, max_norm=1.0)
-
-
-@row(repeats=True)
-def scale_grad_by_freq_of_an_embedding(program):
+def what_torch_alone_does_of_an_embedding(program):
     program.loader.dataset.words[:, 1] = program.loader.dataset.words[:, 0]
-    program.set(program.model.embedding, scale_grad_by_freq=True)
+    program.set(program.model.embedding, max_norm=1.0, scale_grad_by_freq=True)
 
 
 @row()
@@ -125,12 +95,16 @@ def sparse_of_an_embedding(program):
 
 
 @row(repeats=True)
-def num_heads_of_an_attention(program):
+def shapes_in_an_attention_and_an_lstm(program):
     program.set(program.model.attention, num_heads=4, head_dim=8)
+    program.set(program.model.lstm, batch_first=False)
 
 
 @row()
-def a_layer_exchanged(program):
+def layers_exchanged(program):
+    norm = program.model.batch_norm
+    program.model.batch_norm = nn.InstanceNorm2d(16, affine=True)
+    program.model.batch_norm.weight, program.model.batch_norm.bias = norm.weight, norm.bias
     program.model.relu, program.model.mlp[8] = nn.Softplus(), nn.Sigmoid()
 
 
@@ -147,10 +121,3 @@ def a_layer_put_in(program):
     torch.manual_seed(3)
     program.model.mlp.insert(4, nn.Linear(32, 32))
     program.adagrad.add_param_group({"params": [*program.model.mlp[4].parameters()]})
-
-
-@row(repeats=True)
-def a_norm_of_another_kind(program):
-    norm = program.model.batch_norm
-    program.model.batch_norm = nn.InstanceNorm2d(16, affine=True)
-    program.model.batch_norm.weight, program.model.batch_norm.bias = norm.weight, norm.bias

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from .table import row
 
@@ -49,16 +48,10 @@ def deterministic(program):
 
 
 @row()
-def inference_between_steps(program):
-    with torch.inference_mode():
-        program.seen.append(program.call(*program.samples).clone())
-
-
-@row(repeats=True)
-def a_step_without_gradients(program):
-    with torch.no_grad():
-        program.seen.append(program.call(*program.samples))
-        program.seen.append(program.call(*program.samples))
+def calls_without_gradients_between_steps(program):
+    for mode in (torch.inference_mode, torch.no_grad, torch.no_grad):
+        with mode():
+            program.seen.append(program.call(*program.samples).clone())
 
 
 @row(is_seen=False)
@@ -73,15 +66,11 @@ def autocast_by_the_program(program):
 
 
 @row(is_seen=False)
-def onednn_turned_off(program):
+def kernels_of_torch_turned_off(program):
+    program.within(sdpa_kernel(SDPBackend.MATH))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch names its flag for GPUs
         program.within(torch.backends.mkldnn.flags(enabled=False))
-
-
-@row(is_seen=False, repeats=True)
-def attention_by_the_math_kernel(program):
-    program.within(sdpa_kernel(SDPBackend.MATH))
 
 
 class Counting(TorchFunctionMode):
@@ -116,12 +105,6 @@ class Noting(TorchDispatchMode):
 @row()
 def a_mode_of_operators(program):
     program.within(Noting())
-
-
-@row(repeats=True)
-def checkpointed(program):
-    call = program.call
-    program.set(program, call=lambda *batch: checkpoint(call, *batch, use_reentrant=False))
 
 
 @row()
@@ -161,13 +144,6 @@ def retained_graph(program):
     program.set(program, loss=loss)
 
 
-@row(repeats=True)
-def called_twice(program):
-    """Two forwards to one backward, the first of which is held."""
-    call = program.call
-    program.set(program, call=lambda images, words: call(images, words) + call(images.flip(0), words.flip(0)))
-
-
 # --- losses ---
 
 
@@ -175,11 +151,6 @@ def called_twice(program):
 def another_loss(program):
     weights = torch.linspace(0.5, 1.5, 12)
     program.set(program, loss=functools.partial(F.cross_entropy, weight=weights, label_smoothing=0.1, ignore_index=3))
-
-
-@row(repeats=True)
-def summed_loss(program):
-    program.set(program, loss=lambda out, targets: F.cross_entropy(out, targets, reduction="none").square().mean())
 
 
 # --- dtypes ---
@@ -201,15 +172,6 @@ def converted(program, dtype):
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-@row(repeats=True)
-def a_layer_in_double(program):
-    model = program.model
-    model.mlp.double()
-    program.undo.callback(model.mlp.float)
-    program.undo.callback(model.mlp.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),)).remove)
-    program.undo.callback(model.mlp.register_forward_hook(lambda _, __, out: out.float()).remove)
-
-
 @row()
 def inputs_of_another_dtype(program):
     """torch refuses them, in the words that the loop gets."""
@@ -218,12 +180,8 @@ def inputs_of_another_dtype(program):
 
 
 @row(is_seen=False, repeats=True)
-def double_and_back(program):
+def words_of_another_dtype_and_a_model_that_had_one(program):
     program.model.double().float()
-
-
-@row(is_seen=False, repeats=True)
-def words_of_another_dtype(program):
     call = program.call
     program.set(program, call=lambda images, words: call(images, words.int()))
 

@@ -9,8 +9,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import clip_grad_value_
-from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler, default_collate
+from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .program import SAMPLES
@@ -59,22 +58,12 @@ def tensors_of_a_dataset(program):
 
 @row()
 def batch_size(program):
-    program.set(program.loader.batch_sampler, batch_size=4)
-
-
-@row(repeats=True)
-def drop_last(program):
     program.set(program.loader.batch_sampler, batch_size=5, drop_last=True)
 
 
 @row()
 def sampler_of_the_batches(program):
     program.set(program.loader.batch_sampler, sampler=SequentialSampler(range(12)))
-
-
-@row(repeats=True)
-def generator_of_the_sampler(program):
-    program.set(program.loader.sampler, generator=torch.Generator().manual_seed(7))
 
 
 @row()
@@ -96,12 +85,6 @@ def epoch_of_a_sampler(program):
         train()
 
     program.set(program, train=train_epochs)
-
-
-@row(repeats=True)
-def weighted_samples(program):
-    weights = torch.linspace(0, 1, SAMPLES)
-    program.set(program.loader.batch_sampler, sampler=WeightedRandomSampler(weights, SAMPLES))
 
 
 @row()
@@ -132,10 +115,6 @@ def a_batch_sampler_that_counts(program):
 # --- schedules ---
 
 
-def every_group(program):
-    return [group for optimizer in program.optimizers for group in optimizer.param_groups]
-
-
 def setting(optimizers, **settings):
     def change(program):
         for name in optimizers:
@@ -148,15 +127,6 @@ def setting(optimizers, **settings):
 @row()
 def lr(program):
     setting(("sgd", "adamw", "adagrad"), lr=0.3)(program)
-
-
-@row(repeats=True)
-def lr_of_one_parameter(program):
-    """A group is divided in two."""
-    group = program.adamw.param_groups[0]
-    first, *others = group["params"]
-    group["params"] = others
-    program.adamw.add_param_group({"params": [first], "lr": 0.1})
 
 
 @row()
@@ -173,30 +143,11 @@ def settings_of_each_kind(program):
 
 
 @row(repeats=True)
-def momentum_0(program):
-    setting(("sgd",), momentum=0)(program)
-
-
-@row(repeats=True)
-def nesterov(program):
+def other_settings_of_each_kind(program):
     setting(("sgd",), nesterov=True)(program)
-
-
-@row(repeats=True)
-def amsgrad(program):
     program.adamw.state.clear()  # which has no maximum
     setting(("adamw",), amsgrad=True)(program)
-
-
-@row(repeats=True)
-def lr_decay(program):
     setting(("adagrad",), lr_decay=0.5)(program)
-
-
-@row(is_seen=False, repeats=True)
-def foreach(program):
-    setting(("sgd", "adamw", "adagrad"), foreach=True, fused=None)(program)
-    program.undo.callback(lambda: program.seen.append([group["foreach"] for group in every_group(program)]))
 
 
 @row()
@@ -398,15 +349,6 @@ def moments_kept_and_written(program):
             moment.data.mul_(0.5).add_(0.01)
 
     program.undo.callback(program.adamw.register_step_post_hook(written).remove)
-
-
-@row(repeats=True)
-def gradients_clipped_otherwise(program):
-    def clipped(parameters, _):
-        clip_grad_value_(parameters, 1e-3)
-        return torch.zeros(())
-
-    program.set(nn.utils, clip_grad_norm_=clipped)
 
 
 @row()

@@ -45,12 +45,6 @@ def data_set(program):
         weight.data = 0.5 * weight.data
 
 
-@row(repeats=True)
-def data_written(program):
-    for weight in weights_of(program.model):
-        weight.data.mul_(0.5)
-
-
 @row()
 def copied_into(program):
     with torch.no_grad():
@@ -59,15 +53,10 @@ def copied_into(program):
 
 
 @row(repeats=True)
-def initialised_again(program):
-    torch.manual_seed(5)
-    program.model.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
-
-
-@row(repeats=True)
 def taken_from_numpy(program):
     for weight in weights_of(program.model):
         weight.data = torch.from_numpy(0.5 * weight.detach().numpy())
+        weight.data.mul_(0.9)
     with torch.no_grad():
         program.model.mlp[7].weight.detach().numpy()[...] *= 0.5  # raises no version
 
@@ -149,11 +138,6 @@ def state_loaded_by_swaps(program):
     for module in without_layers_that_refuse_swaps(program.model):
         state = {name: 0.5 * value for name, value in module.state_dict().items()}
         swaps_tensors(lambda module=module, state=state: module.load_state_dict(state))
-
-
-@row(is_seen=False, repeats=True)
-def converted_by_swaps(program):
-    for module in without_layers_that_refuse_swaps(program.model):
         swaps_tensors(lambda module=module: module.double().float())
 
 
@@ -166,13 +150,6 @@ def state_assigned(program):
         for optimizer in program.optimizers:
             if before[name] in optimizer.state:
                 in_group(optimizer, before[name], parameter)
-
-
-@row(repeats=True)
-def statistics_written(program):
-    for norm in (program.model.batch_norm, program.model.mlp[1]):
-        norm.running_mean.fill_(0.3)
-        norm.running_var = 2 * norm.running_var
 
 
 # --- parameters ---
@@ -207,13 +184,8 @@ def frozen(program):
 
 @row()
 def tied(program):
-    weight = program.model.mlp[4].weight
-    program.model.mlp[7].weight = weight
+    program.model.mlp[7].weight = program.model.mlp[4].weight
     program.model.mlp[1].weight = program.model.mlp[5].weight
-
-
-@row(repeats=True)
-def tied_recurrent_weights(program):
     program.model.gru.weight_ih_l1 = program.model.gru.weight_ih_l0
 
 
@@ -280,13 +252,8 @@ def a_new_parameter_with_gaps(program):
 @row(is_seen=False)
 def transposed(program):
     model = program.model
-    for weight in (model.queries.weight, model.mlp[4].weight, model.head.weight, model.embedding.weight):
-        weight.data = weight.data.t().contiguous().t()
-
-
-@row(is_seen=False, repeats=True)
-def transposed_recurrent_weights(program):
-    for weight in (program.model.gru.weight_hh_l0, program.model.lstm.weight_ih_l0):
+    recurrent = (model.gru.weight_hh_l0, model.lstm.weight_ih_l0)
+    for weight in (model.queries.weight, model.mlp[4].weight, model.head.weight, model.embedding.weight, *recurrent):
         weight.data = weight.data.t().contiguous().t()
 
 

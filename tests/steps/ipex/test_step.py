@@ -9,11 +9,8 @@ import textwrap
 
 import pytest
 import torch
-from loops.nested import differences
 from loops.pairs import has_ipex
-from loops.tasks import Net, vectors
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from nano_loop import NanoConfigError, NanoError, nano
@@ -188,6 +185,8 @@ def test_a_run_of_another_kind_is_no_comparison(timed):
     assert timed(12.0, True, width=4) is None
     assert timed(12.0, True, precision="bf16") is None
     assert timed(12.0, True, batch_size=64) is None
+    assert timed(10.0, False, torch_version="2.13.0") is None
+    assert timed(12.0, True, batch_size=None) is None
     assert timed(12.0, True, kind=torch.optim.AdamW) is None
     assert timed(None, True) is None  # too few steps
     assert timed(12.0, True) is not None
@@ -203,17 +202,6 @@ def test_kernels_that_stay_in_force_are_not_taken_for_torchs_own(timed, monkeypa
     assert "not asked for" in report["ipex"].detail
     assert ipex._measured == kept
     assert not torch.optim.SGD(model.parameters(), lr=0.1)._optimizer_step_post_hooks
-
-
-def test_loop_whose_batches_are_not_known_is_not_compared(timed):
-    assert timed(10.0, False, batch_size=None) is None
-    assert timed(12.0, True, batch_size=None) is None
-    assert ipex._measured == {}
-
-
-def test_without_ipex_no_step_is_timed(timed):
-    assert timed(10.0, False, torch_version="2.13.0") is None
-    assert ipex._measured == {}
 
 
 @needs_ipex
@@ -297,6 +285,9 @@ def test_import_leaves_the_process_as_it_was(imported):
     assert seen["after"] == seen["before"]
 
 
+# --- what loops do not show ---
+
+
 @needs_ipex
 def test_report_is_all_that_is_printed(imported):
     _, err = imported
@@ -309,44 +300,6 @@ def test_report_is_all_that_is_printed(imported):
         for line in lines[1:]
     ), err
     assert [line for line in lines if "applied  ipex" in line and "2.8.0" in line]
-
-
-# --- what loops do not show ---
-
-
-def fitted(model, optimizer, loader):
-    losses = []
-    for _ in range(3):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses
-
-
-def job():
-    torch.manual_seed(0)
-    model, loader = Net(), vectors()
-    model.encoder[3].p = 0.0  # the order of dropout's draws is not what is compared
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    torch.manual_seed(1)
-    return model, optimizer, loader
-
-
-@needs_ipex
-def test_model_in_eval_mode_needs_no_optimizer():
-    """`ipex.optimize` has other rules for it; its kernels have none."""
-    model = Net().eval()
-    x = torch.randn(4, 6)
-    expected = model(x)
-
-    @nano(use_ipex=True, verbose=False)
-    def evaluate(model):
-        return model(x)
-
-    torch.testing.assert_close(evaluate(model), expected)
 
 
 @needs_ipex
@@ -365,82 +318,4 @@ def test_encoder_layer_that_fails_when_it_is_packed_runs(training):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def halves(first, second):
-    """Train in two runs with a checkpoint between them, with or without IPEX each; gives losses and weights."""
-    model, optimizer, loader = job()
-    losses = nano(use_ipex=first, verbose=False)(fitted)(model, optimizer, loader)
-    saved = model.state_dict(), optimizer.state_dict()
-    resumed, its_optimizer, _ = job()
-    resumed.load_state_dict(saved[0])
-    its_optimizer.load_state_dict(saved[1])
-    losses += nano(use_ipex=second, verbose=False)(fitted)(resumed, its_optimizer, loader)
-    return losses, resumed.state_dict()
-
-
-@needs_ipex
-@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
-def test_run_without_ipex_resumes_one_with_it_and_back(first, second):
-    assert not [*differences(halves(first, second), halves(False, False), 1e-4)]
-
-
 # --- several processes ---
-
-RANKS = """
-    import hashlib, json, os, sys, torch
-    from torch import nn
-    from nano_loop import TorchNano
-
-    class Train(TorchNano):
-        def train(self, kind):
-            torch.manual_seed(int(os.environ.get("RANK", 0)))  # each begins with other weights
-            model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(16), nn.Linear(16, 3))
-            model(torch.ones(1, 1, 6, 6))
-            begun = weights(model)
-            optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
-            data = torch.utils.data.TensorDataset(torch.rand(100, 1, 6, 6), torch.randint(3, (100,)))
-            model, optimizer, loader = self.setup(model, optimizer, torch.utils.data.DataLoader(data, 4))
-            steps = 0
-            while steps < 50:
-                for x, y in loader:
-                    optimizer.zero_grad()
-                    nn.functional.cross_entropy(model(x), y).backward()
-                    optimizer.step()
-                    steps += 1
-            gathered = [None] * self.world_size
-            torch.distributed.all_gather_object(gathered, (begun, weights(model), self.report["ipex"].status))
-            return gathered
-
-    def weights(model):
-        flat = torch.cat([each.detach().flatten() for each in model.parameters()])
-        assert flat.dtype is torch.float32
-        return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-
-    found = {}
-    for kind in ("SGD", "AdamW"):
-        for precision in (32, "bf16"):
-            processes = None if "RANK" in os.environ else 2
-            options = dict(num_processes=processes, precision=precision, use_ipex=True, verbose=False, timeout=80)
-            found[f"{kind} {precision}"] = Train(**options).train(kind)
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(found))
-"""
-
-
-@needs_ipex
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["", "torchrun"])
-def test_all_ranks_have_the_same_weights_after_fifty_steps(tmp_path, launcher):
-    script = tmp_path / "ranks.py"
-    script.write_text(textwrap.dedent(RANKS))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if launcher else []
-    command = [sys.executable, "-W", "ignore", *torchrun, script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    for kind, ranks in json.loads(done.stdout.splitlines()[-1]).items():
-        begun, ended, status = map(set, zip(*ranks, strict=True))
-        assert len(ranks) == 2, kind
-        assert len(ended) == 1, kind
-        assert not begun & ended, kind
-        assert status == {"applied"}, kind
-        assert len(begun) == (2 if launcher else 1), kind

@@ -35,7 +35,7 @@ TAKING_FP32 = [
     ("group norm", "NHWC", ["group_norm_backward"]),
     ("layer norm", "NCHW", ["layer_norm"]),
     ("of_cast", "NCHW", IN_FP32),
-    ("flat, held", "NCHW", IN_FP32),
+    ("outside", "NCHW", IN_FP32),
 ]
 
 
