@@ -253,7 +253,7 @@ class MemoryWatch:
         parts[_ACTIVATIONS] = max((resident_memory() or 0) - sum(parts.values()), sum(map(_bytes_of, self._outputs)))
         outputs = {f"output of {name}": _bytes_of(kind) for kind, name in self._outputs.items()}
         tensors = heapq.nlargest(_SHOWN, (self._tensors | outputs).items(), key=lambda item: item[1])
-        allowed = "there is no more" if limit is None else f"{limit.source} allows this process {size(limit.most)}"
+        allowed = "no memory is left" if limit is None else f"{limit.source} allows this process {size(limit.most)}"
         if self._ranks.size > 1 and limit is not None:
             allowed += f", one of {self._ranks.size}"
         expected = f"{allowed}, for {_listed(parts.items())}"

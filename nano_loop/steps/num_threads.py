@@ -47,7 +47,7 @@ class NumThreads(Step):
         if self._trial is None and users(_key()):
             return SkipReason("other_run", "another run in this thread is measuring")
         if self._trial is None and torch.get_num_threads() == 1:
-            return SkipReason("one_thread", "there is one thread")
+            return SkipReason("one_thread", "only one thread is available")
         return None
 
     @override

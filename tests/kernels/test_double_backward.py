@@ -19,7 +19,7 @@ pytestmark = [
     # torch's own, where an operator has no rule for batches
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # in its forward mode
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # in forward mode, by 2.15 too
 ]
 
 

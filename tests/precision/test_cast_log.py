@@ -125,7 +125,7 @@ def test_the_text_is_sorted_and_the_rest_counted():
 
     log = logged(step)
     title, header, first, *_, last = str(log).splitlines()
-    assert title == log.summary() == "25 casts in a step, 12 of them again, moved 6.0 MB"
+    assert title == log.summary() == "25 casts per step, 12 of them repeated, moved 6.0 MB"
     assert header.split() == ["cast", "MB", "casts", "again", "cast", "part", "module", "line"]
     assert first.split()[:6] == ["6.00", "1", "0", "fp32", "→", "bf16"]
     assert last == "and 5 rows that move less"

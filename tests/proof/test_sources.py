@@ -105,3 +105,10 @@ def test_model_that_keeps_results_is_trained_and_a_class_that_is_not_exported_is
     [case] = cases("architectures", f"architectures/{kind}/0")
     found = [*compared(case, ["fp32"])]
     assert ([way for way, *_ in found], [each for *_, off in found for each in off]) == (trained, [])
+
+
+def test_worker_gives_a_sign_of_life_before_each_accelerated_run():
+    """Sixteen runs of one case may take longer than a process may be silent."""
+    [case], signs = [*cases("modules", "modules/nn.Linear/0")], []
+    assert [way for way, *_ in compared(case, ["fp32", "bf16"], lambda: signs.append(None))] == ["fp32", "bf16"]
+    assert len(signs) >= 2

@@ -39,10 +39,10 @@ def by_hand():
 
 
 class Compared:
-    """A program, and what plain torch makes of it, in each way once."""
+    """A program, and what plain torch makes of it, in each way once. Before each accelerated run it calls ``alive``."""
 
-    def __init__(self, program):
-        self.program, self._known = program, {}
+    def __init__(self, program, alive=lambda: None):
+        self.program, self.alive, self._known = program, alive, {}
 
     def plain(self, in_fp64=False, around=contextlib.nullcontext, again=False):
         """Return what plain torch computes."""
@@ -53,6 +53,7 @@ class Compared:
 
     def accelerated(self, way):
         """Return what is computed in a way."""
+        self.alive()
         options = {"verbose": False, "num_threads": torch.get_num_threads(), **WAYS[way].options}
         return train(self.program.copy(), lambda *parts: accelerated(*parts, **options))
 
@@ -125,7 +126,7 @@ def _judged(compared, got, way, error, times):
         worse = {key: each for key, each in worse.items() if _chance(each + left, better[key]) < _CHANCE}
         if others or not worse or not left:
             break
-        again = Compared(compared.program.redrawn(left))
+        again = Compared(compared.program.redrawn(left), compared.alive)
         trained = again.accelerated(way)
         if not (trained.error or again.plain().error):  # a matrix may have become singular
             drawn = _errors(again, trained, error)[1]

@@ -61,7 +61,7 @@ def test_a_path_gets_json(tmp_path, capfd):
     train(*parts())
     written = json.loads(path.read_text())
     assert written == train.report["log_casts"].data.as_dict()
-    assert written["summary"].startswith("0 casts in a step")
+    assert written["summary"].startswith("0 casts per step")
     assert train.report["log_casts"].detail.endswith(", in casts.json")
     assert "cast MB" not in capfd.readouterr().err
     results = json.loads(json.dumps(train.report.as_dict()))["results"]

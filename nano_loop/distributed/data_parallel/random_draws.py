@@ -209,7 +209,7 @@ class RandomDraws:
                 return dimension, order
         got = f"ranks with {counts} samples of a batch draw random numbers of the shapes {[*map(list, shapes)]}"
         allowed = "with split_batches a draw has one dimension of so many samples, or is the same on all ranks"
-        hint = "Draw one row, or one for each of a fixed number of places, for each sample. Or leave split_batches out"
+        hint = "Draw one row, or one for each of a fixed number of places, for each sample. Or omit split_batches"
         raise NanoError(error_message(got, allowed, hint))
 
     def _guessed(self, tensor: Tensor, share: Share, is_mask: bool) -> int | None:
@@ -311,7 +311,7 @@ def _permutation(original: Kernel) -> Callable[..., Tensor]:
                 return cast("Tensor", original(keys, count, generator=generator, out=out))
             got = f"torch.randperm of the {count} samples that this rank has of {len(plain)}"
             expected = "with split_batches a rank has no samples of the others to put in place of its own"
-            hint = "Mix samples in the loader's collate_fn, which gets whole batches, or leave split_batches out"
+            hint = "Mix samples in the loader's collate_fn, which gets whole batches, or omit split_batches"
             raise NanoError(error_message(got, expected, hint))
 
         return drawn(torch.empty(count, dtype=torch.bool), generator, fill)

@@ -315,7 +315,7 @@ class _Losses(torch.autograd.Function):
         def compute() -> tuple[Tensor]:
             if factors.dim() == 0 and factors.item() == 1:
                 with suppress(RuntimeError):  # of memory that a hook of saved tensors has made
-                    return (shared_until_written(gradient),)  # a second backward finds it as it is
+                    return (shared_until_written(gradient),)  # a second backward finds it unchanged
             return (gradient * (factors.unsqueeze(1) if factors.dim() else factors),)
 
         def by_torch(logits: Tensor) -> Tensor:

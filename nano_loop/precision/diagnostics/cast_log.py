@@ -77,7 +77,7 @@ class CastLog:
     def summary(self) -> str:
         """Return a one-line summary."""
         casts, again, cast_bytes = _totals(row for row in self.rows if _IN not in row.target)
-        text = f"{casts:,} casts in a step, {again:,} of them again, moved {cast_bytes / _MEGA:,.1f} MB"
+        text = f"{casts:,} casts per step, {again:,} of them repeated, moved {cast_bytes / _MEGA:,.1f} MB"
         products, _, packed = _totals(row for row in self.rows if _IN in row.target)
         return f"{text}; {products:,} products round, and pack {packed / _MEGA:,.1f} MB" if products else text
 

@@ -78,7 +78,7 @@ def test_permutation_that_nothing_is_known_of_is_named(team):
 
 def test_sizes_that_are_no_shares_are_an_error(team):
     def refused(ranks):
-        with pytest.raises(NanoError, match=r"\[5, 4\] samples.*\[\[3\], \[2\]\].*split_batches out"):
+        with pytest.raises(NanoError, match=r"\[5, 4\] samples.*\[\[3\], \[2\]\].*omit split_batches"):
             drawn(ranks, 9, lambda count: torch.rand(count - 2 + ranks.rank * 0))
         return True
 
