@@ -1,1 +1,1 @@
-"""Measures nano_loop beside what a user would pick instead: `make bench`."""
+"""Compare nano_loop with its alternatives: `make bench`."""

@@ -1,9 +1,9 @@
-"""Times the ways to compute attention in bf16, forward and backward, in turn and in one process.
+"""Time several implementations of attention in bf16, forward and backward, in turn and in one process.
 
 python -m benchmarks.attention
 python -m benchmarks.attention --shapes 8,12,128,64,dropout --rounds 3
 
-A shape is batch, heads, length and width, and "causal" or "dropout" (of 0.1) where there is one. glibc keeps freed
+A shape is batch, heads, length and width, and optionally "causal" or "dropout" (of 0.1). glibc keeps freed
 memory, as in a run with the allocator step. The time of a round is the fastest of some calls.
 """
 
@@ -44,12 +44,12 @@ class Shape(NamedTuple):
 SHAPES = (
     *(Shape(8, 12, 128, 64), Shape(8, 12, 128, 64, "dropout"), Shape(16, 6, 197, 64), Shape(4, 12, 256, 64)),
     *(Shape(4, 12, 256, 64, "causal"), Shape(2, 12, 512, 64), Shape(1, 12, 1024, 64), Shape(1, 12, 2048, 64)),
-    Shape(2, 2, 64, 32),  # the smallest that is not left to torch
+    Shape(2, 2, 64, 32),  # the smallest that torch does not compute
 )
 
 
 def shape(text: str) -> Shape:
-    """Return the shape that a text names."""
+    """Parse a shape."""
     *sizes, last = text.split(",")
     kind = "" if last.isdecimal() else last
     numbers = [int(each) for each in sizes + [last] * (not kind)]
@@ -59,7 +59,7 @@ def shape(text: str) -> Shape:
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each round, by way."""
+    """Return the milliseconds of each round, by implementation."""
     sizes = shape.batch, shape.length, shape.heads, shape.width
     tensors = [torch.randn(sizes).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]
     gradient = torch.randn(sizes).bfloat16().transpose(1, 2)

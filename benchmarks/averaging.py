@@ -1,21 +1,21 @@
-"""Measures how fast two ranks of one core each average 440 MB of gradients, in GB of gradients a second.
+"""Measure how fast two ranks with one core each average 440 MB of gradients, in GB of gradients per second.
 
 python -m benchmarks.averaging
 python -m benchmarks.averaging --ranks 2,4,8
 
-Through shared memory, through our buckets over the process group, and through a bare gloo all-reduce of each tensor,
-in turn: once as one tensor, once as the tensors of BERT-base.
+It compares shared memory, our buckets over the process group, and a plain gloo all-reduce of each tensor, in turn: once
+as one tensor, once as the tensors of BERT-base.
 
-With `--ranks`, the CPU time that a rank of so many takes in shared memory, over the time in which the memory moves what
-it reads and writes. Of S bytes of gradients and N ranks, a rank
+With `--ranks`, it measures the CPU time of a rank in shared memory, relative to the time for moving its bytes at the
+memory bandwidth. With S bytes of gradients and N ranks, a rank
 
 - copies the others' slices into its slot: it reads and writes S (N - 1) / N each;
 - sums its own slice: it reads one of each rank, S, and writes the mean twice, 2 S / N;
 - copies the others' slices out of their results: it reads and writes S (N - 1) / N each,
 
-which is S (5 N - 2) / N. The memory's rate is that of copies of the gradients, 2 S, by all ranks at the same time. CPU
-time does not count what other programs take. Where ranks share cores, they also wait for each other, awake at first,
-which with a core each they would not have to: that is shown beside the rest.
+which is S (5 N - 2) / N in total. The bandwidth is measured with copies of the gradients, 2 S, by all ranks at the same
+time. CPU time is not affected by other programs. If ranks share cores, they also wait for each other, first by
+spinning, which is not necessary with one core each: this is shown separately.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def bert_shapes() -> Iterator[tuple[int, ...]]:
 
 
 def gradients(name: str, megabytes: int = 440) -> list[torch.Tensor]:
-    """Return a list of so many megabytes: one tensor, or as many of BERT-base's as fit, the last ones first."""
+    """Return a list of this many megabytes: one tensor, or as many of BERT-base's as fit, the last ones first."""
     shapes, room = list(bert_shapes()), megabytes * 250_000
     if name == "one tensor":
         shapes = [(room,)]
@@ -86,7 +86,7 @@ def systems(ranks: Ranks) -> dict[str, Callable[[list[torch.Tensor]], None]]:
 
 
 def measure(ranks: Ranks, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Return, for each list, a round's GB/s of each system; an unmeasured round warms up."""
+    """Return, for each list, the GB/s of each system in each round; an unmeasured round warms up."""
     ways, results = systems(ranks), {}
     for name in LISTS:
         tensors = gradients(name)
@@ -106,7 +106,7 @@ def seconds(ranks: Ranks, average: Callable[[list[torch.Tensor]], None], tensors
 
 
 class Waiting:
-    """Notes the CPU time that a rank is awake for while it waits for another; see `RunContext.waits`."""
+    """Records the CPU time that a rank spends spinning while it waits for another; see `RunContext.waits`."""
 
     def __init__(self) -> None:
         self.seconds = self._began = 0.0
@@ -160,7 +160,7 @@ def cpu_seconds(
 
 
 def serve(rank: int, arguments: argparse.Namespace) -> None:
-    """Be one rank, which prints its measurements as one line of JSON."""
+    """Run one rank, which prints its measurements as one line of JSON."""
     cpus, size = sorted(os.sched_getaffinity(0)), arguments.size
     os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
     torch.set_num_threads(1)
@@ -179,7 +179,7 @@ def serve(rank: int, arguments: argparse.Namespace) -> None:
 
 
 def run_ranks(size: int) -> list[dict[str, list[dict[str, float]]]]:
-    """Return what each rank has printed."""
+    """Return the output of each rank."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.averaging", *sys.argv[1:], "--store", f"{folder}/store"]
         command += ["--size", str(size), "--rank"]
@@ -206,7 +206,7 @@ def show(name: str, rounds: list[dict[str, float]]) -> None:
 
 
 def show_cpu(size: int, found: list[dict[str, list[dict[str, float]]]]) -> None:
-    """Print a row a list: of each figure the mean of the ranks, and of those the median of the rounds."""
+    """Print one row per list: the median over the rounds of each figure's mean over the ranks."""
     for name in LISTS:
         rounds = [
             {key: statistics.fmean(row[key] for row in rows) for key in rows[0]}
@@ -224,7 +224,7 @@ def show_cpu(size: int, found: list[dict[str, list[dict[str, float]]]]) -> None:
 
 
 def counts(text: str) -> list[int]:
-    """Be an argument's type: numbers of ranks."""
+    """Parse an argument with numbers of ranks."""
     found = [at_least_one(each) for each in text.split(",")]
     if min(found) < 2:
         raise argparse.ArgumentTypeError(f"{text!r}: two ranks or more average")

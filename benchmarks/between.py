@@ -1,11 +1,11 @@
-"""Shows what lies between the products of a step under nano_loop: each operator's time, bytes, and what it could save.
+"""Show the operators between the products of a step under nano_loop, with their time, bytes and possible saving.
 
 python -m benchmarks.between
 python -m benchmarks.between --only group_norm_unet,t5 --threads 1
 python -m benchmarks.between --only tuned --output NAME
 
-An operator that only reads its inputs and writes its outputs can be as fast as the machine's memory. What it takes
-longer is what a better kernel could save. Each workload runs in a fresh process, in bf16 with default options.
+An operator that only reads its inputs and writes its outputs can be as fast as the machine's memory. Any additional
+time could be saved by a better kernel. Each workload runs in a fresh process, in bf16 with default options.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.workloads import ALL, LISTS, UNTUNED, WORKLOADS
 
 RESULTS = ROOT / "benchmarks/results"
 LARGEST = 10
-_WORTH_A_LINE = 1e6  # bytes: below, the calls themselves are what takes the time
+_WORTH_A_LINE = 1e6  # bytes: below, call overhead dominates
 _HEAD = (
     "operator",
     "part",
@@ -42,7 +42,7 @@ _HEAD_OF_MODELS = ("model", "a step, ms", "between products, ms", "could save, m
 
 
 def rows_of(workload: str, found: Result) -> list[dict[str, Any]]:
-    """Return a workload's operators with what each could save, the largest saving first."""
+    """Return a workload's operators with their possible saving, the largest first."""
     rate, step = found["memory_rate"], found["step_ms"]
     rows = []
     for row in found["rows"]:
@@ -82,7 +82,7 @@ def savings_of_models(results: Mapping[str, Any]) -> str:
 
 
 def largest(found: Mapping[str, Result]) -> list[dict[str, Any]]:
-    """Return the operators whose saving is the largest part of their step, of all workloads."""
+    """Return the operators of all workloads whose saving is the largest part of their step."""
     every = (row for name, each in found.items() if "reason" not in each for row in rows_of(name, each))
     rows = [row for row in every if row["bytes"] >= _WORTH_A_LINE]
     return sorted(rows, key=lambda row: -row["of_step"])[:LARGEST]

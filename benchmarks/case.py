@@ -1,8 +1,8 @@
-"""What one process measures: a workload's steps or losses under a system, its FLOPs, or the machine's products.
+"""Measure in one process a workload's steps or losses under a system, its FLOPs, or the machine's products.
 
 python -m benchmarks.case '{"task": "steps", "workload": "mlp", "system": "nano", "small": true}'
 
-It prints one line of JSON: what was measured, or the reason why not.
+It prints one line of JSON: the measurement, or the reason why there is none.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def ranks(workload: str, cpus: Sequence[int], small: bool) -> dict[str, float]:
 
 
 def split(workload: str, processes: int, samples: int, small: bool) -> dict[str, float]:
-    """Measure training steps of nano_loop in so many processes that share each batch."""
+    """Measure training steps of nano_loop with this many processes that share each batch."""
     return _measured(workload, lambda work, count: systems.nano_split(work, count, processes, samples), small)
 
 
 def share(workload: str, samples: int, small: bool) -> dict[str, float]:
-    """Measure the parts of a step of so many samples on one core, the gradients, and the memory's rate."""
+    """Measure the parts of a step of this many samples on one core, the gradients, and the memory bandwidth."""
     work = build(workload, small)
     found = systems.nano_on_one_core(work, SHARE_WARMUP + SHARE_STEPS, samples)[SHARE_WARMUP:]
     compute, update = (statistics.median(seconds) * 1e3 for seconds in zip(*found, strict=True))
@@ -72,7 +72,7 @@ def losses(workload: str, system: str, small: bool, count: int, noise: float = 0
     work, seen = build(workload, small), []
     with torch.no_grad():
         for weight in work.model.parameters() if noise else ():
-            own = torch.Generator().manual_seed(1)  # dropout is to draw what it draws without noise
+            own = torch.Generator().manual_seed(1)  # dropout must draw the same as without noise
             weight.mul_(1 + noise * torch.randn(weight.shape, generator=own))
     original = work.loss
 
@@ -92,7 +92,7 @@ def flops(workload: str, small: bool) -> dict[str, float]:
 
 
 def between(workload: str, small: bool, threads: int | None = None) -> dict[str, Any]:
-    """Return what the operators between the products of a step of nano_loop take and move (see `traffic`)."""
+    """Return time and bytes of the operators between the products of a step of nano_loop (see `traffic`)."""
     if threads:
         torch.set_num_threads(threads)
     return traffic(build(workload, small))
@@ -118,13 +118,13 @@ def _whole_epochs(count: int, work: Workload) -> int:
 
 
 def _epoch_means(seconds: Sequence[float], work: Workload) -> list[float]:
-    """Return each epoch's time over its steps: what a loader does once an epoch is no step's own."""
+    """Return each epoch's time per step: a loader's work once per epoch belongs to no single step."""
     epoch = _epoch(work)
     return [statistics.fmean(seconds[start : start + epoch]) for start in range(0, len(seconds), epoch)]
 
 
 def build(workload: str, small: bool) -> Workload:
-    """Return a workload, which begins with the same weights and batches each time."""
+    """Return a workload, which starts with the same weights and batches each time."""
     torch.manual_seed(0)
     work: Workload = find(workload, ALL)(small)
     work.model.train()
@@ -146,12 +146,12 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def perform(job: dict[str, Any]) -> dict[str, Any]:
-    """Do a job, and return what it measured, or the reason why not."""
+    """Run a job, and return its measurement, or the reason why there is none."""
     arguments = dict(job)
     warnings.simplefilter("ignore")  # the peers' advice about GPUs and loader workers
     try:
         return TASKS[arguments.pop("task")](**arguments)
-    except Exception as error:  # whatever a system does, the run goes on and says so
+    except Exception as error:  # if a system fails, the run continues and reports it
         return {"reason": reason(error)}
 
 

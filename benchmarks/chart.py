@@ -1,4 +1,4 @@
-"""Draws a run as bars: each system's speed over the best peer's, and the README's picture of speed-ups over plain."""
+"""Draw bar charts: each system's speed relative to the best peer, and the README's speed-ups over plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from benchmarks.surroundings import heading
 
-#: By the workload's place: the ratio to the best peer, and its lowest and highest over the rounds.
+#: By the workload's position: the ratio to the best peer, and its lowest and highest over the rounds.
 Bars = dict[int, tuple[float, float, float]]
 #: By workload and system: the speed-up over plain PyTorch, and its lowest and highest over the rounds.
 SpeedUps = dict[str, dict[str, tuple[float, float, float]]]
 
 COLOURS = ("#b5b5b5", "#e0995e", "#1f6fb4")  # plain, the best peer, nano_loop
-_MANY = 10  # workloads, whose names are written smaller
-_TALL = 10  # times: a bar beside which others are seen on a logarithmic scale alone
+_MANY = 10  # number of workloads from which on names are written smaller
+_TALL = 10  # times: with a bar this high, others are visible only on a logarithmic scale
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -28,7 +28,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     results : dict
         What `benchmarks.run` stores.
     path : pathlib.Path
-        The file.
+        The path of the PNG.
     """
     from matplotlib.figure import Figure
 
@@ -72,18 +72,18 @@ def _draw_bars(axes: Any, bars: Bars, shift: float, width: float, label: str, co
 
 
 def draw_speed_ups(suites: Sequence[SpeedUps], path: Path) -> None:
-    """Write a PNG that has the plotted numbers in its "Description", so that a test can read them back.
+    """Write a PNG with the plotted values in its "Description", so that a test can read them back.
 
-    The same numbers, with the same matplotlib, give the same bytes.
+    The same values, with the same matplotlib, result in the same bytes.
     """
     metadata = {"Software": None, "Description": json.dumps(suites)}
     speed_up_figure(suites).savefig(path, dpi=150, metadata=metadata)
 
 
 def speed_up_figure(suites: Sequence[SpeedUps]) -> Any:
-    """Return the picture: axes for each suite, where each workload has a bar for each system.
+    """Return the figure: axes for each suite, with a bar for each workload and system.
 
-    The last bar of a workload has its number above it. The scale is logarithmic where one bar would hide the others.
+    The last bar of a workload has its number above it. The scale is logarithmic if one bar would hide the others.
     """
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
-"""Records the operators of a stretch of a loop: their tensors, and the module or the part of the loop they belong to.
+"""Record the operators of a part of a loop: their tensors, and the module or the part of the loop of each.
 
 torch's `ExecutionTraceObserver` records them in C++. A Python dispatch mode would see the same, but autocast locks its
-cache while it casts a weight, and Python code in that cast waits for the interpreter while it holds the lock.
+cache while it casts a weight, and Python code in that cast would wait for the interpreter while holding the lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.profiler import ExecutionTraceObserver, record_function
 
 from nano_loop.cpu.native_output import without_lines
 
-#: What torch's dtypes are called in a trace, and here.
+#: The names of torch's dtypes in a trace, and here.
 DTYPES = {
     "float": "fp32",
     "double": "fp64",
@@ -35,7 +35,7 @@ DTYPES = {
 _MODULE = "nano_loop: module "
 _BEGIN = "nano_loop: begin of a trace"
 _OPTIMIZER = "Optimizer.step#"  # torch's own mark
-_ENGINE = "autograd::engine::"  # casts and adds gradients between the functions of a backward
+_ENGINE = "autograd::engine::"  # casts and adds gradients between the functions of a backward pass
 _LINES_OF_TORCH = b"execution_trace_observer.cpp"
 _BACKWARD_FUNCTION = 1  # at::RecordScope
 _FIELDS = 5  # tensor, storage, offset, elements, bytes of an element
@@ -48,9 +48,9 @@ class Used:
     Attributes
     ----------
     key : int
-        A number of the tensor object. Another tensor may have it once this one is gone.
+        An id of the tensor object. Another tensor may have it after this one is freed.
     storage : int
-        A number of its storage, likewise.
+        An id of its storage, likewise.
     dtype : str
         ``"fp32"``, ``"bf16"`` and so on, or torch's name in C++ if it is not floating-point.
     numel, itemsize : int
@@ -83,13 +83,13 @@ class Operator:
     name : str
         Its name without ``aten::``, such as ``"linear"``.
     inputs, outputs : tuple of Used
-        The tensors of its arguments, those in lists included, and of its results.
+        The tensors of its arguments (including those in lists) and results.
     part : {"forward", "backward", "optimizer"}
-        The part of the loop. What is in no backward and in no optimizer's step is "forward".
+        The part of the loop. Everything outside backward passes and optimizer steps is "forward".
     module : str
-        The innermost module in whose call, or in the backward of whose call, it ran. Empty outside of modules.
+        The innermost module in whose call, or in whose backward pass, it ran. Empty outside modules.
     inner : list of Operator
-        The operators that it has called, in order.
+        The operators that it called, in order.
     """
 
     name: str
@@ -100,18 +100,18 @@ class Operator:
     inner: list[Operator] = field(default_factory=list)
 
     def all(self) -> Iterator[Operator]:
-        """Yield this operator, and what it has called, in the order in which they began."""
+        """Yield this operator and the operators that it called, in the order of their start."""
         yield self
         for each in self.inner:
             yield from each.all()
 
 
-# An observer that is deleted removes the one of the process, even if that is another.
+# Deleting an observer removes the process's observer, even if that is another one.
 _in_vain: list[ExecutionTraceObserver] = []
 
 
 class Recorder:
-    """Records what this thread computes, from its creation until `finish` or `close`.
+    """Records the operators of this thread, from its creation until `finish` or `close`.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ class Recorder:
         self._file = Path(folder) / "trace.json"
         with without_lines(2, _LINES_OF_TORCH):
             self._observer.register_callback(str(self._file))
-            #: Whether torch records. A process has one observer at most, so another one may be in the way.
+            #: Whether torch records. A process has at most one observer, so another one may prevent this.
             self.is_recording = self._file.exists()
             if not self.is_recording:
                 _in_vain.append(self._observer)
@@ -147,12 +147,12 @@ class Recorder:
         self._ending.enter_context(_calls_marked(self._names))
 
     def finish(self) -> list[Operator]:
-        """Stop, and return the operators that were called by none, in order.
+        """Stop, and return the outermost operators, in order.
 
         Raises
         ------
         OSError, ValueError
-            If the trace cannot be read, as where the disk is full.
+            If the trace cannot be read, for example because the disk is full.
         """
         if not self.is_recording:
             return []
@@ -174,7 +174,7 @@ class Recorder:
 
 @contextmanager
 def _steps_marked() -> Iterator[None]:
-    """Mark the steps of optimizers as torch does: nano_loop's own do without the mark, but for a profiler."""
+    """Mark the steps of optimizers as torch does: nano_loop's own steps only have the mark under a profiler."""
     marks: list[Any] = []
 
     def begin(optimizer: Optimizer, *_: Any) -> None:
@@ -203,7 +203,7 @@ def _calls_marked(names: Mapping[int, str]) -> Iterator[None]:
 
     def begin(module: nn.Module, args: Any) -> None:
         if concerned(module):
-            # Not the name itself: torch writes names with quotes as they are, which is no JSON.
+            # Not the name itself: torch does not escape quotes in names, which is invalid JSON.
             mark: AbstractContextManager[None] = record_function(f"{_MODULE}{id(module)}")
             mark.__enter__()
             open_marks.append(mark)
@@ -221,14 +221,14 @@ def _calls_marked(names: Mapping[int, str]) -> Iterator[None]:
 
 
 def read_trace(trace: Mapping[str, Any], names: Mapping[int, str]) -> list[Operator]:
-    """Return the operators of the thread that has begun a trace, as far as no other operator has called them.
+    """Return the outermost operators of the thread that started a trace.
 
     Parameters
     ----------
     trace : mapping
         The trace, as torch writes it in JSON: a list of ``nodes``, each with its parent in ``ctrl_deps``.
     names : mapping of int to str
-        The modules by their ids, which the marks of their calls have.
+        The modules by their ids, which are in the marks of their calls.
     """
     nodes = {node["id"]: _Node(node) for node in sorted(trace["nodes"], key=lambda node: node["id"])}
     begin = next(node for node in nodes.values() if node.name == _BEGIN)
@@ -258,7 +258,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a node is: in which part of the loop, in which module, and in which operator."""
+    """The position of a node: its part of the loop, its module, and its operator."""
 
     part: str = "forward"
     module: str = ""
@@ -266,7 +266,7 @@ class _Place:
 
 
 class _Reader:
-    """Puts the operators of one thread in each other, in the order in which they began."""
+    """Nests the operators of one thread, in the order of their start."""
 
     def __init__(self, nodes: Mapping[int, _Node], thread: Any, names: Mapping[int, str]) -> None:
         self.outermost: list[Operator] = []
@@ -289,7 +289,7 @@ class _Reader:
         if not node.is_operator:
             return around
         if node.sequence >= 0 and around.part == "forward":
-            self._modules[node.sequence] = around.module  # the last one that begins with this number makes the node
+            self._modules[node.sequence] = around.module  # the last one that starts with this number creates the node
         operator = node.operator()
         operator.part, operator.module = around.part, around.module
         (self.outermost if around.operator is None else around.operator.inner).append(operator)

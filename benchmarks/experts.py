@@ -1,7 +1,7 @@
-"""Systems of somebody who has read a tuning guide: what `by_hand` has, and an allocator that keeps freed memory.
+"""Systems tuned with a tuning guide: `by_hand`, and an allocator that keeps freed memory.
 
-They use nothing of nano_loop's. glibc's settings are those of mallopt(3); jemalloc's are those of torch's performance
-tuning guide, and it has to be loaded when the process starts.
+They do not use nano_loop. glibc's settings are those of mallopt(3); jemalloc's are those of torch's performance
+tuning guide, and it must be loaded when the process starts.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from benchmarks.loop import Loss, steps, timed
 from benchmarks.workloads import Workload
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from malloc.h
-_MOST = 1 << 30  # bytes: what mallopt takes for a threshold
+_MOST = 1 << 30  # bytes: the largest threshold of mallopt
 _MALLOC_CONF = (
     "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:9000000000,muzzy_decay_ms:9000000000"
 )
 
 
 def by_hand(work: Workload, count: int) -> list[float]:
-    """What somebody who knows torch writes: channels_last where there are images, a fused optimizer, bf16 autocast.
+    """A tuned loop: channels_last for images, a fused optimizer, bf16 autocast.
 
-    On a CPU without bf16 instructions, where bf16 would take up to four hundred times as long, they leave it in fp32.
+    It uses fp32 on a CPU without bf16 instructions, on which bf16 would take up to four hundred times as long.
     """
     return _by_hand(work, count, work.model)
 
 
 def expert(work: Workload, count: int) -> list[float]:
-    """`by_hand`, and glibc keeps freed memory."""
+    """`by_hand`, with glibc set to keep freed memory."""
     keep_memory()
     return by_hand(work, count)
 
@@ -51,7 +51,7 @@ def expert_compile(work: Workload, count: int) -> list[float]:
 
 
 def expert_fp32(work: Workload, count: int) -> list[float]:
-    """fp32 with a fused optimizer, and glibc keeps freed memory: for models so small that bf16 is no gain."""
+    """fp32 with a fused optimizer, and glibc keeps freed memory: for models too small to gain from bf16."""
     return _in_fp32(work, count, work.model)
 
 
@@ -98,7 +98,7 @@ def _in_fp32(work: Workload, count: int, model: Any) -> list[float]:
 
 
 def expert_jemalloc(work: Workload, count: int) -> list[float]:
-    """`by_hand`, with jemalloc in place of glibc's allocator.
+    """`by_hand`, with jemalloc instead of glibc's allocator.
 
     Raises
     ------
@@ -111,8 +111,8 @@ def expert_jemalloc(work: Workload, count: int) -> list[float]:
 
 
 def compiled(train: Callable[[Any], list[float]], function: Any) -> list[float]:
-    """Train by a compiled model or function, and raise a RuntimeError if nothing of it was compiled."""
-    from torch._dynamo.utils import counters  # there is no public way to ask
+    """Train with a compiled model or function, and raise a RuntimeError if nothing was compiled."""
+    from torch._dynamo.utils import counters  # there is no public function for this
 
     seconds = train(torch.compile(function))
     if not counters["stats"]["unique_graphs"]:
@@ -121,14 +121,14 @@ def compiled(train: Callable[[Any], list[float]], function: Any) -> list[float]:
 
 
 def has_fast_bf16() -> bool:
-    """Return whether Linux says that the CPU has bf16 instructions: what nano_loop finds, without importing it."""
+    """Whether Linux reports bf16 instructions of the CPU: nano_loop's check, without importing it."""
     path = Path("/proc/cpuinfo")
     flags = set(path.read_text().split()) if path.exists() else set()
     return bool(flags & {"avx512_bf16", "bf16"}) or {"amx_bf16", "amx_tile"} <= flags
 
 
 def under_autocast(loss: Loss) -> Loss:
-    """Autocast around the forward and the loss, as torch's own recipe has it."""
+    """Autocast around the forward and the loss, as in torch's recipe."""
 
     def autocast_loss(model: Any, batch: Any) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -148,7 +148,7 @@ def _by_hand(work: Workload, count: int, model: Any) -> list[float]:
 
 
 def _with_channels_last(loss: Loss) -> Loss:
-    """Give the model images in channels_last, which are the first of a batch."""
+    """Convert the images, which are the first element of a batch, to channels_last."""
 
     def channels_last_loss(model: Any, batch: Any) -> torch.Tensor:
         images, *others = batch
@@ -158,7 +158,7 @@ def _with_channels_last(loss: Loss) -> Loss:
 
 
 def keep_memory() -> None:
-    """Have glibc keep freed memory."""
+    """Set glibc to keep freed memory."""
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(_MMAP_THRESHOLD, _MOST)
     mallopt(_TRIM_THRESHOLD, _MOST)

@@ -1,7 +1,7 @@
-"""Does each job in a fork of one process that has imported everything: for --quick, where a start costs three seconds.
+"""Run each job in a fork of one process that has imported everything: for --quick, since a start takes three seconds.
 
 `forks` starts that process, ``python -m benchmarks.forks``, and sends it jobs as lines of JSON. It computes nothing
-itself, for a fork has one thread: of a pool of threads it would have the locks alone.
+itself, since a fork has only one thread: of a thread pool, it would inherit only the locks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TextIO
 from benchmarks.case import perform
 from benchmarks.fresh import Job, Result, died, environment, keep_output, too_long
 
-#: What the workloads and systems import; those that are missing fail where they are used.
+#: The imports of the workloads and systems; missing ones fail when they are used.
 MODULES = (
     "PIL.Image",
     "PIL.JpegImagePlugin",
@@ -38,7 +38,7 @@ MODULES = (
 
 @contextmanager
 def forks() -> Iterator[Callable[..., Result]]:
-    """Start the process, and give a function that does a job in a fork of it, as `fresh` does in a new one."""
+    """Start the process, and yield a function that runs a job in a fork of it, like `fresh` in a new process."""
     settings = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's OpenBLAS would start its threads when it is imported
     command = [sys.executable, "-m", "benchmarks.forks"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -51,7 +51,7 @@ def forks() -> Iterator[Callable[..., Result]]:
 
 def _ask(process: subprocess.Popen[str], errors: TextIO, job: Job, *, limit: float) -> Result:
     request = json.dumps({"job": job, "limit": limit}) + "\n"
-    with suppress(BrokenPipeError):  # it has died: why is said below; past the buffer, which closing would write again
+    with suppress(BrokenPipeError):  # if it has died, see below; unbuffered, since closing would write again
         os.write(process.stdin.fileno(), request.encode())
     answer = process.stdout.readline()
     if answer:
@@ -62,7 +62,7 @@ def _ask(process: subprocess.Popen[str], errors: TextIO, job: Job, *, limit: flo
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    """Do jobs until there are no more."""
+    """Run jobs until there are no more."""
     for name in MODULES:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -77,7 +77,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def fork(job: Job, limit: float, folder: str) -> Result:
-    """Do a job in a fork of this process, which is ended after so many seconds and has a folder for its files."""
+    """Run a job in a fork of this process, with a time limit in seconds and a folder for its files."""
     sys.stderr.flush()
     reader, writer = os.pipe()
     pid = os.fork()
@@ -97,7 +97,7 @@ def fork(job: Job, limit: float, folder: str) -> Result:
 
 
 def _child(job: Job, writer: int) -> None:
-    """Do the job and leave at once: the parent's clean-up is not this process's to do."""
+    """Run the job and exit immediately, without the parent's clean-up."""
     code = 1
     try:
         with open(writer, "w") as answer:

@@ -1,4 +1,4 @@
-"""Does each job in a process that was started for it alone."""
+"""Run each job in a separate, fresh process."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ def fresh(
     settings: Mapping[str, str] | None = None,
     program: Sequence[str] = ("-m", "benchmarks.case"),
 ) -> Result:
-    """Do a job in a fresh process.
+    """Run a job in a fresh process.
 
     Parameters
     ----------
     job : dict
-        What to do.
+        The job.
     limit : float
-        After so many seconds the process is ended, with all that it has started.
+        Time limit in seconds, after which the process and its children are ended.
     python : str
         The Python that runs it.
     settings : mapping, optional
-        Environment variables that it gets besides this process's.
+        Environment variables in addition to this process's.
     program : sequence of str
-        What Python runs, which gets the job as JSON, and prints one line of JSON.
+        The program, which gets the job as JSON, and prints one line of JSON.
 
     Returns
     -------
     dict
-        What it measured, or the ``reason`` why it did not.
+        The measurement, or the ``reason`` why there is none.
     """
     command = [python, *program, json.dumps(job)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with tempfile.TemporaryDirectory() as folder:  # it may be killed, and leave its files
+    with tempfile.TemporaryDirectory() as folder:  # it may be killed, and leave files behind
         own = environment() | {"TMPDIR": folder} | dict(settings or {})
         process = subprocess.Popen(command, env=own, start_new_session=True, **pipes)
         try:
@@ -62,7 +62,7 @@ def fresh(
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment, in which another process finds the benchmarks."""
+    """Return this process's environment, extended so that another process can import the benchmarks."""
     paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
@@ -72,13 +72,13 @@ def too_long(limit: float) -> str:
 
 
 def died(code: int, err: str) -> str:
-    """Say how a process ended that returned nothing: its exit code or signal, and the last line it wrote."""
+    """Describe the end of a process without a result: its exit code or signal, and the last line it wrote."""
     how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     return ": ".join([how, *err.strip().splitlines()[-1:]])
 
 
 def keep_output() -> Any:
-    """Send what anything prints to standard error from now on, and return the true standard output."""
+    """Redirect all output to standard error from now on, and return the real standard output."""
     sys.stdout.flush()
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -86,7 +86,7 @@ def keep_output() -> Any:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill what is left of the process and of those it has started, and take what it left in its pipes."""
+    """Kill the process and its children if they still run, and read the rest of its pipes."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

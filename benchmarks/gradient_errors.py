@@ -1,11 +1,11 @@
-"""Rounding errors of gradients by precision: ``python -m benchmarks.gradient_errors [--seeds 25] [--shares]``.
+"""Measure rounding errors of gradients by precision: ``python -m benchmarks.gradient_errors [--seeds 25] [--shares]``.
 
 Each small model computes one step in fp64 and in each precision, with every product in bf16, whatever its size. A row
 has the root mean square, over seeds and gradients, of the error relative to the gradient in fp64, and the ratios to
-autocast by hand.
+manual autocast.
 
-``--shares`` prints which share of the multiplications of a step is in bf16 under "bf16-products" without the tuner, for
-a BERT of two layers and a ResNet-50.
+``--shares`` prints the fraction of the multiplications of a step that is in bf16 under "bf16-products" without the
+tuner, for a BERT of two layers and a ResNet-50.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Residual(nn.Module):
         self.layers = nn.Sequential(first, nn.BatchNorm2d(channels), nn.SiLU(), second, nn.BatchNorm2d(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the layers compute."""
+        """Add the output of the layers."""
         return F.silu(x + self.layers(x))
 
 
@@ -84,7 +84,7 @@ def convolutional() -> nn.Module:
     )
 
 
-#: What builds each model, and the shape of its input.
+#: The constructor of each model, and the shape of its input.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "MLP": (perceptron, (96, 64)),
     "convolutional": (convolutional, (32, 3, 16, 16)),
@@ -130,7 +130,7 @@ def errors(name: str, seed: int) -> dict[str, list[float]]:
         train = nano_loop.nano(precision=precision, channels_last=channels_last, verbose=False)(gradients)
         with every_product_rounded():
             computed[precision] = train(copy.deepcopy(model), x, y)
-    # A bias that does not change the loss, as that of keys, has a gradient of rounding errors alone.
+    # If a bias does not change the loss, like that of keys, its gradient is only rounding errors.
     largest = max(float(gradient.norm()) for gradient in exact)
     return {
         kind: [
@@ -164,12 +164,12 @@ class Bert(nn.Module):
         self.norm = nn.LayerNorm(768)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of all words at all places."""
+        """Return the logits of all words at all positions."""
         hidden = self.transform(self.encoder(self.words(tokens) + self.places))
         return F.linear(self.norm(F.gelu(hidden)), self.words.weight)
 
 
-#: What builds each model, and its input, for the shares.
+#: The constructor of each model, and its input, for the shares.
 SHARES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "BERT, 2 layers, 8 × 128": (Bert, lambda: torch.randint(30522, (8, 128))),
     "ResNet-50, 16 × 224²": (lambda: ResNet(Bottleneck, 4, (3, 4, 6, 3)), lambda: torch.randn(16, 3, 224, 224)),
@@ -177,7 +177,7 @@ SHARES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 def share_in_bf16(name: str) -> float:
-    """Return the share of the multiplications of a step that round their inputs, without the tuner."""
+    """Return the fraction of the multiplications of a step whose inputs are rounded, without the tuner."""
     build, batch = SHARES[name]
     model, x = build(), batch()
     x.requires_grad_(x.is_floating_point())  # so that each product has two gradients
@@ -190,7 +190,7 @@ def share_in_bf16(name: str) -> float:
     rounded: list[int] = []
 
     def record(rule: product_precision.Policy, kind: str, count: int, packed: int) -> None:
-        # In a backward, one call computes the gradients of the input and of the weight.
+        # In a backward pass, one call computes the gradients of the input and of the weight.
         two_gradients = kind == product_precision.CONVOLUTION and in_backward()
         rounded.append(2 * count if two_gradients else count)
 

@@ -1,11 +1,11 @@
-"""Measures a training step on two hosts with a network between them, for the ways in which gradients are averaged.
+"""Measure a training step on two hosts with a network between them, for several ways of averaging gradients.
 
     sudo python -m benchmarks.hosts
     sudo python -m benchmarks.hosts --rate 10gbit --ranks 1 --rounds 5 --only lstm
 
-The hosts are network namespaces of this machine, each with a name, shared memory and an end of a veth pair of which
-`tc` limits the rate. That takes root, and Linux's ip, tc and unshare. All ranks share the machine's cores, so compare
-the ways and not the times with those of one process. The ways take turns in the same processes.
+The hosts are network namespaces of this machine, each with a name, shared memory and one end of a veth pair whose
+rate `tc` limits. This needs root, and Linux's ip, tc and unshare. All ranks share the machine's cores, so compare the
+ways with each other, and not their times with those of one process. The ways alternate in the same processes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {"bert": bert, "lstm
 
 
 def measure(ranks: Ranks, name: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Return the milliseconds of a step of the slowest rank, by way, one for each round; a first round warms up."""
+    """Return the milliseconds of a step of the slowest rank, by way and round; a first round warms up."""
     torch.manual_seed(0)
     model, tokens = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -151,7 +151,7 @@ def run(*command: str) -> None:
 
 @contextmanager
 def network(rate: str) -> Iterator[None]:
-    """Make the two namespaces and what connects them, and delete them on leaving."""
+    """Create the two namespaces and their connection, and delete them on exit."""
     with ExitStack() as stack:
         for host in HOSTS:
             run("ip", "netns", "add", host)
@@ -167,7 +167,7 @@ def network(rate: str) -> Iterator[None]:
         yield
 
 
-# A host has a name and shared memory, which its ranks have in common.
+# The ranks of a host share its name and shared memory.
 START = 'hostname "$0"; mount -t tmpfs tmpfs /dev/shm; for rank in $RANKS; do RANK=$rank "$@" & done; wait'
 
 
@@ -191,7 +191,7 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
 
 
 def can_make_networks() -> str | None:
-    """Return why there can be no network of this machine's, or None."""
+    """Return why this machine cannot simulate a network, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [each for each in ("ip", "tc", "unshare") if shutil.which(each) is None]

@@ -1,11 +1,11 @@
-"""Measures training on folders of photographs, epoch by epoch: torchvision's pipelines and fast_images.
+"""Measure training on folders of photographs, epoch by epoch: torchvision's pipelines and fast_images.
 
 .venv-ipex/bin/python -m benchmarks.images
 .venv-ipex/bin/python -m benchmarks.images --sizes 500x375 --workers 0 --rounds 3 --output images
 
-Each case is a fresh process, and the systems take turns. All train ResNet-18 by nano_loop in bf16, so that they differ
-in their pipelines alone. What a pipeline takes without a step, and a step without a pipeline, is measured beside it: no
-pipeline can be faster than by their sum over the step. It needs torchvision, which `make test-ipex` installs.
+Each case is a fresh process, and the systems alternate. All train ResNet-18 with nano_loop in bf16, so that they
+differ only in their pipelines. The pipeline without a step, and the step without a pipeline, are measured, too: their
+sum over the step bounds the speed-up by any pipeline. It needs torchvision, which `make test-ipex` installs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nano_loop.cpu import peak_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS, OURS = ("torchvision", "torchvision_v2"), ("exact", "scaled")
-#: Photographs of each size, and what a round trains on: fewer of those that take longer.
+#: The number of photographs of each size in a round: fewer of the larger ones.
 SIZES = {"500x375": 256, "1024x768": 128, "3000x2000": 48}
 EPOCHS, BATCH, SIDE = 4, 16, 160
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -41,7 +41,7 @@ _BASES = 4
 
 
 def photograph(size: tuple[int, int], number: int, base: np.ndarray[Any, Any]) -> Any:
-    """Return a picture that compresses like a photograph: a spectrum of 1/f, and the noise of a sensor."""
+    """Return an image that compresses like a photograph: a 1/f spectrum with sensor noise."""
     from PIL import Image
 
     draws = np.random.default_rng(number)
@@ -51,7 +51,7 @@ def photograph(size: tuple[int, int], number: int, base: np.ndarray[Any, Any]) -
 
 
 def smooth_field(size: tuple[int, int], seed: int) -> np.ndarray[Any, Any]:
-    """Return pixels of shape (H, W, 3), of random phases and amplitudes that fall with the frequency."""
+    """Return pixels of shape (H, W, 3), with random phases and amplitudes that decrease with frequency."""
     width, height = size
     draws = np.random.default_rng(seed)
     rows, columns = np.fft.fftfreq(height)[:, None] * height, np.fft.rfftfreq(width)[None] * width
@@ -76,7 +76,7 @@ def write_photographs(folder: Path, size: tuple[int, int], count: int) -> float:
         file = place / f"{number:04}.jpg"
         photograph(size, number, bases[number % _BASES]).save(file, quality=90)
         sizes.append(file.stat().st_size)
-    time.sleep(2.1)  # what was just written is not kept
+    time.sleep(2.1)  # files that were just written are not cached
     return statistics.mean(sizes) / 1e3
 
 
@@ -159,7 +159,7 @@ def fresh(system: str, folder: Path, workers: int, trains: int) -> dict[str, Any
 
 
 def measure(size: str, workers: int, rounds: int) -> dict[str, Any]:
-    """Return the rounds of all systems on photographs of one size, the systems in turn."""
+    """Return the rounds of all systems on photographs of one size, with alternating systems."""
     width, height = map(int, size.split("x"))
     systems = [*PEERS, *OURS]
     found: dict[str, Any] = {system: [] for system in systems}
@@ -196,7 +196,7 @@ def summary(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _ratio(rounds: dict[str, Any], number: int, system: str, epochs: slice) -> float:
-    # The fastest epoch: other programs only ever make one slower.
+    # The fastest epoch: other programs can only make one slower.
     times = {name: min(each[number]["seconds"][epochs]) for name, each in rounds.items()}
     return min(times[peer] for peer in PEERS) / times[system]
 

@@ -1,7 +1,7 @@
-"""JAX's jitted step for some workloads of the users' suite: what is possible where nothing is dispatched.
+"""JAX's jitted step for some workloads of the users' suite: the speed without dispatch of single operators.
 
 Parameters, losses and optimizers are those of the workload, and the rows are in memory. Running statistics of batch
-norms are left out. It needs ``.venv-jax`` (``make ready-jax``).
+norms are omitted. It needs ``.venv-jax`` (``make ready-jax``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.workloads import Workload
 
 #: JAX's arrays by the names of torch's parameters.
 Arrays = Mapping[str, Any]
-#: How far the losses of both may be apart, relatively, without dropout.
+#: The largest allowed relative difference between both losses, without dropout.
 _TOLERANCE = 1e-4
 
 
@@ -28,7 +28,7 @@ def jax(work: Workload, count: int) -> list[float]:
     LookupError
         The workload's loss is not written in JAX.
     RuntimeError
-        Its loss in JAX is another than that of the model.
+        Its loss in JAX differs from the model's.
     """
     if work.jax not in LOSSES:
         raise LookupError("its loss is not written in JAX")
@@ -64,7 +64,7 @@ def jax(work: Workload, count: int) -> list[float]:
 
 
 class _Places:
-    """The places of the rows of each batch, in a new order in each epoch."""
+    """The indices of the rows of each batch, in a new order in each epoch."""
 
     def __init__(self, rows: int, batch: int) -> None:
         self._rows, self._batch = rows, batch
@@ -188,7 +188,7 @@ def _wide(parameters: Arrays, batch: Any, key: Any) -> Any:
     return _cross_entropy(_linear(parameters, "6", x), labels).mean()
 
 
-#: By the name in `Workload.jax`. Each takes the parameters, a batch and a key, and returns the loss.
+#: By the name in `Workload.jax`. Each accepts the parameters, a batch and a key, and returns the loss.
 LOSSES: dict[str, Callable[..., Any]] = {
     "tabular": _tabular,
     "policy": _policy,

@@ -1,4 +1,4 @@
-"""The layers of public models: what `benchmarks.shapes` measures, with the shapes that they have there."""
+"""The layers of public models that `benchmarks.shapes` measures, with their shapes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Layer:
 
     @property
     def text(self) -> str:
-        """The layer as it is written."""
+        """The layer as source code."""
         named = [f"{name}={value}" for name, value in self.named.items()]
         return f"{self.kind.__name__}({', '.join([*map(str, self.args), *named])})"
 
     @property
     def input(self) -> Tensor:
-        """A batch for the layer: indices for embeddings, else numbers."""
+        """A batch for the layer: indices for embeddings, otherwise random values."""
         if self.kind in (nn.Embedding, nn.EmbeddingBag):
             return torch.randint(self.args[0], self.shape)
         return torch.randn(self.shape)

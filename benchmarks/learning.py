@@ -1,11 +1,11 @@
-"""Shows that loops learn alike plain and accelerated: their losses over wall time, on real data, over several seeds.
+"""Show that plain and accelerated loops learn equally well: losses over wall time, on real data, over several seeds.
 
 python -m benchmarks.learning
 python -m benchmarks.learning --only digits,diabetes --seeds 5
 python -m benchmarks.learning --output 2026-11-cpu-learning --picture docs/learning.png --page docs/learning.md
 
-A seed's two runs differ in nano_loop alone: they begin with the same weights and see the same batches. Losses are those
-of data that is not trained on. The clock stands still while they are computed.
+A seed's two runs differ only in nano_loop: they start with the same weights and see the same batches. Losses are
+computed on held-out data, and the clock is stopped meanwhile.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from nano_loop import nano
 #: The options of the README's first example.
 OPTIONS = {"precision": "auto", "channels_last": "auto"}
 MODES = ("plain", "nano")
-#: By task, mode and seed: pairs of seconds of training and the loss then.
+#: By task, mode and seed: pairs of training time in seconds and loss.
 Curves = dict[str, dict[str, list[list[tuple[float, float]]]]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model that learns from data that a package ships.
+    """A model that is trained on data that come with a package.
 
     Parameters
     ----------
     title : str
-        What the picture calls it.
+        Its name in the plot.
     make : callable
         Returns the model, the training set, the data that is held out, and the loss of outputs and targets.
     steps, batch_size, rate : int, int, float
-        How long it is trained, on how much at a time, and the learning rate of AdamW at first.
+        The number of steps, the batch size, and the initial learning rate of AdamW.
     """
 
     title: str
@@ -84,7 +84,7 @@ class GPT(nn.Module):
 
 
 def text() -> tuple[nn.Module, Dataset[Any], list[Tensor], Callable[[Tensor, Tensor], Tensor]]:
-    """Return a character GPT on the source of modules of the standard library."""
+    """Return a character-level GPT on the source code of modules of the standard library."""
     context, folder = 128, Path(sysconfig.get_path("stdlib"))
     modules = ("argparse", "doctest", "inspect", "mailbox", "pydoc", "tarfile", "typing")
     files = [folder / f"{name}.py" for name in modules]
@@ -127,7 +127,7 @@ def diabetes() -> tuple[nn.Module, Dataset[Any], list[Tensor], Callable[[Tensor,
 
 
 def _divided(inputs: Tensor, targets: Tensor) -> tuple[Dataset[Any], list[Tensor]]:
-    """Return four fifths of the data for training, and the rest, the same for every seed."""
+    """Return four fifths of the data for training, and the rest; the split is the same for every seed."""
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
     held_out, rows = order[: len(order) // 5], order[len(order) // 5 :]
     return TensorDataset(inputs[rows], targets[rows]), [inputs[held_out], targets[held_out]]
@@ -142,7 +142,7 @@ _EVALUATIONS = 12
 
 
 def curve(workload: str, mode: str, seed: int, steps: int | None = None) -> dict[str, Any]:
-    """Train once, and return the seconds and the losses of its evaluations. Is a job of `benchmarks.case`."""
+    """Train once, and return the seconds and the losses of its evaluations. This is a job of `benchmarks.case`."""
     made, pairs = TASKS[workload], []
     torch.manual_seed(seed)
     model, data, (inputs, targets), loss_of = made.make()
@@ -174,7 +174,7 @@ def curve(workload: str, mode: str, seed: int, steps: int | None = None) -> dict
 
 
 def curves(options: argparse.Namespace) -> Curves:
-    """Train each task with each seed, plain and accelerated in turn, in a fresh process each."""
+    """Train each task with each seed, plain and accelerated in turn, each in a fresh process."""
     measured: Curves = {task: {mode: [] for mode in MODES} for task in options.only}
     runs = [(task, seed, mode) for task in options.only for seed in range(options.seeds) for mode in MODES]
     for task, seed, mode in tqdm(runs, file=sys.stderr, unit="run", dynamic_ncols=True):
@@ -187,7 +187,7 @@ def curves(options: argparse.Namespace) -> Curves:
 
 
 def ends(measured: Curves) -> str:
-    """Return a row for each task: how it ends, the differences seed by seed with their error, and the speed."""
+    """Return a row for each task: the final losses, the paired differences with their error, and the speed."""
     head = ["", "seeds", "plain ends at", "nano_loop ends at", "difference, mean ± standard error", "× plain"]
     rows = []
     for task, modes in measured.items():
@@ -202,7 +202,7 @@ def ends(measured: Curves) -> str:
 
 
 def draw(measured: Curves, path: Path) -> None:
-    """Write a PNG of the losses over wall time, a line a run, with the numbers in its "Description"."""
+    """Write a PNG of the losses over wall time, one line per run, with the values in its "Description"."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 3.6), layout="constrained")
@@ -223,20 +223,20 @@ def page(results: dict[str, Any]) -> str:
     return f"""\
 # Learning
 
-A faster step is no use if the loop learns less. So here are three loops on real data that packages ship, plain and with
-the options of the README's first example, over several seeds:
+A faster step is of no use if the model learns less. This page shows three training loops on real data that come with
+packages, plain and with the options of the README's first example, over several seeds:
 
 ![Loss over seconds of training, plain and with nano_loop, one line per seed](learning.png)
 
 {ends(results["learning"])}
 
-For each seed, both runs begin with the same weights and see the same batches, so the differences are paired: each is
-nano_loop's last loss over the plain one's. They come from the rounding of products to bf16, and from sums in another
-order. The losses are those of data that is not trained on, and the clock stands still while they are computed. Each run
-is a fresh process, and the seconds are those of the loop, with what nano_loop measures in its first steps.
+For each seed, both runs start with the same weights and see the same batches, so the differences are paired: each is
+nano_loop's last loss relative to the plain one's. They are caused by rounding products to bf16, and by sums in another
+order. Losses are computed on held-out data, and the clock is stopped meanwhile. Each run is a fresh process, and the
+seconds are those of the loop, including nano_loop's measurements in its first steps.
 
 {heading(results)}, {results["date"][:10]}: `python -m benchmarks.learning {" ".join(results["command"])}`.
-[Measurements](measurements.md#training-to-the-end) has longer runs, to the end.
+[Measurements](measurements.md#training-to-the-end) has longer runs.
 """
 
 

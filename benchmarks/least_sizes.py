@@ -1,11 +1,11 @@
 """Is "bf16-products" ever slower than fp32? ``python -m benchmarks.least_sizes [--only lstm] [--untuned]``.
 
 The models of the users' suite train in blocks of steps, in turn in "bf16-products", 32 and "bf16". Each block is a
-separate run, and its first steps are not timed. A row has the medians of the ratios of blocks beside one another, with
-the least and the largest: above 1, "bf16-products" is faster. What the tuner has measured is kept from block to block.
+separate run, and its first steps are not timed. A row has the medians of the ratios of adjacent blocks, with the
+lowest and the highest: above 1, "bf16-products" is faster. The tuner's measurements are kept between blocks.
 
-``--sizes`` trains single layers of growing sizes in which every product rounds, without the tuner. Where the ratio to
-32 crosses 1, by the multiplications of a product on each thread, is its least size in
+``--sizes`` trains single layers of growing sizes in which every product rounds, without the tuner. The size
+at which the ratio to 32 crosses 1, in multiplications of a product per thread, is its minimum size in
 `nano_loop.policy.product_precision`.
 """
 
@@ -36,14 +36,14 @@ WARMUP = 5
 
 
 class Case(NamedTuple):
-    """A workload; of a single layer, also the multiplications of its product."""
+    """A workload and, for a single layer, the multiplications of its product."""
 
     build: Callable[[], Workload]
     multiplications: int = 0
 
 
 class FirstOutput(nn.Module):
-    """Returns the outputs of a recurrent layer without its states."""
+    """A recurrent layer that returns its outputs without its states."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class FirstOutput(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention of heads to themselves, with a factor for the optimizer."""
+    """Self-attention, with a factor for the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def single_layers() -> Iterator[tuple[str, Case]]:
 
 @contextmanager
 def every_product_rounded() -> Iterator[None]:
-    """Let products of all sizes round their inputs that the kernels take."""
+    """Let products of all sizes that the kernels support round their inputs."""
     least, smallest = dict(product_precision.MIN_MULTIPLICATIONS), products.SMALLEST_WEIGHT
     try:
         product_precision.MIN_MULTIPLICATIONS.update(dict.fromkeys(least, 0))
@@ -114,7 +114,7 @@ def every_product_rounded() -> Iterator[None]:
 
 
 def seconds_a_step(work: Workload, precision: int | str, block: float, **options: Any) -> float:
-    """Return the median time of the steps of a block that takes so many seconds, on one batch."""
+    """Return the median step time of a block of this many seconds, on one batch."""
     batch = next(iter(work.batches))
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:

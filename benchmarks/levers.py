@@ -1,6 +1,6 @@
-"""Measures what each of nano_loop's steps is worth on a workload: all of them against all but one, in turn.
+"""Measure the value of each of nano_loop's steps on a workload: all steps and all steps but one, in turn.
 
-Only steps that nano_loop applied to the workload are left out. What two steps do together is in neither's figure.
+Only steps that nano_loop applied to the workload are omitted. Combined effects of two steps are not shown.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from benchmarks.systems import ALL, LEVERS
 
 
 def levers(workload: str, rounds: int, small: bool, limit: float) -> dict[str, dict[str, Any]]:
-    """Return by the step left out the median ms per step, and how many times faster nano_loop is with it."""
+    """Return, by omitted step, the median ms per step, and how many times faster nano_loop is with it."""
     job = {"task": "levers", "workload": workload, "small": small}
-    first = fresh({**job, "lever": ALL}, limit=limit)  # not counted: it tells which steps are applied
+    first = fresh({**job, "lever": ALL}, limit=limit)  # not counted: it shows which steps are applied
     left_out = [ALL, *(name for name in LEVERS if name in first.get("applied", ()))]
     jobs = {name: {"job": {**job, "lever": name}} for name in left_out}
     found = take_turns(jobs, rounds, limit, f"{workload} without")
@@ -24,7 +24,7 @@ def levers(workload: str, rounds: int, small: bool, limit: float) -> dict[str, d
 
 
 def _row(rounds: list[dict[str, Result]], name: str) -> dict[str, Any]:
-    """Return the figures of one line; None in each place, and the reason, where it or the whole was not measured."""
+    """Return the figures of one line; None and the reason if it or all steps together were not measured."""
     reason = next((each[key]["reason"] for each in rounds for key in (name, ALL) if "reason" in each[key]), None)
     worth = [] if reason else [each[name]["median_ms"] / each[ALL]["median_ms"] for each in rounds]
     return {

@@ -1,4 +1,4 @@
-"""What a workload's matrix products need, and how many of them this machine does in a second."""
+"""Count the FLOPs of a workload's matrix products, and measure the rates of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = (256, 1024, 2048, 4096)
 DTYPES = (torch.float32, torch.bfloat16)
 REPEATS, ENOUGH_SECONDS = 5, 1.0
 COPIED = 512 << 20  # bytes
-TOO_MANY_SECONDS = 5.0  # for one product: without bf16 instructions, one of 4096 takes a quarter of an hour
+TOO_MANY_SECONDS = 5.0  # for one product: without bf16 instructions, size 4096 takes a quarter of an hour
 
 
 def step_flops(work: Workload) -> float:
@@ -64,7 +64,7 @@ def _seconds(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> float:
 
 
 def copied_in_a_second() -> float:
-    """Return how many bytes one thread reads and writes in a second of its CPU time, of more than a cache has."""
+    """Return the bytes that one thread reads and writes per second of CPU time, for data larger than the cache."""
     source, target = (torch.ones(COPIED, dtype=torch.uint8) for _ in range(2))
     torch.set_num_threads(1)
     seconds = []

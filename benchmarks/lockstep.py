@@ -1,12 +1,12 @@
-"""Compares systems, or two checkouts of nano_loop, step by step: live processes that take steps in turn.
+"""Compare systems, or two checkouts of nano_loop, step by step: live processes take steps in turn.
 
 python -m benchmarks.lockstep --only mlp,bert --systems plain,nano
 python -m benchmarks.lockstep --only mlp --against ../another-checkout --small
 python -m benchmarks.lockstep --only benchmarks.workloads.images:dcgan --systems plain,nano --busy 1
 
-Each round of a few hundred milliseconds gives a ratio, so what slows the machine for a second slows both sides. On a
-machine where medians of fresh processes differ by 30%, the medians of these ratios differ by 1 or 2%. What a process
-fixes for its life, such as where its memory lies, shows between restarts.
+Each round of a few hundred milliseconds yields a ratio, so other programs slow down both sides. On a machine on which
+medians of fresh processes differ by 30%, the medians of these ratios differ by 1 or 2%. Effects that are constant
+within a process, such as the placement of its memory, show as differences between restarts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.names import at_least_one, find, names
 from benchmarks.workloads import ALL, LISTS
 
 WARMUP = 4  # rounds
-ROUND = 0.15  # seconds that a side's steps of one round take, at least
+ROUND = 0.15  # minimum seconds of a side's steps in one round
 BUSY = "import os; os.sched_setaffinity(0, {%d})\nwhile True: pass"
 FOREVER = 1 << 40
 
@@ -72,7 +72,7 @@ class Live:
 
 
 def live(workload: str, system: str, small: bool) -> None:
-    """Be such a process: the loss, which a step calls once, waits for the next request."""
+    """Run as such a process: the loss, which a step calls once, waits for the next request."""
     torch.manual_seed(0)
     work = find(workload, ALL)(small)
     work.model.train()
@@ -96,7 +96,7 @@ def live(workload: str, system: str, small: bool) -> None:
 
 
 def compare(first: Live, second: Live, seconds: float) -> tuple[list[float], list[float]]:
-    """Let both take steps in turn, and return the seconds of a step of each, round by round."""
+    """Run steps of both in turn, and return the seconds per step of each, round by round."""
     for _ in range(WARMUP):
         slower = max(first.take(1), second.take(1))
     count = max(1, round(ROUND / slower))

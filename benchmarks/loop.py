@@ -1,4 +1,4 @@
-"""The loop that every system runs: what a user writes, with the time of each step."""
+"""The loop that every system runs: a plain training loop, with the time of each step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-#: A loss and how to go backward from it.
+#: Computes a loss and its backward pass.
 Backward = Callable[[torch.Tensor], None]
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
 def endless(batches: Iterable[Any]) -> Iterator[Any]:
-    """Epoch after epoch; `itertools.cycle` would load the first alone and keep it."""
+    """Epoch after epoch; `itertools.cycle` would load only the first and keep it."""
     while True:
         yield from batches
 
@@ -28,7 +28,7 @@ def steps(
     count: int,
     backward: Backward = torch.Tensor.backward,
 ) -> list[float]:
-    """Run `count` training steps, and return the seconds that each took, with the loading of its batch."""
+    """Run `count` training steps, and return the seconds of each, including the loading of its batch."""
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -39,7 +39,7 @@ def steps(
 
 
 def timed(step: Callable[[Any], object], batches: Iterable[Any], count: int) -> list[float]:
-    """Take `count` steps, and return the seconds that each took, with the loading of its batch."""
+    """Take `count` steps, and return the seconds of each, including the loading of its batch."""
     seconds, last = [], time.perf_counter()
     for batch in islice(endless(batches), count):
         step(batch)

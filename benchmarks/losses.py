@@ -1,12 +1,12 @@
-"""Holds the losses of nano_loop's fp32 defaults against those of the plain loop, step by step, workload by workload.
+"""Compare the losses of nano_loop's fp32 defaults with those of the plain loop, step by step, for each workload.
 
 python -m benchmarks.losses
 python -m benchmarks.losses --only bert,lstm --steps 20 --small
 
-It ends with an error where a loss differs by more than 1e-5 of its size. One kind of workload is let off: where the
-plain loop's own losses differ by as much when its weights are off by a ten-millionth, which is what fp32 rounds by, and
-where they differ by less than 1e-5 from those of the plain loop with torch's own fused optimizer. Weights, batches and
-masks of dropout are the same in all loops.
+It ends with an error if a loss differs by a relative error of more than 1e-5. There is one exception: the plain loop's
+own losses differ by as much if its weights are changed by a ten-millionth, the rounding error of fp32, and nano_loop's
+losses differ by less than 1e-5 from those of the plain loop with torch's own fused optimizer. Weights, batches and
+dropout masks are the same in all loops.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def losses(workload: str, system: str, options: argparse.Namespace, **others: float) -> list[float]:
-    """Return the losses of training steps, in a fresh process; end the program where there are none."""
+    """Return the losses of training steps in a fresh process; end the program if there are none."""
     job = {"task": "losses", "workload": workload, "system": system, "small": options.small, "count": options.steps}
     job |= others
     found = fresh(job, limit=options.limit)
@@ -46,7 +46,7 @@ def losses(workload: str, system: str, options: argparse.Namespace, **others: fl
 
 
 def difference(plain: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest difference between two rows of losses, relative to the first; NaN is the largest."""
+    """Return the largest relative difference between two series of losses; NaN counts as the largest."""
     return max((_off(a, b) for a, b in zip(plain, other, strict=True)), key=lambda off: (off != off, off))
 
 
@@ -76,7 +76,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def _compared(workload: str, options: argparse.Namespace) -> bool:
-    """Show how far the losses of a workload are off, and return whether that is near enough."""
+    """Show the differences between the losses of a workload, and return whether they are small enough."""
     reference, own = losses(workload, "plain", options), losses(workload, options.system, options)
     off = difference(reference, own)
     fused = difference(losses(workload, "benchmarks.losses:plain_fused", options), own)

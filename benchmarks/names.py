@@ -1,4 +1,4 @@
-"""Finds workloads and systems by what a person calls them: a name from a list, or the user's ``module:function``."""
+"""Find workloads and systems by name: a name from a list, or the user's ``module:function``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def find(name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return the function that a name stands for; raise `ValueError`, which says what there is."""
+    """Return the function with this name; raise a `ValueError` that lists the names if there is none."""
     module, colon, function = name.partition(":")
     if not colon:
         if name not in known:
@@ -22,7 +22,7 @@ def find(name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., An
 
 
 def name(known: Mapping[str, Callable[..., Any]]) -> Callable[[str], str]:
-    """Return an argument's type: one name, checked."""
+    """Return an argument type: one name, checked."""
 
     def parse(text: str) -> str:
         try:
@@ -37,7 +37,7 @@ def name(known: Mapping[str, Callable[..., Any]]) -> Callable[[str], str]:
 def names(
     known: Mapping[str, Callable[..., Any]], lists: Mapping[str, Iterable[str]] | None = None
 ) -> Callable[[str], list[str]]:
-    """Return an argument's type: names between commas, each once, and each checked; `lists` have names themselves."""
+    """Return an argument type: comma-separated names, each checked and used once; `lists` are named lists of names."""
     one, of_lists = name(known), lists or {}
 
     def parse(text: str) -> list[str]:
@@ -48,7 +48,7 @@ def names(
 
 
 def at_least_one(text: str) -> int:
-    """Be an argument's type: a count."""
+    """Parse an argument that is a count."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more")
     return int(text)

@@ -1,12 +1,12 @@
-"""Measures what nano_loop itself costs a step, in microseconds: the same work inside and outside of a run.
+"""Measure nano_loop's own overhead per step, in microseconds: the same work inside and outside a run.
 
 python -m benchmarks.overhead
 
-The model does next to nothing, so that what is left is the cost of the calls into it and of the optimizer's step.
-bf16 is compared with an autocast by hand, fp32 with the plain loop; the optimizer is fused on both sides, by hand and
-by nano_loop. One thread: two would wait for each other longer than nano_loop takes.
+The model does almost nothing, so that the cost of the calls into it and of the optimizer's step remains.
+bf16 is compared with manual autocast, fp32 with the plain loop; the optimizer is fused on both sides, manually and
+by nano_loop. It uses one thread: two would wait for each other longer than nano_loop's overhead.
 
-`verify` and `log_casts` work once in a run. Their cost is given in steps of a transformer.
+`verify` and `log_casts` work once per run. Their cost is measured in steps of a transformer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def loop_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def difference(ours: Callable[..., float], theirs: Callable[..., float]) -> tuple[float, float]:
-    """Return the median seconds of theirs and what ours takes more, pair by pair, either of them first by turns."""
+    """Return the median seconds of theirs and ours' additional seconds, pair by pair, in alternating order."""
     pairs = []
     for number in range(REPEATS):
         if number % 2:

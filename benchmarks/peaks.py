@@ -1,7 +1,7 @@
-"""Peak memory of training over plain torch's, in fresh processes.
+"""Measure the peak memory of training relative to plain torch, in fresh processes.
 
-The peak is that of the whole process (VmHWM) from the moment when the model is built, when the mark is set back by
-writing 5 to `/proc/self/clear_refs`. Both sides have imported the same modules by then.
+The peak is that of the whole process (VmHWM) after the model is built: then, writing 5 to `/proc/self/clear_refs`
+resets the high-water mark. By then, both sides have imported the same modules.
 
 Run ``python -m benchmarks.peaks lstm,bert --systems nano_fp32,nano_auto --steps 6``.
 """
@@ -21,7 +21,7 @@ from nano_loop import nano  # noqa: F401 - both sides have imported it before th
 
 
 def peak(workload: str, system: str, steps: int, small: bool) -> dict[str, int]:
-    """Train for some steps; return kB: what stood once the model was built, and the peak of what followed."""
+    """Train for some steps; return kB: the memory once the model was built, and the peak afterwards."""
     work = find(workload, ALL)(small)
     work.model.train()
     Path("/proc/self/clear_refs").write_text("5")
@@ -38,7 +38,7 @@ def _status(name: str) -> int:
 
 
 def main() -> None:
-    """Print a row for each workload: plain torch's peak, and over it each system's."""
+    """Print a row for each workload: plain torch's peak, and each system's relative to it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workloads", help="names or lists of workloads, separated by commas")
     parser.add_argument(

@@ -1,10 +1,10 @@
-"""Two ranks of one core each: what averaging costs, beside torch's DDP and beside none, and what starts and calls take.
+"""Measure two ranks with one core each: the cost of averaging, compared with DDP and none, and of starts and calls.
 
 python -m benchmarks.processes --rounds 3
 python -m benchmarks.processes --only start
 python -m benchmarks.processes --only calls
 
-The three ways of averaging take steps in turn, in the same two processes, so that they meet the same machine.
+The three ways of averaging alternate in the same two processes, so that the state of the machine is the same.
 BERT-base is transformers', with random weights: pip install -r requirements/bench.txt.
 """
 
@@ -29,9 +29,9 @@ from benchmarks.names import at_least_one
 from nano_loop import TorchNano, nano
 
 ROOT = Path(__file__).resolve().parent.parent
-#: No averaging; none, but a rank waits for the other after its backward, as with any averaging; ours; torch's.
+#: No averaging; no averaging, but ranks wait for each other after the backward pass; ours; torch's.
 WAYS = ("none", "wait", "nano", "ddp")
-WARMUP, TURNS = 2, 8  # of which those of a round are counted
+WARMUP, TURNS = 2, 8  # unmeasured steps, and measured steps per round
 IMPORT = "import nano_loop"
 FIRST_STEP = """
 import nano_loop, torch
@@ -48,7 +48,7 @@ class InTurn(TorchNano):
     """Takes steps on 4 sequences of 128 tokens per rank, with each way of averaging in turn."""
 
     def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, turns: int) -> list[dict[str, list[float]]]:
-        """Return for each turn and way the seconds of each rank. The ranks begin a step together."""
+        """Return, for each turn and way, the seconds of each rank. The ranks start each step together."""
         self.setup(model, optimizer)
         tokens = torch.randint(30000, (4, 128))
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -80,11 +80,11 @@ def _step(
 
 
 def bert(rounds: int) -> None:
-    """Print a row a way: its median step, and its time over that of no averaging, turn by turn."""
+    """Print one row per way: its median step, and its time relative to no averaging, turn by turn."""
     from transformers import BertConfig, BertForMaskedLM
 
     model = BertForMaskedLM(BertConfig())
-    # Without averaging, the ranks train apart.
+    # Without averaging, the ranks train independently.
     in_turn = InTurn(num_processes=2, precision="bf16", auto_lr=False, compare_parameters=False, verbose=False)
     found = in_turn.train(model, torch.optim.AdamW(model.parameters(), lr=1e-4), rounds * TURNS)
     slower = [{way: max(each) for way, each in turn.items()} for turn in found]
@@ -100,7 +100,7 @@ def bert(rounds: int) -> None:
 
 
 def start(rounds: int) -> None:
-    """Print how long two processes take to their first step, over one process, and over an import of nano_loop."""
+    """Print the time to the first step of two processes, compared with one process and an import of nano_loop."""
     programs = {"import": IMPORT, "one process": FIRST_STEP.format(1), "two processes": FIRST_STEP.format(2)}
     found: dict[str, list[float]] = {"an import": [], "one process": []}
     for _ in range(rounds):
@@ -127,7 +127,7 @@ def cross_validate(models: list[nn.Module], optimizers: list[Any], loaders: list
 
 
 def calls(rounds: int, rows: int, epochs: int) -> None:
-    """Print how long a cross-validation takes by one call, by one call a fold, and by one call an epoch."""
+    """Print the time of a cross-validation with one call, one call per fold, and one call per epoch."""
     ways = {"one call": (1, epochs), "a call a fold": (FOLDS, epochs), "a call an epoch": (FOLDS, 1)}
     cross_validate(*_folds(rows), 1)  # starts the process that workers are forked from
     found = [{name: _seconds_by(*way, rows, epochs) for name, way in ways.items()} for _ in range(rounds)]
@@ -152,7 +152,7 @@ def _folds(rows: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer], lis
 
 
 def _seconds_by(parts: int, epochs_a_call: int, rows: int, epochs: int) -> float:
-    """Return the seconds of all folds and epochs, in calls of a share of the folds and of so many epochs each."""
+    """Return the seconds of all folds and epochs, with calls for a part of the folds and this many epochs each."""
     folds = list(zip(*_folds(rows), strict=True))
     size = FOLDS // parts
     begun = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Writes stored results as tables of docs/, and as the README's headline and picture.
+"""Write stored results as tables of docs/, and as the README's headline and chart.
 
     python -m benchmarks.published benchmarks/results/*.json
     python -m benchmarks.published benchmarks/results/*.json --page docs/results.md
     python -m benchmarks.published benchmarks/results/NAME.json --picture docs/speed-ups.png
 
-A test checks that the documents and the picture agree with the stored results.
+A test checks that the documents and the chart agree with the stored results.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WORKLOADS = {
     "bpr": "BPR: RecBole, 200,000 × 64",
     "wide": "perceptron: Keras' example, 512 × 512",
 }
-#: What the README's picture calls them.
+#: Their names in the README's chart.
 SHORT_NAMES = {
     "resnet50": "ResNet-50",
     "vit": "ViT-S",
@@ -127,7 +127,7 @@ def overview(results: Results) -> str:
 
 
 def users(results: Results) -> str:
-    """Return a line for each workload of the users' suite: the best peer, JAX, and means and the least."""
+    """Return a line for each workload of the users' suite: the best peer, JAX, the means and the minimum."""
     columns = ["nano_fp32_1_thread", "nano_fp32", "nano_auto_1_thread", "nano_auto"]
     head = ["", "plain, ms", "the best peer, ms", *(f"`{name}`, × best peer" for name in columns), "JAX, ms"]
     rows = []
@@ -150,7 +150,7 @@ def times(results: Results) -> str:
 
 
 def memory(results: Results) -> str:
-    """Return the most memory of all systems, in MB."""
+    """Return the peak memory of all systems, in MB."""
     return _of_all_systems(results, "MB", lambda row: "–" if row["reason"] else f"{row['peak_rss_mb']:.0f}")
 
 
@@ -162,7 +162,7 @@ def _of_all_systems(results: Results, unit: str, shown: Any) -> str:
 
 
 def ratios(results: Results) -> str:
-    """Return how many times faster nano_loop is than whom, and its share of the machine."""
+    """Return the speed of nano_loop relative to its peers, and its share of the machine's rate."""
     head = ["", "best peer", "nano × best peer (rounds)", "nano × plain", "nano_fp32 × plain"]
     head += ["nano_ipex × IPEX by hand (rounds)", "share of the matmul rate", "disturbed rounds"]
     rows = []
@@ -187,7 +187,7 @@ def ratios(results: Results) -> str:
 
 
 def levers(results: Results) -> str:
-    """Return what each step is worth: how many times faster nano_loop is with it than without."""
+    """Return the value of each step: how many times faster nano_loop is with it than without."""
     found = results["levers"]
     names = list(dict.fromkeys(name for rows in found.values() for name in rows if name))
     head = ["", "all steps, ms", *(f"`{name}`" for name in names)]
@@ -220,7 +220,7 @@ def split(results: Results) -> str:
 
 
 def computed(results: Results) -> str:
-    """Return the parts of a step of ranks that share each batch, computed from what one core takes."""
+    """Return the parts of a step of ranks that share each batch, computed from the times of one core."""
     parts = ("compute_ms", "update_ms", "averaging_ms", "step_ms")
     rows = [
         [workload, count, *(f"{row[part]:.0f}" for part in parts)]
@@ -265,11 +265,11 @@ def _range(rows: list[Results], key: str) -> str:
 
 
 def speed_ups(results: Results) -> SpeedUps:
-    """Return what the README's picture shows: of each workload plain PyTorch, the best peer and nano_loop."""
+    """Return the data of the README's chart: for each workload plain PyTorch, the best peer and nano_loop."""
     of_users, found = _is_of_users(results), {}
     for name, each in results["workloads"].items():
         systems, best = each["systems"], each["best_peer"]
-        peer = SYSTEMS[best].strip("`").replace(", ", ",\n")  # beside others there is no room for both
+        peer = SYSTEMS[best].strip("`").replace(", ", ",\n")  # if there are others, there is no room for both
         found[f"{SHORT_NAMES[name]}\npeer: {peer}"] = {
             "plain PyTorch, fp32": _over_plain(systems, "plain"),
             f"the best peer, {'fp32' if of_users else 'bf16'}": _over_plain(systems, best),
@@ -279,12 +279,12 @@ def speed_ups(results: Results) -> SpeedUps:
 
 
 def _is_of_users(results: Results) -> bool:
-    """Whether results are those of the users' suite, whose systems are others."""
+    """Whether results are of the users' suite, which has other systems."""
     return results.get("suite") == "users"
 
 
 def _over_plain(systems: Results, system: str) -> tuple[float, float, float]:
-    """Return the median, the least and the greatest of the rounds' ratios; the median is the stored one."""
+    """Return the median, the minimum and the maximum of the rounds' ratios; the median is the stored one."""
     rounds = zip(systems["plain"]["rounds"], systems[system]["rounds"], strict=True)
     ratios = [plain["median_ms"] / other["median_ms"] for plain, other in rounds]
     return statistics.median(ratios), min(ratios), max(ratios)
@@ -295,7 +295,7 @@ def layers(results: Results) -> str:
     return markdown(results["layers"])
 
 
-#: By what results hold, the tables that are made of it.
+#: By key of the results, the tables made from it.
 TABLES = {
     "workloads": (times, ratios, memory),
     "levers": (levers,),
@@ -309,7 +309,7 @@ TABLES = {
 
 def tables(results: Results) -> list[str]:
     """Return all tables of some results."""
-    set_matmul_shares(results.get("workloads", {}))  # as the whole run knows the machine, and by today's rules
+    set_matmul_shares(results.get("workloads", {}))  # with the best rate of the whole run, and by the current rules
     if _is_of_users(results):
         return [users(results), times(results)]
     return [made(results) for kind, functions in TABLES.items() if kind in results for made in functions]
@@ -328,8 +328,8 @@ _INTRODUCTION = """\
 # Results
 
 `make docs-results` writes this page from `benchmarks/results/`. [Benchmarks](../benchmarks/README.md) describes the
-systems, the workloads and the figures, and [Measurements](measurements.md) what follows from them. Memory is the peak
-of a process; with `ipex` and `nano_ipex` it includes 500 MB for their libraries."""
+systems, the workloads and the figures, and [Measurements](measurements.md) the conclusions. Memory is the peak of a
+process; with `ipex` and `nano_ipex` it includes 500 MB for their libraries."""
 
 
 def page(stored: Mapping[str, Results]) -> str:

@@ -1,4 +1,4 @@
-"""Measures workloads × systems in rounds, in each of which the systems take turns."""
+"""Measure workloads × systems in rounds, with alternating systems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_SETTINGS: Mapping[str, str] = {}
 
 @dataclass
 class Measured:
-    """What was measured of one workload.
+    """The measurements of one workload.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class Measured:
     flops : dict
         The matrix ``flops`` of a step, or the reason why they are not known.
     rounds : list of dict
-        For each round what each system's case returned, by its name.
+        For each round, the result of each system's case, by name.
     matmul : list of dict
         For each round the machine's GFLOP/s, by dtype.
     """
@@ -41,7 +41,7 @@ class Measured:
 
 @dataclass
 class Plan:
-    """What to measure, and how.
+    """The plan of a run.
 
     Parameters
     ----------
@@ -52,11 +52,11 @@ class Plan:
     small : bool
         Whether workloads are small.
     limit : float
-        Seconds after which a case is given up.
+        Time limit of a case in seconds.
     run : callable
         `fresh`, or what `forks` gives.
     left_out : mapping
-        By system, why it is not measured.
+        By system, the reason why it is not measured.
     """
 
     workloads: list[str]
@@ -77,7 +77,7 @@ class Plan:
 
 
 def measure(plan: Plan) -> Iterator[Measured]:
-    """Yield each workload when it is measured, and show how far it has come on standard error."""
+    """Yield each workload when it is measured, and show the progress on standard error."""
     tqdm.monitor_interval = 0  # no monitor thread
     with tqdm(total=len(plan), file=sys.stderr, unit="case", dynamic_ncols=True) as bar:
         for workload in plan.workloads:
@@ -103,9 +103,9 @@ def _measure(plan: Plan, workload: str, bar: tqdm[Any]) -> Measured:
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str]:
-    """Let each round begin with another name, for the first may find the machine other than the last does.
+    """Start each round with another name, since the state of the machine may differ between the first and the last.
 
-    Every second round goes backwards, so that a name does not always follow the same one.
+    Every second round is reversed, so that a name does not always follow the same one.
     """
     start = number % len(names)
     turned = [*names[start:], *names[:start]]
@@ -113,7 +113,7 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
 
 
 def take_turns(jobs: Mapping[str, dict[str, Any]], rounds: int, limit: float, title: str) -> list[dict[str, Result]]:
-    """Return for each round what each job's own process measured; `jobs` are what `fresh` takes, by name."""
+    """Return, for each round, the measurement of each job in its own process; `jobs` are `fresh`'s jobs, by name."""
     found: list[dict[str, Result]] = []
     with tqdm(total=rounds * len(jobs), file=sys.stderr, unit="case", dynamic_ncols=True) as bar:
         for number in range(rounds):
@@ -140,7 +140,7 @@ def _job(
     job |= {"small": plan.small}
     if python == sys.executable and not settings:
         result = plan.run(job, limit=plan.limit)
-    else:  # no fork of this one
+    else:  # not a fork of this process
         result = fresh(job, limit=plan.limit, python=python, settings=settings)
     bar.update()
     return result

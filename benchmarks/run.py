@@ -1,4 +1,4 @@
-"""Runs workloads × systems, each case in a fresh process and the systems in turn, and shows and stores figures.
+"""Run workloads × systems, each case in a fresh process and the systems in turn, and show and store the figures.
 
 python -m benchmarks.run
 python -m benchmarks.run --only bert,mlp --systems plain,nano --rounds 5 --output bert-and-mlp
@@ -36,7 +36,7 @@ from benchmarks.workloads import ALL, LISTS, USERS, WORKLOADS
 
 RESULTS = ROOT / "benchmarks/results"
 ROUNDS, QUICK_ROUNDS = 3, 1
-#: The workloads and the systems of a suite, where no others are named.
+#: The default workloads and systems of each suite.
 SUITES = {"large": (WORKLOADS, DEFAULT), "users": (USERS, OF_USERS)}
 
 
@@ -64,7 +64,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     options.output = _output(
         options.output or ("scaling" if options.scaling else "levers" if options.levers else "latest")
     )
-    try:  # now, and not after an hour
+    try:  # fail now, and not after an hour
         _try_to_write(options.output)
     except (OSError, ValueError) as error:
         parser.error(f"--output: results cannot be stored ({error}): name a file that can be written")
@@ -73,7 +73,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a case in progress is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a case in progress is ended, too
     results = surroundings()
     print(heading(results))
     if options.scaling:
@@ -85,7 +85,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def _each(options: argparse.Namespace, results: dict[str, Any], name: str, measured: Any, shown: Any) -> None:
-    """Measure nano_loop alone, in one way on each of the workloads, and show and store what is found."""
+    """Run one kind of measurement of nano_loop on each workload, and show and store the results."""
     results |= {"rounds": options.rounds, "quick": options.quick, name: {}}
     for workload in getattr(options, name):
         results[name][workload] = found = measured(workload, options.rounds, options.quick, options.limit)
@@ -94,7 +94,7 @@ def _each(options: argparse.Namespace, results: dict[str, Any], name: str, measu
 
 
 def _compare(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Show and store each workload when it is measured, so that nothing is lost of a run that is broken off."""
+    """Show and store each workload when it is measured, so that an interrupted run loses nothing."""
     left_out = NOT_QUICK if options.quick and not options.systems else {}
     workloads, systems = SUITES[options.suite]
     with forks() if options.quick else nullcontext(fresh) as run:
@@ -114,12 +114,12 @@ def _compare(options: argparse.Namespace, results: dict[str, Any]) -> None:
 
 
 def _output(name: str) -> Path:
-    """Return where to store results, less the suffix."""
+    """Return the path of the results, without the suffix."""
     return Path(name) if "/" in name else RESULTS / name
 
 
 def _try_to_write(output: Path) -> None:
-    """Raise what writing the results would, and leave no file that was not there."""
+    """Raise the error that writing the results would raise, without leaving a new file."""
     output.parent.mkdir(parents=True, exist_ok=True)
     file = _name(output, "json")
     existed = file.exists()

@@ -1,16 +1,16 @@
-"""Measures how nano_loop's speed grows with cores: one process of more threads, and more processes.
+"""Measure how nano_loop's speed grows with cores: one process with more threads, and more processes.
 
 python -m benchmarks.run --scaling bert,mlp
 python -m benchmarks.scaling --split bert,resnet50,vit,lstm
 python -m benchmarks.scaling --computed bert,resnet50,vit,lstm --samples 16
 
-One core is where both begin. With t threads one process trains on the workload's batches; p processes train on p such
-batches at a time, as a loader's users have it. So the speed is batches per second over those of one core, and the
-efficiency is that over the number of cores.
+Both start with one core. With t threads, one process trains on the workload's batches; p processes train on p such
+batches at a time, like divided loaders. So the speed is batches per second relative to one core, and the efficiency
+is the speed divided by the number of cores.
 
-With `--split`, processes share each batch, and have all cores together: the same training in other numbers of
-processes, as `nano-loop tune --num-processes auto --split-batches` tries them. `--computed` is for machines with fewer
-cores than are of interest: see `benchmarks.shares`.
+With `--split`, processes share each batch, and together use all cores: the same training with other numbers of
+processes, as `nano-loop tune --num-processes auto --split-batches` tries them. `--computed` estimates steps for more
+cores than the machine has: see `benchmarks.shares`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _name(count: int, unit: str) -> str:
 
 
 def _row(rounds: list[dict[str, Result]], name: str, cores: int) -> dict[str, Any]:
-    """Return the figures of one line; None in each place, and the reason, where it or one core was not measured."""
+    """Return the figures of one line; None and the reason if it or one core was not measured."""
     reason = next((each[key]["reason"] for each in rounds for key in (name, ONE_CORE) if "reason" in each[key]), None)
     batches = cores if "process" in name else 1
     speed_ups = [] if reason else [batches * each[ONE_CORE]["median_ms"] / each[name]["median_ms"] for each in rounds]
@@ -102,7 +102,7 @@ def scaling_table(workload: str, rows: dict[str, dict[str, Any]]) -> str:
 def split(
     workload: str, small: bool, limit: float, samples: int, rounds: int, processes: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """Return by the number of processes the median ms a step, and its speed over one process's, round by round."""
+    """Return, by number of processes, the median ms per step, and the speed relative to one process, by round."""
     work = {"task": "split", "workload": workload, "small": small, "samples": samples}
     jobs = {str(count): {"job": {**work, "processes": count}} for count in dict.fromkeys([1, *processes])}
     found = take_turns(jobs, rounds, limit, workload)

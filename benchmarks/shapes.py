@@ -1,14 +1,14 @@
-"""Measures layers of public models in bf16 and in fp32, both under nano_loop: is any of them slower in bf16?
+"""Measure layers of public models in bf16 and in fp32, both under nano_loop: is any of them slower in bf16?
 
 python -m benchmarks.shapes
 python -m benchmarks.shapes --only MobileNet,Conv3d --seconds 2
 python -m benchmarks.shapes --quick
 
-Each layer is measured as it stands inside a model: its input and the gradient of its output have the dtype that
-autocast gives them there, and its weights are fp32. `tune_operators` chooses beforehand how it computes, in steps of
-which it is a small part. fp32 and bf16 take turns in short blocks, for another program on the machine then disturbs
-both. With one thread, times are CPU times, which other programs disturb least. A layer counts as slower if it is by the
-fastest times and by the medians.
+Each layer is measured as inside a model: its input and the gradient of its output have the dtypes that autocast gives
+them there, and its weights are fp32. `tune_operators` chooses the algorithms beforehand, in steps of which the layer
+is a small part. fp32 and bf16 alternate in short blocks, so that other programs disturb both. With one thread, times
+are CPU times, which are least affected by other programs. A layer counts as slower if it is slower by both the fastest
+times and the medians.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ PARTS = ("forward", "backward")
 NOISE = 0.95
 BLOCKS = 5
 _WARMUP = 3  # calls of a block: the first is cold, and in the third nano_loop may measure
-_OTHERS = 30  # while operators are tuned, the pause after a call, in times of that call: the rest of a step
+_OTHERS = 30  # while operators are tuned, the pause after a call as a multiple of its time: the rest of a step
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Seconds = tuple[float, float]  # forward, backward
 
 
 class Held:
-    """An output that a set-up model returns as it is: nano_loop casts tensors, and not what it does not know."""
+    """An output that a set-up model returns unchanged: nano_loop casts tensors, not objects of unknown classes."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class Model(nn.Module):
-    """A layer as it stands inside a set-up model."""
+    """A layer inside a set-up model."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 @dataclass
 class Row:
-    """What was measured of a layer in one memory layout: by precision, the seconds of each call."""
+    """The measurements of a layer in one memory layout: by precision, the seconds of each call."""
 
     layer: Layer
     layout: str
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def is_slower(self) -> bool:
-        """Whether bf16 is slower by the fastest times and by the medians."""
+        """Whether bf16 is slower by both the fastest times and the medians."""
         return max(self.ratio(min), self.ratio(statistics.median)) < NOISE
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Row:
 def measure(pairs: Sequence[tuple[Layer, str]], seconds: float) -> list[Row]:
     """Measure layers in their layouts, each for about `seconds`.
 
-    One run around all sets the allocator: set anew in each block, it would give the memory back in between.
+    One run around all blocks sets the allocator: set again in each block, it would return the memory in between.
     """
     with nano_loop.accelerated(nn.Identity(), verbose=False):
         return [_measured(*pair, seconds) for pair in tqdm(pairs, file=sys.stderr, unit="layer")]
@@ -120,7 +120,7 @@ def _measured(layer: Layer, layout: str, seconds: float) -> Row:
 
 
 def _side(layer: Layer, layout: str, precision: str) -> tuple[Model, Tensor]:
-    """Return the layer in a model, and its input as an earlier layer would give it."""
+    """Return the layer in a model, and its input as an earlier layer would produce it."""
     torch.manual_seed(0)
     model, x = Model(layer.build()), layer.input
     if layout == "NHWC":
@@ -135,7 +135,7 @@ def _block(
 ) -> list[Seconds]:
     """Return the seconds of calls, for about `seconds`. The first ones are not counted, if there are more.
 
-    Between them is a pause as long as `others` calls, as if the layer had so many others beside it.
+    Between them is a pause of the length of `others` calls, as if the model had this many other layers.
     """
     leaves = [each for each in (x, *model.parameters()) if each.requires_grad]
     counted = torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # nano_loop measures within the steps of a loop
@@ -162,7 +162,7 @@ def _call(model: Model, x: Tensor, leaves: list[Tensor]) -> Seconds:
 
 
 def chosen(only: Sequence[str]) -> list[tuple[Layer, str]]:
-    """Return the layers and layouts of which a part of the description is among `only`, or all."""
+    """Return the layers and layouts whose description contains one of `only`, or all."""
     found = [(layer, layout) for layer in LAYERS for layout in layer.layouts]
     text = [f"{layer.model}: {layer.text} {layout}" for layer, layout in found]
     return [each for each, words in zip(found, text, strict=True) if not only or any(name in words for name in only)]
@@ -174,7 +174,7 @@ HEAD = """\
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table of docs/layers.md. Times are the fastest of a step, forward and backward their ratios."""
+    """Return the table of docs/layers.md. Times are the fastest steps; forward and backward are ratios of them."""
     return "\n".join([HEAD, *map(_line, rows)])
 
 

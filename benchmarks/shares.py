@@ -1,16 +1,16 @@
-"""Computes what ranks of one core each take for a step whose batch they split, from what one core takes for a share.
+"""Estimate the step time of ranks with one core each that split a batch, from the time of one core for a share.
 
 Of a batch of B samples and N ranks, each rank computes B / N, updates all weights and averages S bytes of gradients:
 
     step(N) = compute(B / N) + max(1, N · rate / memory) · (update + ring · S (5 N - 2) / N / rate)
 
-- compute and update are CPU times of one core here, and rate is what it reads and writes in a second by a copy.
-- S (5 N - 2) / N is what a rank reads and writes to average, and ring how much longer than that the averaging takes, as
-  measured (`benchmarks.averaging`).
-- memory is what the memory of the machine with N cores reads and writes in a second, which is assumed.
+- compute and update are CPU times of one core here, and rate is the bytes that a copy reads and writes per second.
+- S (5 N - 2) / N is the bytes that a rank reads and writes to average, and ring the measured factor by which averaging
+  takes longer than that (`benchmarks.averaging`).
+- memory is the assumed bandwidth of the machine with N cores.
 
-Where each rank updates one Nth of the weights, and hands them on in place of gradients, update is update / N. Not in it
-are waits for the slowest rank, the exchanges of batch norm, and a clock that falls where all cores compute.
+If each rank updates one Nth of the weights, and sends them instead of gradients, update is update / N. Not included
+are waits for the slowest rank, the exchanges of batch norm, and a lower clock if all cores compute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COUNTS = (1, 2, 4, 8, 16)
 def computed(
     workload: str, small: bool, limit: float, samples: int, ring: float, memory: float
 ) -> dict[str, dict[str, Any]]:
-    """Return by the number of ranks the parts of a step, in milliseconds, and how many times as fast as one it is."""
+    """Return, by number of ranks, the parts of a step in milliseconds, and the speed relative to one rank."""
     counts = [count for count in COUNTS if samples % count == 0]
     work = {"task": "share", "workload": workload, "small": small}
     jobs = {

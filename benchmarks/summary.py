@@ -1,4 +1,4 @@
-"""Makes of what was measured the figures that are shown and stored: medians, and ratios round by round."""
+"""Compute the figures that are shown and stored: medians, and ratios round by round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.rounds import Measured
 from benchmarks.systems import LIMITS, OURS
 
 Summary = dict[str, Any]
-#: A round is disturbed where the machine reached less than this share of its best rate.
+#: A round is disturbed if the machine reached less than this share of its best rate.
 DISTURBED = 0.8
 
 
@@ -21,7 +21,7 @@ def summarize(measured: Measured) -> Summary:
     ``ratio_to_best_peer`` is the median, over the rounds, of the best peer's time over the system's: above 1 the
     system is faster. ``matmul_share`` and ``disturbed_rounds`` are left to `set_matmul_shares`. A system that was not
     measured in every round has None in each place, and its reason.
-    ``use_ipex`` holds nano_loop with IPEX against IPEX by hand.
+    ``use_ipex`` compares nano_loop with IPEX and manual IPEX.
     """
     medians = {system: _median_ms(measured, system) for system in measured.rounds[0]}
     peers = {system: ms for system, ms in medians.items() if ms and system not in (*OURS, *LIMITS)}
@@ -38,7 +38,7 @@ def summarize(measured: Measured) -> Summary:
 
 
 def _use_ipex(measured: Measured, medians: dict[str, float | None]) -> Summary | None:
-    """Return how ``use_ipex=True`` does beside IPEX by hand, and which of ours is faster; None where one is missing."""
+    """Compare ``use_ipex=True`` with manual IPEX, and with nano_loop without it; None if one is missing."""
     with_ipex, without = medians.get("nano_ipex"), medians.get("nano")
     if not with_ipex or not without or not medians.get("ipex"):
         return None
@@ -56,7 +56,7 @@ def _reason(measured: Measured, system: str) -> str | None:
 
 
 def _values(measured: Measured, system: str, key: str) -> list[float]:
-    """Return a figure of each round, or none at all where one is missing."""
+    """Return a figure of each round, or an empty list if one is missing."""
     if _reason(measured, system):
         return []
     return [each[system][key] for each in measured.rounds]
@@ -95,10 +95,10 @@ def _ratios(measured: Measured, other: str | None, system: str) -> list[float]:
 
 
 def set_matmul_shares(workloads: dict[str, Summary]) -> None:
-    """Set each system's ``matmul_share``, over the best rate that the machine has reached in the run so far.
+    """Set each system's ``matmul_share``, relative to the best rate of the machine in the run so far.
 
-    A rate that was measured beside a case may be low because somebody else had the machine at that moment; the share
-    would then be flattering. Such rounds, counted from 1, are each workload's ``disturbed_rounds``.
+    A rate measured together with a case may be low because other programs used the machine at that moment; the share
+    would then be too high. These rounds, counted from 1, are each workload's ``disturbed_rounds``.
     """
     best = max((_rate(found) for each in workloads.values() for found in each["matmul_gflops"]), default=0.0)
     for each in workloads.values():
@@ -110,12 +110,12 @@ def set_matmul_shares(workloads: dict[str, Summary]) -> None:
 
 
 def _rate(found: dict[str, Any]) -> float:
-    """Return the machine's best rate in a round, or 0 where it was not measured."""
+    """Return the machine's best rate in a round, or 0 if it was not measured."""
     return 0.0 if "reason" in found else float(max(found.values()))
 
 
 def geometric_means(workloads: dict[str, Summary]) -> Summary:
-    """Return, for each system of ours, the geometric means of its ratios, and of how many workloads they are."""
+    """Return, for each system of ours, the geometric means of its ratios, and the number of workloads."""
     return {system: _means(workloads, system) for system in OURS}
 
 

@@ -1,4 +1,4 @@
-"""What a run's figures depend on: the machine, the versions and the commit."""
+"""Describe the environment of a run: the machine, the versions and the commit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = (
     "pillow",
     "intel-extension-for-pytorch",
 )
-# What another Python has is asked of it alone: it may have none of what is imported here.
+# Another Python reports its own versions: it may not have the packages imported here.
 _ASKED = """
 import importlib.metadata, json, platform, sys
 found = {"python": platform.python_version()}
@@ -40,7 +40,7 @@ print(json.dumps(found))
 
 
 def surroundings() -> dict[str, Any]:
-    """Return them, with the time and the command line, for JSON."""
+    """Return the environment, with the time and the command line, for JSON."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv[1:],
@@ -55,14 +55,14 @@ def surroundings() -> dict[str, Any]:
 
 
 def heading(found: dict[str, Any]) -> str:
-    """Return what a person wants to know of them, in one line."""
+    """Summarize the environment in one line."""
     machine, versions = found["machine"], found["versions"]
     bf16 = "with" if machine["has_fast_bf16"] else "without"
     return f"{machine['name']}, {machine['num_threads']} cores, {bf16} bf16 instructions, torch {versions['torch']}"
 
 
 def _versions(python: str) -> dict[str, str | None] | None:
-    """Return the versions of a Python and its packages, or None where there is no such Python."""
+    """Return the versions of a Python and its packages, or None if there is no such Python."""
     if not Path(python).exists():
         return None
     done = subprocess.run([python, "-c", _ASKED, *PACKAGES], capture_output=True, text=True, check=True)
@@ -71,7 +71,7 @@ def _versions(python: str) -> dict[str, str | None] | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git says, or None without git or outside of a repository."""
+    """Return git's output, or None without git or outside a repository."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""The systems: what a user may put around a plain loop to make it faster. Each runs the same loop, `steps`."""
+"""The systems: ways to make a plain loop faster. Each runs the same loop, `steps`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from benchmarks.workloads.workload import grown
 
 
 def plain(work: Workload, count: int) -> list[float]:
-    """fp32, eager, as the user wrote it."""
+    """fp32, eager: the plain loop."""
     return steps(work.model, work.optimizer, work.batches, work.loss, count)
 
 
 def autocast(work: Workload, count: int) -> list[float]:
-    """bf16 autocast by hand."""
+    """Manual bf16 autocast."""
     return steps(work.model, work.optimizer, work.batches, under_autocast(work.loss), count)
 
 
@@ -67,12 +67,12 @@ def accelerate(work: Workload, count: int) -> list[float]:
 
 
 def compile(work: Workload, count: int) -> list[float]:
-    """`torch.compile`, and bf16 autocast by hand.
+    """`torch.compile` with manual bf16 autocast.
 
     Raises
     ------
     RuntimeError
-        It compiled nothing, and the loop ran as under `autocast`.
+        Nothing was compiled, and the loop ran as under `autocast`.
     """
     return compiled(
         lambda model: steps(model, work.optimizer, work.batches, under_autocast(work.loss), count), work.model
@@ -80,7 +80,7 @@ def compile(work: Workload, count: int) -> list[float]:
 
 
 def ipex(work: Workload, count: int) -> list[float]:
-    """Intel Extension for PyTorch, and bf16 autocast by hand."""
+    """Intel Extension for PyTorch with manual bf16 autocast."""
     import intel_extension_for_pytorch
 
     model, optimizer = intel_extension_for_pytorch.optimize(work.model, optimizer=work.optimizer, dtype=torch.bfloat16)
@@ -88,12 +88,12 @@ def ipex(work: Workload, count: int) -> list[float]:
 
 
 def nano(work: Workload, count: int) -> list[float]:
-    """nano_loop with channels_last where there are images, and in bf16 if the CPU has the instructions."""
+    """nano_loop with channels_last for images, and in bf16 if the CPU has the instructions."""
     return nano_with(work, count, **_reduced(), channels_last=work.images)
 
 
 def nano_products(work: Workload, count: int) -> list[float]:
-    """nano_loop as in `nano`, with ``precision="bf16-products"``: what ``"auto"`` takes on a CPU with bf16."""
+    """nano_loop as in `nano`, with ``precision="bf16-products"``, which is the same as ``"auto"``."""
     return nano_with(work, count, precision="bf16-products", channels_last=work.images)
 
 
@@ -103,7 +103,7 @@ def nano_compile(work: Workload, count: int) -> list[float]:
 
 
 def nano_fp32(work: Workload, count: int) -> list[float]:
-    """nano_loop's defaults, in fp32."""
+    """nano_loop with its defaults, in fp32."""
     return nano_with(work, count)
 
 
@@ -113,7 +113,7 @@ def nano_fp32_1_thread(work: Workload, count: int) -> list[float]:
 
 
 def nano_auto(work: Workload, count: int) -> list[float]:
-    """nano_loop with ``precision="auto"``, and nothing else said."""
+    """nano_loop with ``precision="auto"`` and no other option."""
     return nano_with(work, count, precision="auto")
 
 
@@ -128,7 +128,7 @@ def nano_ipex(work: Workload, count: int) -> list[float]:
 
 
 def nano_without(lever: str, work: Workload, count: int) -> tuple[list[float], tuple[str, ...]]:
-    """nano_loop as in `nano` less one of its `LEVERS`, or with all; returns the seconds and the steps it applied."""
+    """nano_loop as in `nano`, without one of the `LEVERS` or with all; returns the seconds and the applied steps."""
     options = {"channels_last": work.images, **LEVERS[lever]}
     train = _train(**_reduced(), **options)
     seconds = train(work.model, work.optimizer, work.batches, work.loss, count)
@@ -142,7 +142,7 @@ def nano_ranks(work: Workload, count: int, cpus: Sequence[int]) -> list[float]:
 
 
 def nano_split(work: Workload, count: int, processes: int, samples: int) -> list[float]:
-    """nano_loop as in `nano`, in so many processes that share each batch of so many samples, and all cores."""
+    """nano_loop as in `nano`, with this many processes that share all cores and each batch of this many samples."""
     batch = next(iter(work.batches))
     rows = grown(batch, samples)
     work.batches = DataLoader(rows if isinstance(rows, torch.Tensor) else TensorDataset(*rows), samples)
@@ -151,7 +151,7 @@ def nano_split(work: Workload, count: int, processes: int, samples: int) -> list
 
 
 def nano_on_one_core(work: Workload, count: int, samples: int) -> list[tuple[float, float]]:
-    """nano_loop as in `nano`, on one core and batches of so many samples; returns `parts_of_steps`."""
+    """nano_loop as in `nano`, on one core and batches of this many samples; returns `parts_of_steps`."""
     import nano_loop
 
     batch = next(iter(work.batches))
@@ -176,7 +176,7 @@ def _train(**options: Any) -> Any:
     return nano_loop.nano(**{"verbose": False, **options})(steps)
 
 
-#: By name, in the order of the tables. Each takes a workload and a number of steps, and returns their seconds.
+#: By name, in the order of the tables. Each accepts a workload and a number of steps, and returns their seconds.
 SYSTEMS: dict[str, Callable[[Workload, int], list[float]]] = {
     each.__name__: each
     for each in (
@@ -184,9 +184,9 @@ SYSTEMS: dict[str, Callable[[Workload, int], list[float]]] = {
         *(fabric, accelerate, compile, ipex, nano, nano_products, nano_compile, nano_fp32, nano_ipex),
     )
 } | trainers.SYSTEMS
-#: What is measured where nobody says what: the user's own loop.
+#: The default systems.
 DEFAULT = tuple(name for name in SYSTEMS if name not in trainers.SYSTEMS)
-#: Those of the users' suite, which makes sense for small models alone.
+#: The systems of the users' suite, which only make sense for small models.
 OF_USERS: dict[str, Callable[[Workload, int], list[float]]] = {
     each.__name__: each
     for each in (
@@ -196,7 +196,7 @@ OF_USERS: dict[str, Callable[[Workload, int], list[float]]] = {
 }
 SYSTEMS |= OF_USERS
 ALL = ""
-#: By the step of nano_loop that they leave out, options; under `ALL` none, which leave out nothing.
+#: The options that omit each step of nano_loop; under `ALL` none, which omit nothing.
 LEVERS: dict[str, dict[str, bool]] = {
     ALL: {},
     **{
@@ -209,16 +209,16 @@ LEVERS: dict[str, dict[str, bool]] = {
         )
     },
 }
-#: nano_loop's own; all others are its peers.
+#: The systems with nano_loop; all others are its peers.
 OURS = (
     *("nano", "nano_products", "nano_compile", "nano_fp32", "nano_ipex", *trainers.OURS),
     *("nano_fp32_1_thread", "nano_auto", "nano_auto_1_thread"),
 )
-#: No peers: they are no loop of torch's, and say what is possible.
+#: Not peers: they are not torch loops, and show what is possible.
 LIMITS = ("jax",)
-#: IPEX works with torch 2.8.0 alone.
+#: IPEX works only with torch 2.8.0.
 _WITH_IPEX = ("ipex", "nano_ipex")
-#: What --quick leaves out where it is not asked for by name, and why.
+#: The systems that --quick omits unless they are named, and the reasons.
 NOT_QUICK = {
     **dict.fromkeys(
         ("compile", "expert_compile", "expert_fp32_compile", "compiled_step", "nano_compile"),
@@ -227,9 +227,9 @@ NOT_QUICK = {
     "expert_jemalloc": "not in --quick, but by name: another allocator",
     **dict.fromkeys((*_WITH_IPEX, *LIMITS), "not in --quick, but by name: another Python"),
 }
-#: Those of many small workloads, each of which would compile for as long in every round.
+#: The same for many small workloads, each of which would compile again in every round.
 _COMPILED_ONCE = ("expert_fp32_compile", "compiled_step")
-#: By system, the folder of its Python, where that is not this one, and how to make it.
+#: By system, the folder of its Python, if that is not this one, and how to create it.
 _ENVIRONMENTS = {
     **dict.fromkeys(_WITH_IPEX, (".venv-ipex", "see benchmarks/README.md")),
     "jax": (".venv-jax", "make ready-jax"),
@@ -244,7 +244,7 @@ def python_of(system: str) -> str:
 
 
 def settings_of(system: str) -> Mapping[str, str]:
-    """Return the environment variables with which the process of a system has to start."""
+    """Return the environment variables with which a system's process must start."""
     if system in _COMPILED_ONCE:
         return {"TORCHINDUCTOR_CACHE_DIR": _folder_of_graphs()}
     return jemalloc_settings() if system == "expert_jemalloc" else {}
@@ -252,7 +252,7 @@ def settings_of(system: str) -> Mapping[str, str]:
 
 @functools.cache
 def _folder_of_graphs() -> str:
-    """Return a folder that lasts as long as this process: what the first round compiles, later ones load."""
+    """Return a folder that lasts as long as this process: later rounds load the first round's compiled code."""
     folder = tempfile.mkdtemp(prefix="nano_loop-graphs-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

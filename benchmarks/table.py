@@ -1,4 +1,4 @@
-"""Shows a workload's figures as a table on the terminal."""
+"""Show a workload's figures as a table on the terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the operators between a step's products take and move, under nano_loop in bf16, measured in one process.
+"""Measure time and bytes of the operators between a step's products, under nano_loop in bf16, in one process.
 
-Times come of profiled steps, tensors of one more step, which torch's execution trace records. Operators are matched by
-their names and the part of the loop in which they run.
+Times are from profiled steps, tensors from one more step, which torch's execution trace records. Operators are matched
+by their names and the part of the loop in which they run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.workloads import Workload
 from nano_loop.profiling.kinds import PRODUCTS, kind_of_operator
 
 WARMUP, TIMED, UNCOUNTED, PROFILED = 4, 3, 1, 6
-#: Operators that calculate and move nothing, without the underscore that some begin with.
+#: Operators that compute and move nothing, without the underscore with which some begin.
 _NOTHING = frozenset(
     (
         *("alias", "as_strided", "broadcast_to", "chunk", "detach", "detach_", "diagonal", "expand", "expand_as"),
@@ -36,12 +36,12 @@ _NOTHING = frozenset(
 _WRITE_ONLY = ("copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_")
 #: Operators that read as many elements of their first input as they return.
 _GATHERING = ("embedding", "index", "index_select", "gather")
-#: What fused optimizers move for each byte of their parameters, gradients and state, which they read: gradients are not
+#: Bytes that fused optimizers move per byte of parameters, gradients and state that they read: gradients are not
 #: written.
 _FUSED = {"_fused_adam_": 7 / 4, "_fused_adamw_": 7 / 4, "_fused_sgd_": 5 / 3, "_fused_adagrad_": 5 / 3}
-#: An operator that spends less of its time itself than this only calls others.
+#: An operator whose own share of its time is less than this only calls others.
 _OWN_SHARE = 0.5
-_COPIED = 256 << 20  # bytes by whose copy the rate of the machine's memory is measured
+_COPIED = 256 << 20  # bytes of the copies that measure the memory bandwidth
 
 
 class Place(NamedTuple):
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 def traffic(work: Workload) -> dict[str, Any]:
-    """Train a workload, and return what each operator between its products takes and moves in a step.
+    """Train a workload, and return time and bytes per step of each operator between its products.
 
     Returns
     -------
@@ -74,7 +74,7 @@ def traffic(work: Workload) -> dict[str, Any]:
 
 
 def memory_rate() -> float:
-    """Return the bytes per second that this machine reads and writes, by copies that no cache holds."""
+    """Return the bytes per second that this machine reads and writes, for copies larger than the caches."""
     source = torch.ones(_COPIED, dtype=torch.uint8)
     target, best = torch.ones_like(source), 0.0
     for _ in range(4):
@@ -117,7 +117,7 @@ def _steps(model: Any, optimizer: Any, batches: Iterable[Any], loss: Callable[..
 
 
 def computing(events: Iterable[FunctionEvent]) -> frozenset[str]:
-    """Return the operators of ATen that compute themselves, other than those that call others and views.
+    """Return the ATen operators that compute something themselves, without views and operators that only call others.
 
     The median call decides, for another program may interrupt any of them.
     """
@@ -125,7 +125,7 @@ def computing(events: Iterable[FunctionEvent]) -> frozenset[str]:
     for event in events:
         if (
             event.name.removeprefix("aten::").removeprefix("_") in _NOTHING
-        ):  # memory, taken for what the operator around it computes
+        ):  # allocates memory for the result of the enclosing operator
             if event.cpu_parent is not None:
                 own[id(event.cpu_parent)] += event.cpu_time_total
         elif event.name.startswith("aten::"):
@@ -138,7 +138,7 @@ def computing(events: Iterable[FunctionEvent]) -> frozenset[str]:
 
 
 def _times(events: Sequence[FunctionEvent], mine: Collection[str]) -> dict[Place, list[float]]:
-    """Return the microseconds of each call of the operators that are not products and not inside of others."""
+    """Return the microseconds of each call of the operators that are not products and not inside others."""
     found = defaultdict[Place, list[float]](list)
     for event in events:
         around = [each.name for each in _around(event)]
@@ -148,17 +148,17 @@ def _times(events: Sequence[FunctionEvent], mine: Collection[str]) -> dict[Place
 
 
 def _fastest(steps: Sequence[Mapping[Place, Sequence[float]]]) -> dict[Place, list[float]]:
-    """Return the fastest time of each call over some steps, which another program may have disturbed."""
+    """Return the fastest time of each call over some steps, since other programs may have disturbed some."""
     found = {}
     for place in steps[0]:
         calls = [each.get(place, ()) for each in steps]
-        count = statistics.mode(len(each) for each in calls)  # a step may have computed more, as to tune an operator
+        count = statistics.mode(len(each) for each in calls)  # a step may compute more, as to tune an operator
         found[place] = [min(times) for times in zip(*(each for each in calls if len(each) == count), strict=True)]
     return found
 
 
 def bytes_by_place(operators: Iterable[Operator], mine: Collection[str]) -> Mapping[Place, float]:
-    """Return the bytes that operators move at the least: those of `mine` that are not inside of others of `mine`."""
+    """Return the minimum bytes that operators move: those of `mine` that are not inside others of `mine`."""
     found = defaultdict[Place, float](float)
     for each in operators:
         name = f"aten::{each.name}"
@@ -171,7 +171,7 @@ def bytes_by_place(operators: Iterable[Operator], mine: Collection[str]) -> Mapp
 
 
 def moves(operator: Operator) -> float:
-    """Return the bytes that one call of an operator reads and writes at the least."""
+    """Return the minimum bytes that one call of an operator reads and writes."""
     name = operator.name
     inputs = {each.key: each for each in operator.inputs}
     outputs = {each.key: each for each in operator.outputs}
@@ -188,7 +188,7 @@ def moves(operator: Operator) -> float:
 
 
 def is_product(name: str) -> bool:
-    """Return whether an operator is a product, a convolution, a recurrence, or attention, which is made of products."""
+    """Whether an operator is a product, a convolution, a recurrence, or attention, which consists of products."""
     return kind_of_operator(name.removeprefix("aten::")) == PRODUCTS or "attention" in name
 
 

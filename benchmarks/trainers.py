@@ -1,4 +1,4 @@
-"""Systems under other people's trainers: Lightning's and Hugging Face's, alone and with nano_loop."""
+"""Systems with other libraries' trainers: Lightning's and Hugging Face's, plain and with nano_loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lightning_bf16(work: Workload, count: int) -> list[float]:
 
 
 def nano_lightning(work: Workload, count: int) -> list[float]:
-    """`nano_loop.lightning.Trainer` in bf16, and with channels_last where there are images."""
+    """`nano_loop.lightning.Trainer` in bf16, and with channels_last for images."""
     from nano_loop.lightning import Trainer
 
     return _lightning(work, count, Trainer, precision="bf16", channels_last=work.images, verbose=False)
@@ -92,7 +92,7 @@ def _hugging_face(work: Workload, count: int, around: AbstractContextManager[Any
             return _stream(work, lambda batch: {"batch": batch})
 
         def _get_grad_norm(self, *_: Any, **__: Any) -> None:
-            """Leave out the norm, which it computes for its log even without clipping; `steps` does not."""
+            """Omit the norm, which it computes for its log even without clipping; `steps` does not."""
 
     class Timed(_Times, transformers.TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -113,7 +113,7 @@ def _hugging_face(work: Workload, count: int, around: AbstractContextManager[Any
 
 
 class _Times:
-    """The seconds of each step, from the end of the one before, with the loading of its batch."""
+    """The seconds of each step, from the end of the previous one, including the loading of its batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _Times:
 
 
 class _Stream(IterableDataset[Any]):
-    """A workload's batches, epoch after epoch, as one epoch: what a trainer does once an epoch is not a step's."""
+    """A workload's batches of all epochs as one epoch: a trainer's work once per epoch belongs to no step."""
 
     def __init__(self, work: Workload, made: Callable[[Any], Any] = lambda batch: batch) -> None:
         self._work, self._made = work, made

@@ -1,10 +1,10 @@
-"""Trains the examples to the end over several seeds, in several precisions, and prints how they end and what they take.
+"""Train the examples to the end with several seeds and precisions, and print their final results and memory.
 
 python -m benchmarks.training
 python -m benchmarks.training --only digits --seeds 3 --modes plain,bf16-true --digits "--epochs 4 --width 64"
 
-A seed's runs differ in the mode alone: they begin with the same weights and see the same batches.
-Memory is that of parameters, gradients and optimizer state after the second step, and the most that was resident.
+A seed's runs differ only in the mode: they start with the same weights and see the same batches.
+Memory is that of parameters, gradients and optimizer state after the second step, and the peak resident memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended: with which accuracy or loss, and the bytes of each of `PARTS`."""
+    """The result of a run: its final accuracy or loss, and the bytes of each of `PARTS`."""
 
     result: float
     memory: Mapping[str, int]
@@ -70,7 +70,7 @@ def train(example: str, mode: str, seed: int, options: Sequence[str]) -> End:
 
 
 def ends(options: argparse.Namespace) -> dict[str, dict[str, list[End]]]:
-    """Return by example and mode how each seed ended; the modes take turns."""
+    """Return, by example and mode, the result of each seed; the modes alternate."""
     found = {example: {mode: [] for mode in options.modes} for example in options.only}
     runs = [(example, seed) for example in options.only for seed in range(options.seeds)]
     with tqdm(total=len(runs) * len(options.modes), file=sys.stderr, unit="run", dynamic_ncols=True) as bar:

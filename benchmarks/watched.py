@@ -1,4 +1,4 @@
-"""Runs a script, and writes what memory its parameters, gradients and optimizers took to a file, in bytes.
+"""Run a script, and write the memory of its parameters, gradients and optimizers to a file, in bytes.
 
 python -m benchmarks.watched memory.json examples/digits.py --epochs 1
 """
@@ -14,19 +14,19 @@ from pathlib import Path
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-#: After this step of an optimizer all of its state is there.
+#: After this step, an optimizer's state is complete.
 _STEP = 2
 
 
 class Memory:
-    """What the optimizer that takes the second step of the process holds, when it has taken it."""
+    """The memory of the optimizer that runs the second step of the process, after that step."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
         self._steps = 0
 
     def note(self, optimizer: Optimizer, *_: object) -> None:
-        """Count a step. Is an optimizer's hook."""
+        """Count a step. This is an optimizer hook."""
         self._steps += 1
         if self._steps == _STEP:
             held = [each for group in optimizer.param_groups for each in group["params"]]

@@ -1,10 +1,10 @@
-"""Balance poles on carts by reinforcement learning (PPO): the whole of it inside `with accelerated():`.
+"""Balance poles on carts by reinforcement learning (PPO), with the whole program inside `with accelerated():`.
 
     python examples/cartpole_ppo.py                     # accelerated
     python examples/cartpole_ppo.py --plain             # the same loop without nano_loop
     python examples/cartpole_ppo.py --updates 5 --carts 8
 
-The agent and its optimizer are made inside, and set up where they are trained. The carts are simulated here.
+The agent and its optimizer are created inside, and set up when they are trained. The carts are simulated in this file.
 """
 
 import argparse
@@ -41,12 +41,12 @@ class Carts:
         self.restart(torch.ones(count, dtype=torch.bool))
 
     def restart(self, chosen):
-        """Put carts back to the middle, with poles that are almost upright."""
+        """Reset carts to the centre, with almost upright poles."""
         self.state[chosen] = 0.1 * torch.rand(int(chosen.sum()), 4) - 0.05
         self.age[chosen] = 0
 
     def push(self, actions):
-        """Push each cart for 20 ms, 0 to the left and 1 to the right, and return whose attempt is over."""
+        """Push each cart for 20 ms, to the left (0) or to the right (1), and return which episodes have ended."""
         _, speed, angle, spin = self.state.unbind(1)
         sine, cosine = angle.sin(), angle.cos()
         force = (20.0 * actions - 10.0 + 0.05 * spin**2 * sine) / 1.1
@@ -60,7 +60,7 @@ class Carts:
 
 
 class Agent(nn.Module):
-    """From states to the logits of the two pushes, and to the moves that a pole will stay up, discounted."""
+    """Map states to the logits of the two actions, and to the discounted number of moves that a pole will stay up."""
 
     def __init__(self, width):
         super().__init__()
@@ -75,7 +75,7 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def play(agent, carts):
-    """Return states, actions, their log-probabilities, advantages and returns of some moves, and how many attempts."""
+    """Return states, actions, log-probabilities, advantages and returns of a rollout, and its number of episodes."""
     states, actions, chances, values, overs = [], [], [], [], []
     for _ in range(moves):
         logits, value = agent(carts.state)
@@ -96,7 +96,7 @@ def play(agent, carts):
 
 
 def train():
-    """Train an agent, and return how many moves an attempt of it takes."""
+    """Train an agent, and return the mean number of moves per episode."""
     agent, carts = Agent(args.width), Carts(args.carts)
     optimizer = torch.optim.Adam(agent.parameters(), 1e-3)
     length = 0.0

@@ -3,11 +3,11 @@
     python examples/char_gpt.py                                # accelerated
     python examples/char_gpt.py --plain                        # the same loop without nano_loop
     python examples/char_gpt.py --num-processes 2              # two processes, each on half of the cores
-    python examples/char_gpt.py --checkpoint gpt.pt            # keeps its state in gpt.pt ...
-    python examples/char_gpt.py --checkpoint gpt.pt --resume   # ... and goes on from there
+    python examples/char_gpt.py --checkpoint gpt.pt            # saves its state in gpt.pt ...
+    python examples/char_gpt.py --checkpoint gpt.pt --resume   # ... and continues from there
 
-It needs `pip install "nano-loop[examples]"`. The text is on every machine that has Python, so nothing is
-downloaded. A run may be killed at any time: resumed, it continues as if it had not been interrupted.
+It needs `pip install "nano-loop[examples]"`. The text comes with Python, so nothing is downloaded. A run may
+be killed at any time: if you resume it, it continues as if it had not been interrupted.
 """
 
 import argparse
@@ -31,7 +31,7 @@ parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save to FIL
 parser.add_argument("--resume", action="store_true", help="go on from the --checkpoint file")
 parser.add_argument("--sample", type=int, default=400, help="characters to write when trained (default: 400)")
 parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
-# What follows makes a run what it is: a resumed run must be given the same.
+# These settings define the run: a resumed run must use the same ones.
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--heads", type=int, default=4)
 parser.add_argument("--width", type=int, default=256)
@@ -50,8 +50,8 @@ run_options = {"plain", "precision", "num_processes", "checkpoint", "resume", "s
 settings = {name: value for name, value in vars(args).items() if name not in run_options}
 precision = 32 if args.precision == "32" else args.precision
 betas, weight_decay, max_norm = (0.9, 0.95), 0.1, 1.0
-characters = 128  # ASCII: a character's number is its code
-modules = (  # whose source is the text: files that every Python since 3.10 has
+characters = 128  # ASCII: the token of a character is its code
+modules = (  # their source code is the text: every Python since 3.10 has these files
     "argparse difflib doctest enum inspect ipaddress mailbox optparse pickletools pydoc statistics "
     "subprocess tarfile threading typing"
 )
@@ -65,7 +65,7 @@ if args.resume and not (args.checkpoint and args.checkpoint.is_file()):
 if args.plain:
 
     class TorchNano:
-        """Stand in for the base class: set nothing up."""
+        """Replace the base class for `--plain`: set nothing up."""
 
         is_global_zero = True
 
@@ -79,7 +79,7 @@ else:
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron, each after a norm and added to its input."""
+    """Causal self-attention, then a two-layer perceptron, each with a pre-norm and a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """(N, length) character codes to (N, length, 128) logits of the characters that come next."""
+    """Map (N, length) character codes to (N, length, 128) logits of the next characters."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(args.width)
         self.head = nn.Linear(args.width, characters, bias=False)
         self.apply(self.initialize)
-        for block in self.blocks:  # the more blocks add to the stream, the less each starts with
+        for block in self.blocks:  # smaller initial weights if more blocks add to the residual stream
             for linear in (block.attended, block.narrow):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * args.layers))
         self.head.weight = self.character.weight
@@ -131,7 +131,7 @@ class GPT(nn.Module):
 
 
 class Windows(Dataset):
-    """Every stretch of `context` characters of a text, each with the same stretch one character later."""
+    """All windows of `context` characters of a text, each with the window one character later as target."""
 
     def __init__(self, text):
         self.text = text
@@ -145,7 +145,7 @@ class Windows(Dataset):
 
 
 def standard_library():
-    """Return the code of every ASCII character in the modules' files, as one tensor of int64."""
+    """Return the codes of all ASCII characters in the modules' files, as one int64 tensor."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = [folder / f"{module}.py" for module in modules.split()]
     missing = [file.name for file in files if not file.is_file()]
@@ -156,7 +156,7 @@ def standard_library():
 
 
 def learning_rate(step):
-    """Return the share of the full learning rate: a linear warm-up, then a cosine down to a tenth."""
+    """Return the factor of the learning rate: a linear warm-up, then a cosine decay to a tenth."""
     if step < args.warmup:
         return (step + 1) / args.warmup
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
@@ -165,7 +165,7 @@ def learning_rate(step):
 
 @torch.no_grad()
 def validate(model, loader):
-    """Return the mean loss in nats a character."""
+    """Return the mean loss in nats per character."""
     model.eval()
     losses = [F.cross_entropy(model(codes).flatten(0, 1), following.flatten()) for codes, following in loader]
     model.train()
@@ -173,7 +173,7 @@ def validate(model, loader):
 
 
 def save(file, step, model, optimizer, scheduler):
-    """Write the state after a step to the file, which a kill meanwhile leaves as it was."""
+    """Save the state after a step atomically: if the process is killed meanwhile, the old file is kept."""
     state = {
         "settings": settings,
         "step": step,
@@ -189,7 +189,7 @@ def save(file, step, model, optimizer, scheduler):
 
 class Trainer(TorchNano):
     def train(self, model, optimizer, scheduler, loader, validation, step):
-        """Train from a step on until the loader ends, and return the validation loss then."""
+        """Train from a step until the loader is exhausted, and return the final validation loss."""
         model, optimizer, loader = self.setup(model, optimizer, loader)
 
         bar = tqdm(desc="training", unit="step", initial=step, total=args.steps)
@@ -220,7 +220,7 @@ class Trainer(TorchNano):
 
 @torch.no_grad()
 def write(model, length, prompt="def "):
-    """Return a text of so many characters that the model writes after the prompt."""
+    """Return this many characters that the model generates after the prompt."""
     model.eval()
     codes = torch.tensor([list(prompt.encode())])
     for _ in range(length):
@@ -234,13 +234,13 @@ text = standard_library()
 held_out = len(text) // 10
 training, held_out = Windows(text[:-held_out]), Windows(text[-held_out:])
 
-# Where every window of the run starts is drawn now, so that a resumed run goes on where it was.
+# Draw the start of every window of the run now, so that a resumed run continues with the right windows.
 windows_a_step = args.batch_size * args.accumulate
 starts = torch.randint(len(training), (args.steps * windows_a_step,)).tolist()
 
 model = GPT()
 matrices = [p for p in model.parameters() if p.dim() >= 2]
-others = [p for p in model.parameters() if p.dim() < 2]  # biases and norms do not decay
+others = [p for p in model.parameters() if p.dim() < 2]  # no weight decay for biases and norms
 groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=betas)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
@@ -258,7 +258,7 @@ if args.resume:
     torch.set_rng_state(state["rng"])
     first_step = state["step"]
 
-# A loader draws a number when it is iterated: from a separate generator, it leaves torch's to the model.
+# A loader draws a number when it is iterated. A separate generator keeps this from changing the model's draws.
 loader = DataLoader(
     training, args.batch_size // processes, sampler=starts[first_step * windows_a_step :], generator=torch.Generator()
 )
@@ -266,7 +266,7 @@ spread = range(0, len(held_out), 32 * args.context)
 validation = DataLoader(held_out, args.batch_size, sampler=spread, generator=torch.Generator())
 
 start = time.perf_counter()
-# All processes together take the batches of one, so the learning rate stays unchanged: auto_lr=False.
+# All processes together use the same batches as one, so the learning rate stays unchanged: auto_lr=False.
 trainer = Trainer(args.num_processes, precision=precision, auto_lr=False)
 final_loss = trainer.train(model, optimizer, scheduler, loader, validation, first_step)
 seconds = time.perf_counter() - start

@@ -1,10 +1,10 @@
-"""Train digits.py without and with nano_loop, an epoch of each in turn, and compare: `make demo`.
+"""Train digits.py without and with nano_loop, alternating after each epoch, and compare: `make demo`.
 
     python examples/demo.py
     python examples/demo.py --epochs 3
 
-What is given is handed to digits.py. While one process trains, the other one is stopped, so what else the machine does
-slows both alike.
+Arguments are passed to digits.py. While one process trains, the other one is stopped, so other programs slow down both
+equally.
 """
 
 import json
@@ -22,7 +22,7 @@ script = Path(__file__).with_name("digits.py")
 
 
 class Training:
-    """The script in a process, which runs from one line that it prints to the next."""
+    """The script in a process, which is stopped after each line that it prints."""
 
     def __init__(self, name, folder, *options):
         self.name, self.results = name, Path(folder, f"{name}.json")
@@ -39,13 +39,13 @@ class Training:
             return []
 
     def each(self, action):
-        """Do something with all processes that are still there."""
+        """Apply an action to all processes that are still running."""
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 action(process)
 
     def go_on(self):
-        """Let it run to its next line, and return whether there was one."""
+        """Run the script until its next line, and return whether there was one."""
         self.each(psutil.Process.resume)
         begun = time.perf_counter()
         line = self.process.stdout.readline()
@@ -61,7 +61,7 @@ class Training:
         return True
 
     def result(self):
-        """Return what it has written, or end this script with its exit code."""
+        """Return the script's output, or end this script with its exit code."""
         exit_code = self.process.wait()
         if exit_code != 0:
             print(f"{script.name} failed, with exit code {exit_code}: nothing to compare.", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Classify scikit-learn's handwritten digits with a small ResNet: `@nano` over a loop that one already has.
+"""Classify scikit-learn's handwritten digits with a small ResNet: `@nano` on an existing training loop.
 
     python examples/digits.py                        # accelerated
     python examples/digits.py --plain                # the same loop without nano_loop
@@ -6,7 +6,7 @@
     python examples/digits.py --num-processes 2      # two processes, each on half of the cores
     python examples/digits.py --epochs 2 --seed 7
 
-It needs `pip install "nano-loop[examples]"`. The data comes inside scikit-learn, so nothing is downloaded.
+It needs `pip install "nano-loop[examples]"`. The data comes with scikit-learn, so nothing is downloaded.
 """
 
 import argparse
@@ -34,7 +34,7 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
 args = parser.parse_args()
 
-image_size = 32  # the digits are 8×8: upscaled, so that there is something to convolve
+image_size = 32  # the digits are 8×8: they are upscaled, so that convolutions make sense
 precision = 32 if args.precision == "32" else args.precision
 max_lr, weight_decay = 2e-3, 0.01
 
@@ -45,14 +45,14 @@ if args.batch_size % processes:
 if args.plain:
 
     def nano(*arguments, **options):
-        """Stand in for the decorator: leave the function unchanged."""
+        """Replace the decorator for `--plain`: return the function unchanged."""
         return lambda function: function
 else:
     from nano_loop import nano
 
 
 class Block(nn.Module):
-    """Two 3×3 convolutions and the way around them."""
+    """Two 3×3 convolutions with a shortcut connection."""
 
     def __init__(self, inputs, outputs, stride):
         super().__init__()
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Sequential):
-    """A stem, two stages of one block, and a linear classifier: (N, 1, H, W) images to (N, 10) logits."""
+    """A stem, two stages of one block, and a linear classifier: map (N, 1, H, W) images to (N, 10) logits."""
 
     def __init__(self, width):
         super().__init__(
@@ -85,7 +85,7 @@ class ResNet(nn.Sequential):
 
 
 def digits():
-    """Return the digits as two data sets, for training and for testing, of (1, 32, 32) images from -1 to 1."""
+    """Return the digits as a training and a test dataset of (1, 32, 32) images with values from -1 to 1."""
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
     images = F.interpolate(images, size=image_size, mode="bilinear")
@@ -103,7 +103,7 @@ def accuracy(model, loader):
     return correct / len(loader.dataset)
 
 
-# All processes together take the batches of one, so the learning rate stays unchanged: auto_lr=False.
+# All processes together use the same batches as one, so the learning rate stays unchanged: auto_lr=False.
 @nano(args.num_processes, precision=precision, channels_last=True, auto_lr=False)
 def train(model, optimizer, scheduler, train_loader, test_loader, epochs):
     """Train for some epochs and return the accuracy on the test set after the last one."""

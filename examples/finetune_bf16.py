@@ -3,11 +3,11 @@
     python examples/finetune_bf16.py                          # accelerated, in bf16
     python examples/finetune_bf16.py --use-ipex               # with IPEX's kernels too
     python examples/finetune_bf16.py --plain                  # the same loop without nano_loop, in fp32
-    python examples/finetune_bf16.py --folder runs/finetune   # where the checkpoint and the images are, or are made
+    python examples/finetune_bf16.py --folder runs/finetune   # folder of checkpoint and images, created if missing
 
 It needs torchvision and scikit-learn; `make test-ipex` sets up `.venv-ipex`, which has both, and IPEX. Nothing is
-downloaded: what is not in the folder yet is made from scikit-learn's handwritten digits. The checkpoint is a ResNet
-that has briefly learnt the digits 0 to 4, the images are the digits 5 to 9, which it is then fine-tuned on.
+downloaded: missing files in the folder are created from scikit-learn's handwritten digits. The checkpoint is a ResNet
+trained briefly on the digits 0 to 4. It is then fine-tuned on images of the digits 5 to 9.
 """
 
 import argparse
@@ -44,16 +44,16 @@ if args.plain and args.use_ipex:
 if args.plain:
 
     def nano(*arguments, **options):
-        """Stand in for the decorator: leave the function unchanged."""
+        """Replace the decorator for `--plain`: return the function unchanged."""
         return lambda function: function
 else:
     from nano_loop import nano
 
-known, new = range(5), range(5, 10)  # the digits of the checkpoint, and those of the images
+known, new = range(5), range(5, 10)  # the digits of the checkpoint, and the digits of the images
 
 
 def write_images(folder):
-    """Write the new digits as JPEG files, into train/<digit>/ and val/<digit>/: every fifth is for validation."""
+    """Write the new digits as JPEG files to train/<digit>/ and val/<digit>/: every fifth is for validation."""
     pixels, labels = load_digits(return_X_y=True)
     for number in np.flatnonzero(np.isin(labels, new)):
         place = folder / ("train" if number % 5 else "val") / str(labels[number])
@@ -77,11 +77,11 @@ def write_checkpoint(file):
         optimizer.step()
     unfinished = file.with_suffix(".tmp")
     torch.save(model.state_dict(), unfinished)
-    os.replace(unfinished, file)  # a killed run leaves no half of a checkpoint
+    os.replace(unfinished, file)  # a killed run leaves no partial checkpoint
 
 
 def pretrained(file):
-    """Return the ResNet of the checkpoint, with a new last layer for the new digits."""
+    """Return the ResNet from the checkpoint, with a new last layer for the new digits."""
     model = resnet18(num_classes=len(new))
     weights = {name: value for name, value in torch.load(file).items() if not name.startswith("fc.")}
     missing = model.load_state_dict(weights, strict=False).missing_keys
@@ -102,7 +102,7 @@ def validate(model, loader):
     precision=32 if args.precision == "32" else args.precision,
     use_ipex=args.use_ipex,
     channels_last=True,
-    fast_images=True,  # decoded and resized in the first epoch only; also the default where torchvision is imported
+    fast_images=True,  # decodes and resizes in the first epoch only; this is the default if torchvision is imported
 )
 def finetune(model, optimizer, scheduler, train_loader, val_loader, epochs):
     """Train for some epochs, and return the accuracy on the validation images after each."""
@@ -132,7 +132,7 @@ to_tensor = transforms.Compose(
     [transforms.Resize(args.image_size), transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
 )
 train_set, val_set = (ImageFolder(args.folder / "images" / part, to_tensor) for part in ("train", "val"))
-torch.manual_seed(args.seed)  # whether or not the folder had to be made
+torch.manual_seed(args.seed)  # the same seed whether or not the folder had to be created
 model = pretrained(checkpoint)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)

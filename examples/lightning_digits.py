@@ -1,10 +1,10 @@
-"""Classify scikit-learn's handwritten digits with a LightningModule: one import changed.
+"""Classify scikit-learn's handwritten digits with a LightningModule, with one changed import.
 
     python examples/lightning_digits.py                        # accelerated
     python examples/lightning_digits.py --plain                # the same with Lightning's Trainer
     python examples/lightning_digits.py --num-processes 2      # two processes, each on half of the cores
 
-It needs `pip install "nano-loop[examples,lightning]"`. The data comes inside scikit-learn, so nothing is downloaded.
+It needs `pip install "nano-loop[examples,lightning]"`. The data comes with scikit-learn, so nothing is downloaded.
 """
 
 import argparse
@@ -40,7 +40,7 @@ else:
 
 
 class Digits(LightningModule):
-    """Two convolutions and a classifier: (N, 1, 16, 16) images to (N, 10) logits."""
+    """Two convolutions and a classifier: map (N, 1, 16, 16) images to (N, 10) logits."""
 
     def __init__(self, width):
         super().__init__()
@@ -74,7 +74,7 @@ class Digits(LightningModule):
 
 
 def datasets():
-    """Return the images for training and those for the test."""
+    """Return the training and the test dataset."""
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
     small = [torch.tensor(each, dtype=torch.float32).view(-1, 1, 8, 8) / 16 for each in parts[:2]]

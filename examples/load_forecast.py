@@ -1,10 +1,10 @@
-"""Forecast tomorrow's electricity demand, hour by hour, with a GRU: `@nano` over a loop that one already has.
+"""Forecast tomorrow's electricity demand, hour by hour, with a GRU: `@nano` on an existing training loop.
 
     python examples/load_forecast.py                     # accelerated
     python examples/load_forecast.py --plain             # the same loop without nano_loop
     python examples/load_forecast.py --precision 32 --epochs 2
 
-The demand is made up: it depends on hour, weekday and season, and on weather that lasts for days.
+The demand is synthetic: it depends on hour, weekday and season, and on weather that lasts for days.
 """
 
 import argparse
@@ -34,14 +34,14 @@ years, test_days = 2, 60
 if args.plain:
 
     def nano(**options):
-        """Stand in for the decorator: leave the function unchanged."""
+        """Replace the decorator for `--plain`: return the function unchanged."""
         return lambda function: function
 else:
     from nano_loop import nano
 
 
 class Forecaster(nn.Module):
-    """From a week of hours (N, 168, 5) to the demand of the next day (N, 24), as a change from a week before."""
+    """Map the hours of a week (N, 168, 5) to the demand of the next day (N, 24), as the change from a week before."""
 
     def __init__(self, width):
         super().__init__()
@@ -54,7 +54,7 @@ class Forecaster(nn.Module):
 
 
 def demand():
-    """Return the demand of each hour, about 0 and of size 1, and the hour's place in day and week: (hours, 5)."""
+    """Return a (hours, 5) tensor: the normalized demand of each hour, and the position of the hour in day and week."""
     hours = torch.arange(years * 365 * day)
     of_day, of_week, of_year = (2 * torch.pi * hours / period for period in (day, week, 365 * day))
     weather = torch.zeros(len(hours))
@@ -66,7 +66,7 @@ def demand():
 
 
 def windows(series, every):
-    """Return a data set of weeks and the demand of the day after each."""
+    """Return a dataset of weeks, each with the demand of the following day."""
     pairs = series.unfold(0, week + day, every).transpose(1, 2)
     return TensorDataset(pairs[:, :week].contiguous(), pairs[:, week:, 0].contiguous())
 

@@ -1,11 +1,11 @@
-"""Classify scikit-learn's breast cancer data on several hosts: a run whose processes torchrun, srun or mpirun starts.
+"""Classify scikit-learn's breast cancer data on several hosts, with processes started by torchrun, srun or mpirun.
 
     python examples/multi_node.py                                   # one process
     torchrun --nproc-per-node 2 examples/multi_node.py              # two processes on this host
     torchrun --nnodes 2 --node-rank 0 ... examples/multi_node.py    # several hosts: see multi_node.md
 
-nano_loop finds out what has been started, so nothing in this file names hosts or ranks. It needs
-`pip install "nano-loop[examples]"`. The data comes inside scikit-learn, so nothing is downloaded.
+nano_loop detects the launcher, so nothing in this file names hosts or ranks. It needs
+`pip install "nano-loop[examples]"`. The data comes with scikit-learn, so nothing is downloaded.
 """
 
 import argparse
@@ -30,7 +30,7 @@ args = parser.parse_args()
 
 
 def tables():
-    """Return the rows for training and for testing, scaled by those for training."""
+    """Return the rows for training and for testing, scaled with the statistics of the training rows."""
     rows, labels = load_breast_cancer(return_X_y=True)
     split = train_test_split(rows, labels, test_size=0.2, random_state=0)
     scaler = StandardScaler().fit(split[0])
@@ -45,7 +45,7 @@ class Trainer(TorchNano):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(30, 64), nn.ReLU(), nn.Linear(64, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        # All processes together take the batches of one.
+        # All processes together use the same batches as one.
         loader = DataLoader(train_set, args.batch_size // self.world_size, shuffle=True)
         test_loader = DataLoader(test_set, 64)
         model, optimizer, (loader, test_loader) = self.setup(model, optimizer, loader, test_loader)

@@ -4,8 +4,8 @@
     python examples/tabular_transformer.py --plain             # the same loop without nano_loop
     python examples/tabular_transformer.py --precision 32 --epochs 5
 
-Each number becomes a token, and a layer of attention compares all of them (Gorishniy et al., 2021). It needs
-`pip install "nano-loop[examples]"`. The data comes inside scikit-learn, so nothing is downloaded.
+Each value becomes a token, and attention layers combine the tokens (Gorishniy et al., 2021). It needs
+`pip install "nano-loop[examples]"`. The data comes with scikit-learn, so nothing is downloaded.
 """
 
 import argparse
@@ -35,12 +35,12 @@ precision = 32 if args.precision == "32" else args.precision
 
 
 class TableTransformer(nn.Module):
-    """From rows of numbers (N, columns) to the logits of classes."""
+    """Map rows of values (N, columns) to the logits of the classes."""
 
     def __init__(self, columns, classes, width, layers=3):
         super().__init__()
         self.scale = nn.Parameter(torch.randn(columns, width) / width**0.5)
-        self.shift = nn.Parameter(torch.zeros(columns + 1, width))  # of the columns, and the token that is read
+        self.shift = nn.Parameter(torch.zeros(columns + 1, width))  # columns, and the token to classify
         layer = nn.TransformerEncoderLayer(width, 8, 2 * width, 0.1, F.gelu, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, classes)
@@ -51,7 +51,7 @@ class TableTransformer(nn.Module):
 
 
 def tumours():
-    """Return the tumours as two data sets, for training and for testing, whose columns are normally distributed."""
+    """Return the tumours as a training and a test dataset, with normally distributed columns."""
     rows, labels = load_breast_cancer(return_X_y=True)
     train_rows, test_rows, train_labels, test_labels = train_test_split(rows, labels, test_size=0.25, random_state=0)
     normal = QuantileTransformer(n_quantiles=100, output_distribution="normal").fit(train_rows)
@@ -61,7 +61,7 @@ def tumours():
 
 @torch.no_grad()
 def accuracy(model, loader):
-    """Return the share of rows that the model labels correctly."""
+    """Return the fraction of rows that the model labels correctly."""
     model.eval()
     correct = sum((model(rows).argmax(dim=1) == labels).sum().item() for rows, labels in loader)
     model.train()
@@ -71,19 +71,19 @@ def accuracy(model, loader):
 if args.plain:
 
     class TorchNano:
-        """Stand in for nano_loop's: leave the objects unchanged."""
+        """Replace `TorchNano` for `--plain`: leave the objects unchanged."""
 
         def __init__(self, **options):
             pass
 
         def setup(self, *objects):
-            """Leave the objects as they are."""
+            """Return the objects unchanged."""
 else:
     from nano_loop import TorchNano
 
 
 class Training(TorchNano):
-    """The loop, which could have stood in a function before."""
+    """The training loop, moved from a function into a method."""
 
     def train(self, train_set, test_set):
         """Train a model, and return its accuracy on the test set."""
@@ -91,7 +91,7 @@ class Training(TorchNano):
         optimizer = torch.optim.AdamW(model.parameters(), 3e-4, weight_decay=1e-2)
         train_loader = DataLoader(train_set, args.batch_size, shuffle=True)
         test_loader = DataLoader(test_set, args.batch_size)
-        self.setup(model, optimizer, train_loader, test_loader)  # they stay the same objects
+        self.setup(model, optimizer, train_loader, test_loader)  # sets them up in place
         for epoch in range(args.epochs):
             for rows, labels in train_loader:
                 loss = F.cross_entropy(model(rows), labels)

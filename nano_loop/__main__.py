@@ -1,4 +1,4 @@
-"""Runs the command line as ``python -m nano_loop``."""
+"""Run the command line as ``python -m nano_loop``."""
 
 import sys
 

@@ -7,19 +7,19 @@ from typing import Any
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
-_LONGEST = 2000  # characters of a part of a message, where they are not only what was given
+_LONGEST = 2000  # maximum characters of a part of a message that is not only a quoted value
 
 
 class NanoError(RuntimeError):
-    """Base class of all errors of nano_loop; raised itself for failures that no single argument causes."""
+    """Base class of all errors of nano_loop. Raised directly for failures that are not caused by one argument."""
 
 
 class NanoConfigError(NanoError, ValueError):
-    """One or more arguments are invalid. The message lists each, with the allowed values and what to do."""
+    """One or more arguments are invalid. The message lists each one, its allowed values and what to do."""
 
 
 class NanoMemoryError(NanoError, MemoryError):
-    """A training needs more memory than it may use. The message names the largest tensors, and what to change."""
+    """A training run needs more memory than it may use. The message lists the largest tensors and what to change."""
 
 
 class NanoWorkerError(NanoError):
@@ -44,7 +44,7 @@ class NanoWorkerError(NanoError):
         self.traceback = traceback
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An exception is pickled and copied by its positional arguments, unless it says otherwise.
+        # By default, an exception is pickled and copied by its positional arguments only.
         attributes = {name: value for name, value in vars(self).items() if name not in _OF_WORKER_ERRORS}
         return _worker_error, (type(self), str(self), *(getattr(self, name) for name in _OF_WORKER_ERRORS)), attributes
 
@@ -59,14 +59,14 @@ def _worker_error(
 
 
 class _RankError(NanoError):
-    """Another rank is not where this one waits for it.
+    """Another rank did not reach the point where this rank waits for it.
 
     Parameters
     ----------
     message : str
         The error message.
     rank : int or None
-        The other rank; None where any of the others may be.
+        The other rank; None if it may be any of them.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -78,20 +78,20 @@ class _RankError(NanoError):
 
 
 class RankLateError(_RankError):
-    """Another rank has not come to where this one waits for it, within the timeout.
+    """Another rank did not reach the point where this rank waits for it within the timeout.
 
-    On one host `nano_loop.distributed.shared_memory.shared_segment` raises it, else `Ranks` or the rendezvous does.
+    `nano_loop.distributed.shared_memory.shared_segment` raises it on one host, otherwise `Ranks` or the rendezvous.
     """
 
 
 class RankLeftError(_RankError):
-    """Another rank has left the run: it has returned from the loop, or it has failed, which it reports itself."""
+    """Another rank has left the run: it returned from the loop, or it failed and reports that itself."""
 
     rank: int
 
 
 class NanoWarning(UserWarning):
-    """The request is carried out, but has a consequence that the user should know about."""
+    """The request is carried out, but with a consequence that the user should know about."""
 
 
 def error_message(got: str, expected: str, hint: str) -> str:
@@ -110,14 +110,14 @@ def error_message(got: str, expected: str, hint: str) -> str:
 
 
 def quoted(text: str, most: int = _repr.maxstring) -> str:
-    """Return a text for a message: without its middle if it is long, and without characters that act on a terminal."""
+    """Return a text for a message, with control characters escaped, and shortened in the middle if it is long."""
     half = most // 2
     short = text if len(text) <= most else f"{text[: half - 2]}...{text[1 - half :]}"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in short)
 
 
 def shown(name: str, value: Any) -> str:
-    """Return ``name=value`` with a shortened ``repr``, or with the class of the value if its ``repr`` raises."""
+    """Return ``name=value`` with a shortened ``repr``, or with the class name if ``repr`` raises."""
     try:
         return quoted(f"{name}={_repr.repr(value)}", _LONGEST)
     except Exception as error:  # a user's object may raise any exception; a huge int raises ValueError

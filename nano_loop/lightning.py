@@ -1,6 +1,6 @@
-"""Lightning's Trainer, accelerated: a strategy, a Trainer and a compiled module over `lightning.pytorch`.
+"""A strategy, a Trainer and a compiled module that accelerate Lightning, for `lightning.pytorch`.
 
-`nano_loop.pytorch_lightning` has the same over the other of Lightning's two packages.
+`nano_loop.pytorch_lightning` has the same for Lightning's other package.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from nano_loop.patching.torch_private_optimizers import sparse_adam
 
 
 class SparseAdam(torch.optim.SparseAdam):
-    """Adam for parameters of which some have sparse gradients, such as embeddings with ``sparse=True``.
+    """Adam for models in which some parameters have sparse gradients, such as embeddings with ``sparse=True``.
 
     A parameter with a sparse gradient is updated as by `torch.optim.SparseAdam`: only in the rows that the gradient
-    has. A parameter with a dense gradient is updated as by `torch.optim.Adam`, where torch's class raises.
+    contains. A parameter with a dense gradient is updated as by `torch.optim.Adam`; torch's class raises an error.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class SparseAdam(torch.optim.SparseAdam):
         Parameters
         ----------
         closure : callable, optional
-            Computes the loss and the gradients again, and returns the loss.
+            Recomputes the loss and the gradients, and returns the loss.
         """
         loss = None
         if closure is not None:
@@ -62,7 +62,7 @@ class SparseAdam(torch.optim.SparseAdam):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                # torch's Adam counts in a tensor, and its SparseAdam, whose checkpoints are resumed, in numbers.
+                # torch's Adam stores the step count as a tensor. Checkpoints of its SparseAdam have a plain number.
                 count = state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)
                 lists = [parameter], [parameter.grad], [state["exp_avg"]], [state["exp_avg_sq"]]
                 if parameter.grad.is_sparse:

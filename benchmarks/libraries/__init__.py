@@ -1,4 +1,4 @@
-"""What users of libraries write to train with them, of two sizes: for tests and for benchmarks."""
+"""Programs that train with libraries as their users do, in two sizes: for tests and for benchmarks."""
 
 from benchmarks.libraries import forecasting, graphs, images, language, reinforcement, tables
 from benchmarks.libraries.programs import PROGRAMS, Program, Trained

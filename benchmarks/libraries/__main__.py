@@ -1,4 +1,4 @@
-"""Times programs of libraries plain and under `nano-loop run`, without a line of theirs changed.
+"""Time programs that use libraries, plain and under `nano-loop run`, unmodified.
 
 python -m benchmarks.libraries --rounds 7 --write docs/libraries.md
 python -m benchmarks.libraries --only bert,gcn --small
@@ -36,7 +36,7 @@ RESAMPLES = 2000
 
 
 def measure(programs: Sequence[str], rounds: int, small: bool, limit: float) -> dict[str, dict[str, list[Result]]]:
-    """Return by program and side what each round's process measured."""
+    """Return, by program and side, the measurement of each round's process."""
     results: dict[str, dict[str, list[Result]]] = {name: {side: [] for side in SIDES} for name in programs}
     with tqdm(total=rounds * len(programs) * len(SIDES), file=sys.stderr, unit="case", dynamic_ncols=True) as bar:
         for name in programs:
@@ -49,7 +49,7 @@ def measure(programs: Sequence[str], rounds: int, small: bool, limit: float) -> 
 
 
 def case(name: str, side: str, small: bool, limit: float) -> Result:
-    """Return the seconds of a fit, and those of the whole process, or the reason why there are none."""
+    """Return the seconds of a fit and of the whole process, or the reason why there are none."""
     program = PROGRAMS[name]
     python = str(ROOT / f".venv-libraries-{program.torch}/bin/python")
     command = *SIDES[side], "-m", "benchmarks.libraries.case"
@@ -97,7 +97,7 @@ def page(results: Mapping[str, Mapping[str, Sequence[Result]]], rounds: int) -> 
 
 
 def written(text: str, measured: str) -> str:
-    """Return a document with what was measured between the marks."""
+    """Return a document with the results between the marks."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

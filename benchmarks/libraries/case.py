@@ -1,4 +1,4 @@
-"""What one process measures: the seconds in which a program trains.
+"""Measure in one process the seconds in which a program trains.
 
 python -m benchmarks.libraries.case '{"program": "bert", "small": true}'
 """

@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Trained(NamedTuple):
-    """What a program has trained, and its last loss."""
+    """The model that a program has trained, and its last loss."""
 
     models: Sequence[nn.Module]
     loss: float
@@ -29,12 +29,12 @@ class Program:
     Parameters
     ----------
     prepare : callable
-        Imports the library and makes the data, small for tests; what it returns trains. Its docstring is the name of
-        what is trained.
+        Imports the library and creates the data, small for tests. It returns a function that trains. Its docstring is
+        the name of the trained model.
     library : str
         The name of the package.
     models : tuple of str
-        The modules that the library calls to train them, by their classes and with their optimizers, as reported.
+        The modules that the library trains, with their classes and optimizers, as in the report.
     torch : str
         The version of torch in the environment that has the library.
     """
@@ -90,7 +90,7 @@ def pictures(count: int, classes: int, shape: tuple[int, ...]) -> tuple[Any, Any
 
 
 def seed() -> None:
-    """Let what a program draws begin anew."""
+    """Reset the random state of a program."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

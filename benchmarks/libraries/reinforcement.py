@@ -34,12 +34,12 @@ def sac(small: bool) -> Fit:
 
 
 def _agent(kind: str, environment: str, steps: int, output: Callable[[Any, Any], Any], **settings: Any) -> Fit:
-    """Return what trains an agent. Its loss is the mean square of what the policy computes for some observations."""
+    """Return a function that trains an agent. Its loss is the mean square of the policy's outputs for observations."""
     import stable_baselines3
     from stable_baselines3.common.logger import Logger
 
     agent = getattr(stable_baselines3, kind)("MlpPolicy", environment, seed=0, device="cpu", **settings)
-    agent.set_logger(Logger(None, []))  # its own one makes a folder in that for temporary files, and leaves it there
+    agent.set_logger(Logger(None, []))  # the default one leaves a temporary folder behind
 
     def fit() -> Trained:
         agent.learn(steps)

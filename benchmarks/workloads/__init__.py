@@ -1,4 +1,4 @@
-"""The workloads: a model, its optimizer, its batches and its loss, each as a user would write them."""
+"""The workloads: a model, its optimizer, its batches and its loss, as a user would write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.workloads.tables import mlp
 from benchmarks.workloads.untuned import convnext, distilbert, efficientnet, group_norm_unet, mobilenet, t5
 from benchmarks.workloads.workload import Workload
 
-#: What is measured where nobody says what, by name. Each takes whether it is to be small, for a quick look.
+#: The default workloads, by name. Each accepts whether it should be small, for a quick check.
 WORKLOADS: dict[str, Callable[[bool], Workload]] = {
     "resnet50": resnet50,
     "vit": vit,
@@ -23,7 +23,7 @@ WORKLOADS: dict[str, Callable[[bool], Workload]] = {
     "resnet18_folder": resnet18_folder,
 }
 
-#: Models on which no bound in nano_loop's source was tuned.
+#: Models on which no size limit in nano_loop's source was tuned.
 UNTUNED: dict[str, Callable[[bool], Workload]] = {
     "mobilenet": mobilenet,
     "efficientnet": efficientnet,
@@ -33,10 +33,10 @@ UNTUNED: dict[str, Callable[[bool], Workload]] = {
     "group_norm_unet": group_norm_unet,
 }
 
-#: Models of which a few weights are trained, and most are frozen.
+#: Models with a few trained weights, while most are frozen.
 ADAPTED: dict[str, Callable[[bool], Workload]] = {"qwen_lora": qwen_lora}
 
-#: The small models that people train on CPUs. They are fixed: speed is worked on by others too.
+#: The small models that people train on CPUs. The list is fixed.
 USERS: dict[str, Callable[[bool], Workload]] = {
     workload.__name__: workload
     for workload in (
@@ -46,7 +46,7 @@ USERS: dict[str, Callable[[bool], Workload]] = {
     )
 }
 ALL = WORKLOADS | UNTUNED | ADAPTED | USERS
-#: Names that stand for several workloads.
+#: Names of groups of workloads.
 LISTS = {"tuned": tuple(WORKLOADS), "untuned": tuple(UNTUNED), "adapted": tuple(ADAPTED), "users": tuple(USERS)}
 LISTS["all"] = tuple(ALL)
 

@@ -64,7 +64,7 @@ def dcgan(small: bool) -> Workload:
 
 
 def _adversarial(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Sum the losses of the discriminator, on real images and made ones, and of the generator."""
+    """Sum the losses of the discriminator, on real and generated images, and of the generator."""
     real, fake, deceived = model(*batch)
     ones, zeros = torch.ones_like(real), torch.zeros_like(fake)
     loss = F.binary_cross_entropy_with_logits
@@ -72,7 +72,7 @@ def _adversarial(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class JpegFiles(Dataset[tuple[Tensor, int]]):
-    """The contents of JPEG files, each with its class, decoded when they are asked for.
+    """The contents of JPEG files, each with its class, decoded on access.
 
     They are in memory: a process of the benchmarks may be killed, and would leave files behind.
     """
@@ -100,7 +100,7 @@ def resnet18_folder(small: bool) -> Workload:
     side, noise = 96 if small else 160, numpy.random.default_rng(0)
     for number in range(128):
         file = io.BytesIO()
-        coarse = noise.integers(0, 256, (8, 8, 3), dtype=numpy.uint8)  # noise of single pixels is no picture
+        coarse = noise.integers(0, 256, (8, 8, 3), dtype=numpy.uint8)  # noise of single pixels is not like a photograph
         Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(file, "JPEG")
         files.append((file.getvalue(), number % 10))
     model = ResNet(BasicBlock, 1, (2, 2, 2, 2))

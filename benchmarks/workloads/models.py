@@ -1,4 +1,4 @@
-"""The convolutional models of the workloads, written out, for torchvision does not work with this torch."""
+"""The convolutional models of the workloads, written out, since torchvision does not work with this torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ResNet(nn.Module):
     block : type
         The class of its blocks.
     expansion : int
-        How many times wider than its middle a block ends.
+        The ratio of a block's output channels to its middle channels.
     counts : tuple of int
         Blocks in each of the four stages.
     """
@@ -89,8 +89,8 @@ class UNet(nn.Module):
     width : int
         Channels of the level with the most pixels; each level down has twice as many.
     block : callable
-        Makes the two convolutions of a level from the numbers of channels before and after them. By default they have
-        batch norms.
+        Creates the two convolutions of a level from the numbers of input and output channels. By default, with batch
+        norms.
     """
 
     def __init__(self, width: int = 32, block: Callable[[int, int], nn.Module] | None = None) -> None:
@@ -121,7 +121,7 @@ def _two_convolutions(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with group norms of 8 groups, and a way around them (He et al. 2015, Wu & He 2018)."""
+    """Two convolutions with group norms of 8 groups, and a shortcut (He et al. 2015, Wu & He 2018)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -161,6 +161,6 @@ class DCGAN(nn.Module):
         self.discriminator = nn.Sequential(*down, nn.Conv2d(widths[0], 1, 4, bias=False), nn.Flatten(0))
 
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the discriminator's logits of images and of made ones, and those that the generator learns from."""
+        """Return the discriminator's logits of real and generated images, and the generator's training logits."""
         made = self.generator(noise)
         return self.discriminator(images), self.discriminator(made.detach()), self.discriminator(made)

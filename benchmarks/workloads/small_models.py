@@ -1,6 +1,6 @@
 """The networks of the users' suite: the published defaults of libraries that people train with on CPUs, written out.
 
-The libraries are not needed: an environment with all of them would pin another torch.
+The libraries themselves are not used: an environment with all of them would pin another torch version.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RecurrentForecaster(nn.Module):
 
 
 class CausalConvolution(nn.Module):
-    """A convolution that sees no later step, and a ReLU."""
+    """A causal convolution and a ReLU."""
 
     def __init__(self, inputs: int, outputs: int, dilation: int) -> None:
         super().__init__()

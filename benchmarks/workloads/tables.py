@@ -1,4 +1,4 @@
-"""Tabular data: a small perceptron, where what is around the arithmetic takes most of the time."""
+"""Tabular data: a small perceptron, for which the overhead around the arithmetic takes most of the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public models on which no bound in nano_loop's source was tuned: five of transformers, and a U-Net with group norm.
+"""Public models on which no limit in nano_loop's source was tuned: five of transformers, and a U-Net with group norm.
 
 All of them have random weights.
 """

@@ -1,4 +1,4 @@
-"""What people train on CPUs: small models with the published defaults of the libraries that their docstrings name.
+"""Models that people train on CPUs: small models with the published defaults of the libraries in their docstrings.
 
 Batches come from a `DataLoader` over a `TensorDataset` of random numbers. Forecasters see 36 steps and forecast 12.
 """

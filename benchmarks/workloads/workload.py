@@ -1,4 +1,4 @@
-"""What a workload is made of."""
+"""The parts of a workload."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Takes the model and a batch, calls the model as the loop would, and returns the loss.
+#: Accepts the model and a batch, calls the model as the loop would, and returns the loss.
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass
 class Workload:
-    """What training steps need.
+    """The objects that training steps need.
 
     Parameters
     ----------
@@ -26,15 +26,15 @@ class Workload:
     batches : iterable
         One batch in a list, or a `DataLoader`, whose loading is then part of the time.
     loss : callable
-        Takes the model and a batch, calls the model as the loop would, and returns the loss.
+        Accepts the model and a batch, calls the model as the loop would, and returns the loss.
     images : bool
-        Whether the model has convolutions, so that channels_last is worth asking for.
+        Whether the model has convolutions, so that channels_last is useful.
     steps : int
-        How many steps a case counts, or with the last epoch's rest more.
+        The number of measured steps of a case, rounded up to whole epochs.
     uncounted_flops : float
         Matrix FLOPs of a step in operators that `torch.utils.flop_counter` does not know.
     jax : str
-        The name of its loss in `benchmarks.jitted`, or "" where it has none there.
+        The name of its loss in `benchmarks.jitted`, or "" if there is none.
     """
 
     model: nn.Module
@@ -48,7 +48,7 @@ class Workload:
 
 
 def grown(batch: Any, samples: int) -> Any:
-    """Return a batch of so many samples, those of another again and again."""
+    """Return a batch of this many samples, by repeating those of another batch."""
     if isinstance(batch, Tensor):
         return batch[torch.arange(samples) % len(batch)]
     return type(batch)(grown(each, samples) for each in batch)

@@ -1,1 +1,1 @@
-"""What users call: the decorator, `TorchNano`, the context manager, and the functions beside them."""
+"""The public API: the decorator, `TorchNano`, the context manager, and helper functions."""

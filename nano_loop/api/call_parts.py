@@ -1,7 +1,7 @@
 """The models, optimizers and loaders that a call of a decorated function uses.
 
-They are its arguments, what lists, tuples and dicts of them hold, and what ``self`` holds. If none of these is a model,
-they are the variables around the function that its code names.
+We search its arguments, including nested lists, tuples and dicts, and the attributes of ``self``. If none of these is a
+model, we search the global and closure variables that the function uses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nano_loop.patching.walk import CONTAINERS, attributes_of, find, items_of, l
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
 _KINDS = (nn.Module, Optimizer, DataLoader)
-_DEEPEST = 4  # such as: an attribute, a dict in it, an object in that, an attribute of that
+_DEEPEST = 4  # for example: an attribute, a dict in it, an object in the dict, an attribute of the object
 _LONGEST = 1000  # items of a list: longer ones hold samples and histories
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
 
@@ -46,7 +46,7 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def parts_in(values: Mapping[str, Any], owner: Any = None) -> TrainingObjects | None:
-    """Return the parts among the values, and in the attributes of `owner`; None if there is no model."""
+    """Return the training objects in the values and in the attributes of `owner`; None if there is no model."""
     objects = [*find(_KINDS, values), *_held_by(owner)]
     objects = list({id(item): item for item in objects}.values())
     modules = [item for item in objects if isinstance(item, nn.Module)]
@@ -59,7 +59,7 @@ def parts_in(values: Mapping[str, Any], owner: Any = None) -> TrainingObjects | 
 
 
 def owner_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Return the object whose method a function is; None for a plain function."""
+    """Return the object that a method is bound to; None for a plain function."""
     return function.__self__ if inspect.ismethod(function) else arguments.get("self")
 
 
@@ -67,8 +67,8 @@ def owner_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 
 
 def _held_by(owner: Any) -> Iterator[Any]:
-    """Yield the parts in an object, in containers, and in attributes of objects of the user's own classes."""
-    packages = frozenset(("__main__", _package(type(owner))))  # whose classes count as the user's own
+    """Yield the training objects in an object, its containers, and attributes of instances of the user's classes."""
+    packages = frozenset(("__main__", _package(type(owner))))  # their classes count as the user's own
 
     def contents(value: Any) -> Iterable[Any]:
         if isinstance(value, _KINDS):
@@ -85,7 +85,7 @@ def _package(kind: type) -> str:
 
 
 def _is_plain(value: Any, packages: frozenset[str]) -> bool:
-    """Whether a value is an object of a user's class, and not a dataset, a sampler or a scheduler."""
+    """Whether a value is an instance of a user's class, but not a dataset, a sampler or a scheduler."""
     if isinstance(value, _NAMESPACES):
         return True
     kind = type(value)
@@ -96,9 +96,9 @@ def _is_plain(value: Any, packages: frozenset[str]) -> bool:
 
 
 def variables_around(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the parts among the global and closure variables that a function names, by their names.
+    """Return the training objects among the global and closure variables that a function uses, by name.
 
-    Functions of the same file that it names are looked through too.
+    Functions of the same file that it uses are searched as well.
     """
     start = inspect.unwrap(getattr(function, "__func__", function))
     functions = walk([start] if isinstance(start, FunctionType) else [], _functions_around)
@@ -111,14 +111,14 @@ def _has_parts(value: Any) -> bool:
 
 
 def _functions_around(function: FunctionType) -> Iterator[FunctionType]:
-    """Yield the functions of the same file that a function names."""
+    """Yield the functions of the same file that a function uses."""
     for value in _around(function).values():
         if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
             yield value
 
 
 def _around(function: FunctionType) -> dict[str, Any]:
-    """Return the global and closure variables that a function names."""
+    """Return the global and closure variables that a function uses."""
     names = _global_names(function.__code__)
     around = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -129,7 +129,7 @@ def _around(function: FunctionType) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1000)
 def _global_names(code: CodeType) -> tuple[str, ...]:
-    """Return the global variables that code reads, and does not assign, in the order of the code."""
+    """Return the global variables that code reads but does not assign, in the order of the code."""
     instructions = [*dis.get_instructions(code)]
     read = [instruction.argval for instruction in instructions if instruction.opname == "LOAD_GLOBAL"]
     for constant in code.co_consts:

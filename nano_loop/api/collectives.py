@@ -1,7 +1,7 @@
-"""Functions for the ranks of the run that is under way, with the names and the arguments of Fabric's methods.
+"""Collectives for the ranks of the current run, with the names and arguments of Fabric's methods.
 
-They are for functions that `nano_loop.nano` decorates, and for code that such a function calls. With one process, and
-outside of all runs, they do what Fabric does in one process. They do not import Fabric, which takes as long as torch.
+Call them in a function that `nano_loop.nano` decorates, or in code that it calls. With one process, and outside a run,
+they do what Fabric does with one process. They do not import Fabric, because that takes as long as importing torch.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ def all_reduce(data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
     ----------
     data : torch.Tensor, int, float, or a collection of them
         The values. Tensors are changed in place; their gradients stay those of this rank. Integers are reduced as
-        int64, other numbers as float64.
+        int64, floats as float64.
     group : torch.distributed.ProcessGroup, optional
         The ranks. By default, all.
     reduce_op : str or torch.distributed.ReduceOp
-        The operation, such as ``"mean"`` or ``"sum"``. The mean of integers is an integer, as in Fabric. Where ranks
-        share batches, the mean of other numbers weighs each rank's by its samples of the latest batch.
+        The operation, such as ``"mean"`` or ``"sum"``. The mean of integers is an integer, as in Fabric. If ranks
+        share batches, the mean of floats is weighted by each rank's number of samples in the latest batch.
 
     Returns
     -------
     torch.Tensor or a collection of them
-        The reduced values, in the structure of `data`. Numbers become tensors. With one process, the same values.
+        The reduced values, in the structure of `data`. Numbers become tensors. With one process, `data` unchanged.
 
     Raises
     ------
     NanoConfigError
-        If an integer needs more than 64 bits, or `group` or `reduce_op` is something else.
+        If an integer needs more than 64 bits, or `group` or `reduce_op` has the wrong type.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
 
 
 def broadcast(obj: Any, src: int = 0) -> Any:
-    """Return the object that rank `src` has. All ranks must call it.
+    """Return the object of rank `src`. All ranks must call it.
 
     Parameters
     ----------
@@ -122,25 +122,25 @@ def barrier(name: str | None = None) -> None:
 
 
 def global_rank() -> int:
-    """Return the rank of this process among all processes: 0 with one process."""
+    """Return the global rank of this process: 0 with one process."""
     return current_ranks().rank
 
 
 def local_rank() -> int:
-    """Return the rank of this process among those of this host."""
+    """Return the rank of this process on this host."""
     return current_ranks().local_rank
 
 
 def world_size() -> int:
-    """Return the number of processes: 1 outside of a run."""
+    """Return the number of processes: 1 outside a run."""
     return current_ranks().size
 
 
 def share() -> float:
-    """Return this rank's part of the latest batch: 1.0 with one process.
+    """Return the fraction of the latest batch that this rank has: 1.0 with one process.
 
-    Where ranks share a batch (``split_batches=True``), a rank's loss is taken for a mean over its samples. One with
-    another count, such as a mean over words, is divided by the count of all ranks and by the share.
+    If ranks share a batch (``split_batches=True``), the loss of a rank is expected to be a mean over its samples.
+    For a mean over another count, such as words, divide the sum by the count of all ranks and by the share.
 
     Examples
     --------
@@ -155,7 +155,7 @@ def share() -> float:
 
 
 class _IsGlobalZero:
-    """A function that a condition may also use without its parentheses, as Fabric's property is used."""
+    """A function that also works without parentheses in a condition, like Fabric's property."""
 
     __name__ = __qualname__ = "is_global_zero"
 
@@ -175,7 +175,7 @@ is_global_zero.__doc__ = _IsGlobalZero.__call__.__doc__
 
 
 def _joined(name: str) -> Ranks:
-    """Return the current ranks for one of the collectives."""
+    """Return the current ranks for a collective."""
     ranks = current_ranks()
     if ranks.size > 1 and not distributed.is_initialized():
         got = f"nano_loop.{name} outside a run, in one of {ranks.size} processes"
@@ -185,7 +185,7 @@ def _joined(name: str) -> Ranks:
 
 
 def _of_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    """Return a collection with a function of each of its tensors; numbers and arrays become tensors."""
+    """Apply a function to each tensor of a collection; numbers and arrays become tensors."""
     if isinstance(data, (str, bytes)):
         raise NanoConfigError(error_message(shown("data", data), "it must be a tensor or a number", "Call broadcast"))
     for kind, convert in _CONVERSIONS.items():

@@ -1,4 +1,4 @@
-"""accelerated and install: what a block, or a process, trains is accelerated, also by other libraries' trainers."""
+"""accelerated and install: accelerate all training in a block or a process, including other libraries' trainers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from nano_loop.runtime.objects.report import LastPrinted, SetupReport, print_lin
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.settings import Settings
 
-_printed = LastPrinted()  # by all calls in this process, of which many have the same place in a loop
-#: The run of `install`, also after `uninstall`.
+_printed = LastPrinted()  # shared by all calls in this process, since a loop may call from one place many times
+#: The run of `install`, kept after `uninstall`.
 _last: list[Run] = []
 
 
@@ -37,10 +37,10 @@ def accelerated(
 ) -> AbstractContextManager[Run]:
     """Accelerate the training in the body of a ``with`` statement, in this process.
 
-    Without a model, what the body trains is set up as it trains, also inside of other libraries: see `install`. With
-    one, the arguments are set up on entry, and then the optimizers in the body that train them, and its loaders. For
-    other objects that the body creates, call ``run.setup(model, optimizer, *dataloaders)``. On exit, all changes are
-    undone. Under torchrun, srun or mpirun, each process runs its loop independently, and communication between the
+    Without a model, whatever the body trains is set up when it trains, including inside other libraries: see `install`.
+    With a model, the arguments are set up on entry, then the optimizers that train them in the body, and its loaders.
+    For other objects that the body creates, call ``run.setup(model, optimizer, *dataloaders)``. On exit, all changes
+    are undone. Under torchrun, srun or mpirun, each process runs its loop independently, and communication between the
     processes is up to the loop. torchrun's processes divide the threads of their host.
 
     Parameters
@@ -84,7 +84,7 @@ def accelerated(
     True
     """
     if TYPE_CHECKING:
-        Declarations(**options)  # jedi completes the arguments of what it sees them passed on to
+        Declarations(**options)  # never runs: jedi completes arguments by the call that receives them
     settings = _settings_of_one_process(options, "accelerated")
     return running(settings, Alone(settings.options, _processes_here()), model, optimizer, *dataloaders)
 
@@ -93,7 +93,7 @@ def accelerated(
 def running(
     settings: Settings, launcher: Alone, model: Any, optimizer: Any, *dataloaders: DataLoader[Any]
 ) -> Iterator[Run]:
-    """Accelerate these objects for the time of the context, as `accelerated` does, with settings that are known."""
+    """Accelerate these objects within the context, as `accelerated` does, with the given settings."""
     run = Run(settings, launcher=launcher, printed=_printed)
     try:
         with run:
@@ -122,11 +122,11 @@ def _warn_if_unused(run: Run) -> None:
 def install(**options: Any) -> None:
     """Accelerate whatever this process trains from now on, until `uninstall`.
 
-    Models, optimizers and loaders are set up where the program trains with them, in any thread and also inside of other
-    libraries, for as long as they exist. So are those of each Python that it starts, unless ``NANO_LOOP_INSTALL=0`` is
-    set. What they compute outside of a training is what they compute without nano_loop. Explicit runs (`nano`,
-    `TorchNano`, `accelerated`, the Trainer) have their own options. Models that Fabric, `torch.compile` or several
-    processes train are left unchanged. A second call replaces the options.
+    Models, optimizers and loaders are set up when the program trains with them, in any thread and inside other
+    libraries, for as long as they exist. The same holds in each Python process that it starts, unless
+    ``NANO_LOOP_INSTALL=0`` is set. Outside training, their results do not change. Explicit runs (`nano`, `TorchNano`,
+    `accelerated`, the Trainer) have their own options. Models that Fabric, `torch.compile` or several processes train
+    are left unchanged. A second call replaces the options.
 
     Parameters
     ----------
@@ -181,12 +181,12 @@ def install(**options: Any) -> None:
         stack.enter_context(_installed_in_children(options))
         _last[:] = [run]
         until_undone[install] = stack.pop_all()
-    atexit.register(uninstall)  # before the interpreter takes modules apart
+    atexit.register(uninstall)  # runs before the interpreter tears down modules
 
 
 @contextmanager
 def _installed_in_children(options: Mapping[str, Any]) -> Iterator[None]:
-    """Let each Python that this process starts install nano_loop with these options when it trains."""
+    """Make each Python process that this one starts install nano_loop with these options when it trains."""
     if os.environ.get(INSTALL, "").lower() in ("0", "false", "no", "off"):
         yield
         return
@@ -198,23 +198,23 @@ def _installed_in_children(options: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            if os.environ.get(name) == variables[name]:  # else the program has set it since
+            if os.environ.get(name) == variables[name]:  # otherwise the program has changed it
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def uninstall() -> None:
-    """End what `install` began, and undo all that was set up. Without it, do nothing."""
+    """Undo `install` and everything that it has set up. Has no effect if `install` was not called."""
     atexit.unregister(uninstall)
     until_undone.pop(install, ExitStack()).close()
 
 
 def report() -> SetupReport | None:
-    """Return what `install` has set up, also after `uninstall`; None if it is nothing."""
+    """Return the report of `install`, also after `uninstall`; None if nothing was set up."""
     return _last[0].report if _last else None
 
 
 def _settings_of_one_process(options: Mapping[str, Any], name: str) -> Settings:
-    """Return the settings of a function that has nothing which other processes could call."""
+    """Return the settings of a function that cannot run in several processes."""
     settings = Settings.read(options)
     if settings.options.num_processes not in (None, 1):
         got, expected = settings.options.as_written["num_processes"], f"{name} runs in one process"
@@ -224,7 +224,7 @@ def _settings_of_one_process(options: Mapping[str, Any], name: str) -> Settings:
 
 
 def _processes_here() -> int:
-    """Return how many processes torchrun has started on this host, which it binds to no CPUs; else 1."""
+    """Return the number of processes that torchrun (which does not bind them to CPUs) started on this host, or 1."""
     launch = found_launch(os.environ)
     if launch is None or launch.launcher != "torchrun" or innermost() is not None:
         return 1

@@ -1,4 +1,4 @@
-"""nano: a decorator that finds the models, optimizers and loaders that a call uses, and sets them up."""
+"""nano: a decorator that finds and sets up the models, optimizers and loaders that a call uses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _AS_TORCH_NANO = """
 
     class Training(nano_loop.TorchNano):
         def train(self, *args):
-            ...  # what builds them, unchanged
+            ...  # the code that builds them, unchanged
             model, optimizer, loader = self.setup(model, optimizer, loader)
             ...  # the loop, unchanged
 
@@ -43,7 +43,7 @@ _AS_TORCH_NANO = """
 
 
 class Accelerated(Protocol[_P, _R_co]):
-    """A decorated function, as type checkers see it: it takes and returns what the function does."""
+    """A decorated function, as type checkers see it: it has the signature of the function."""
 
     __name__: str
     #: The report of the last call; None before the first.
@@ -59,11 +59,11 @@ class Accelerated(Protocol[_P, _R_co]):
         self: Accelerated[Concatenate[_S, _Q], _R], instance: _S, owner: Any = None, /
     ) -> Accelerated[_Q, _R]: ...
     def __get__(self, instance: Any, owner: Any = None, /) -> Any:
-        """Return the method of an object, or the function itself of a class."""
+        """Return a bound method for an object, and the function itself for a class."""
 
 
 class Decorator(Protocol):
-    """What `nano` returns for options."""
+    """The decorator that `nano` returns when it is called with options."""
 
     def __call__(self, function: Callable[_P, _R], /) -> Accelerated[_P, _R]:
         """Decorate a function."""
@@ -74,7 +74,7 @@ def nano(function: Callable[_P, _R], /) -> Accelerated[_P, _R]: ...
 @overload
 @takes(NanoDeclarations)
 def nano(*args: Any, **others: Any) -> Decorator:
-    # No overload runs. jedi completes the arguments of the call to which it sees them passed.
+    # Overloads never run. jedi completes arguments by the call that receives them.
     return cast("Decorator", NanoDeclarations(**others))
 
 
@@ -129,7 +129,7 @@ def nano(*args: Any, **others: Any) -> Any:
 
 
 class _Call(RunTask):
-    """``function(*args, **kwargs)``, with the models, optimizers and loaders that it uses set up."""
+    """A call of ``function(*args, **kwargs)`` with the models, optimizers and loaders that it uses set up."""
 
     def __init__(
         self, settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -138,7 +138,7 @@ class _Call(RunTask):
         loop = Loop(getattr(function, "__name__", "the function"), "nano_loop")
         super().__init__(settings, names, loop)
         self._function, self._args, self._kwargs = function, args, kwargs
-        self._parts = parts  # sent together with the rest, so that on each rank they are those that the function uses
+        self._parts = parts  # pickled with the arguments, to be the same objects on each rank
 
     @override
     def do(self, run: Run) -> Any:
@@ -171,7 +171,7 @@ def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> An
 def _parts_and_names(
     settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[TrainingObjects, dict[str, Any]]:
-    """Return what a call sets up, and the user's objects in it by their names."""
+    """Return the objects that a call sets up, and the user's objects among them by name."""
     arguments = arguments_of(function, args, kwargs)
     parts = parts_in(arguments, owner_of(function, arguments))
     around = {} if parts else variables_around(function)
@@ -181,7 +181,7 @@ def _parts_and_names(
         raise NanoConfigError(_without_model(got, function))
     if around and _starts_workers(settings.options) and is_sent_by_name(inspect.unwrap(function)):
         got = f"{got} uses the global variable{'s' * (len(around) > 1)} {', '.join(around)}"
-        expected = f"worker processes import {function.__module__} anew, and would train different objects"
+        expected = f"worker processes import {function.__module__} again, and would train different objects"
         advice = f"Pass them as arguments: def {function.__name__}({', '.join([*arguments, *around])})"
         raise NanoConfigError(error_message(got, expected, advice))
     return parts, {**arguments, **around, _name(function): function}

@@ -1,6 +1,6 @@
-"""The cache of images for code that has no run around it.
+"""The image cache for code outside a run.
 
-The rest of the room of images is imported where torchvision is: it needs Pillow, which nano_loop does not.
+The other image modules are imported only with torchvision, because they need Pillow, which nano_loop does not require.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _lock = threading.RLock()
 
 
 def patch_torch(cuda_to_cpu: bool = False, *, image_cache: Any = None, exact_images: bool = True) -> None:
-    """Keep decoded and resized images of all loaders that this thread iterates, until `unpatch_torch`.
+    """Cache the decoded and resized images of all loaders that this thread iterates, until `unpatch_torch`.
 
-    It does what the option ``fast_images`` does in a run, for loops without one. A second call replaces the first.
+    It does the same as the option ``fast_images``, for loops without a run. A second call replaces the first.
 
     Parameters
     ----------
     cuda_to_cpu : bool
-        Whether to call `patch_cuda` too. BigDL-Nano's default was True.
+        Whether to call `patch_cuda` as well. BigDL-Nano's default was True.
     image_cache, exact_images
         The options of these names; see `nano_loop.nano`.
 
     Raises
     ------
     NanoConfigError
-        If an argument has another value than the options allow.
+        If an argument has a value that the option does not allow.
     """
     options = Options(image_cache=image_cache, exact_images=exact_images)
     place: Any = options.image_cache
@@ -68,6 +68,6 @@ def patch_torch(cuda_to_cpu: bool = False, *, image_cache: Any = None, exact_ima
 
 
 def unpatch_torch() -> None:
-    """Undo `patch_torch`, and what it has replaced of CUDA. Without such a call before, it has no effect."""
+    """Undo `patch_torch`, including its CUDA patches. Has no effect if `patch_torch` was not called."""
     with _lock:
         until_undone.pop(patch_torch, ExitStack()).close()

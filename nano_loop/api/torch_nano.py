@@ -92,7 +92,7 @@ class TorchNano(OptionAttributes, RanksFabric):
     @method_takes(Declarations)
     def __init__(self, *args: Any, **others: Any) -> None:
         if TYPE_CHECKING:
-            Declarations(**others)  # jedi completes the arguments of what it sees them passed on to
+            Declarations(**others)  # never runs: jedi completes arguments by the call that receives them
         self._nano_settings = Settings.read(named("TorchNano", args, others))
         self._nano_run: Run | None = None
         self._nano_report: SetupReport | None = None
@@ -116,7 +116,7 @@ class TorchNano(OptionAttributes, RanksFabric):
             cls.train = _as_run(cls.train)  # type: ignore[method-assign]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training loop; a subclass overrides this method.
+        """Run the training loop. A subclass overrides this method.
 
         A call starts a run and returns the return value of the loop.
         """
@@ -135,7 +135,7 @@ class TorchNano(OptionAttributes, RanksFabric):
 
     @property
     def device(self) -> torch.device:
-        """The CPU. A subclass may assign it, as trainers of scripts do."""
+        """The CPU. A subclass may assign it, as some scripts do."""
         return torch.device("cpu")
 
     @device.setter
@@ -216,12 +216,12 @@ class TorchNano(OptionAttributes, RanksFabric):
         move_to_device : bool
             A parameter of Fabric. It has no effect, since batches are already on the CPU.
         shard : bool, optional
-            With several processes: whether each process always (True) or never (False) gets its own share of the
-            batches. By default it does, except while gradients are disabled or every model is in eval mode. So in an
-            evaluation every process counts all samples, and a sum over the processes is N times too large. With True
-            each counts its share.
+            With several processes, whether each process always (True) or never (False) gets its own share of the
+            batches. By default it does, except while gradients are disabled or every model is in eval mode. In an
+            evaluation every process therefore counts all samples, and a sum over N processes is N times too large.
+            With True, each process counts its share.
         replace_sampler : bool
-            LightningLite's name of ``use_distributed_sampler``.
+            LightningLite's name for ``use_distributed_sampler``.
         """
         check_kinds(("dataloaders", DataLoader, dataloaders))
         shard = shard if use_distributed_sampler and replace_sampler else False
@@ -276,13 +276,13 @@ class TorchNano(OptionAttributes, RanksFabric):
         Parameters
         ----------
         path : str or os.PathLike
-            The file. In the order of LightningLite, ``save(content, filepath)``, it is the second argument.
+            The file. In LightningLite's order, ``save(content, filepath)``, it is the second argument.
         state : dict
             The contents. The state dicts of models and optimizers are saved.
         filter : dict, optional
             See `lightning_fabric.Fabric.save`.
         content, filepath
-            LightningLite's names of ``state`` and ``path``.
+            LightningLite's names for ``state`` and ``path``.
         """
         values = [value for value in (path, state, content, filepath) if value is not None]
         paths = [os.fspath(value) for value in values if isinstance(value, (str, os.PathLike))]
@@ -313,14 +313,14 @@ class TorchNano(OptionAttributes, RanksFabric):
         return self._nano_run.without_averaging(module)
 
     def _start(self, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._nano_run is not None:  # train calls super().train(), or a worker's run has begun
+        if self._nano_run is not None:  # train calls super().train(), or a worker has already started the run
             return train(self, *args, **kwargs)
         task = _Training(self, train, args, kwargs)
         return Run(self._nano_settings, task, printed=self._nano_printed).complete()
 
     @contextmanager
     def _inside(self, run: Run) -> Iterator[None]:
-        """Use the run for ``setup``, and its ranks for Fabric's collectives."""
+        """Use the run in ``setup``, and its ranks in Fabric's collectives."""
         self._nano_run, self._nano_report = run, None
         with self._among(run.ranks):
             try:
@@ -332,7 +332,7 @@ class TorchNano(OptionAttributes, RanksFabric):
         """Return the objects that are sent to workers, by their names in the user's code."""
         try:
             bound = inspect.signature(train).bind(self, *args, **kwargs).arguments
-        except TypeError:  # the call itself raises it
+        except TypeError:  # the call itself will raise it
             return {}
         return {**bound, **{f"self.{name}": value for name, value in self.__getstate__().items()}}
 
@@ -357,7 +357,7 @@ class _Training(RunTask):
             return train(self._loop, *self._args, **self._kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without the function, which is looked up on the class again."""
+        """Return the state to pickle. It omits the function, which is looked up on the class."""
         return {**super().__getstate__(), "_train": None}
 
 

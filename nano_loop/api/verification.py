@@ -1,4 +1,4 @@
-"""verify: whether an accelerated model computes what the plain one does, or else the layer that does not."""
+"""verify: check that an accelerated model computes the same as the plain one, and find the layer that does not."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nano_loop.runtime.settings import Settings
 def verify(model: Any, loss_fn: LossFunction, batch: Any, **options: Any) -> Verification:
     """Compare loss, outputs and gradients of an accelerated model with the plain one, in fp32 and in fp64.
 
-    All of it is computed on copies. The model, its buffers and hooks, and the states of random generators stay
-    unchanged. Dropout modules are omitted, since other precisions draw other masks.
+    Everything is computed on copies. The model, its buffers and hooks, and the states of random generators stay
+    unchanged. Dropout modules are omitted, since masks differ between precisions.
 
     Parameters
     ----------
@@ -26,9 +26,9 @@ def verify(model: Any, loss_fn: LossFunction, batch: Any, **options: Any) -> Ver
     loss_fn : callable
         Takes a model and the batch, and returns the loss, a tensor of one element.
     batch : object
-        What `loss_fn` takes: tensors, in tuples, lists and dicts.
+        The batch for `loss_fn`: tensors, also in tuples, lists and dicts.
     **options
-        The options of `nano`, such as ``precision="bf16"``. One process.
+        The options of `nano`, such as ``precision="bf16"``, for one process.
 
     Returns
     -------
@@ -52,7 +52,7 @@ def verify(model: Any, loss_fn: LossFunction, batch: Any, **options: Any) -> Ver
     if not isinstance(model, nn.Module):
         got = f"verify of a {type(model).__name__}"
         raise NanoConfigError(error_message(got, "it compares a torch.nn.Module", "Pass the model first"))
-    settings = Settings.read(options)  # a copy of the model is accelerated in one process, whatever they say
+    settings = Settings.read(options)  # the copy is always accelerated in one process
     return verified(model, loss_fn, batch, settings.options.kind, partial(accelerated_copy, settings))
 
 

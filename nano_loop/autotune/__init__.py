@@ -1,1 +1,1 @@
-"""Chooses by measurement between algorithms of an operator, as ``torch.backends.cudnn.benchmark`` does on a GPU."""
+"""Chooses among an operator's algorithms by measurement, like ``torch.backends.cudnn.benchmark`` on a GPU."""

@@ -1,4 +1,4 @@
-"""How long the measurements of a run may take, by the steps of its optimizers."""
+"""The time budget for the measurements of a run, based on the steps of its optimizers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 
 from nano_loop.runtime.clock import StepClock
 
-#: How long measurements may take: this many steps, and from then on this share of the time of the run. One that would
-#: take longer is given up when that is seen, so a hundred steps take less than 3% more.
+#: The budget: this many steps at first, and later this fraction of the run's time. A measurement that would exceed it
+#: is abandoned once that is detected, so a hundred steps take less than 3% longer.
 STEPS, SHARE = 1.8, 0.018
 
 
 class Budget:
-    """The time for all measurements of a run, in its thread: of operators, and of steps in other settings.
+    """The time for all measurements in a run's thread: of operators, and of steps with other settings.
 
-    It begins with the third step: in the first ones memory is taken and kernels are made.
+    It starts with the third step: the first ones allocate memory and create kernels.
 
     Parameters
     ----------
@@ -29,20 +29,20 @@ class Budget:
         self._spent = 0.0
 
     def left(self, in_advance: bool = True) -> float:
-        """Return how many seconds measurements may still take.
+        """Return the seconds that are left for measurements.
 
         Parameters
         ----------
         in_advance : bool
-            Whether there is time before the share of the run is as long as some steps.
+            Whether to allow some steps' worth of time before the run's fraction reaches it.
         """
         clock = self.clock
         if clock.steps < 2 or not self._measures or not clock.is_here:
             return 0.0
         seconds = SHARE * (time.perf_counter() - clock.began)
-        # The shortest step: one in which something was measured is longer.
+        # Use the shortest step, because steps with measurements take longer.
         return (max(seconds, STEPS * clock.shortest) if in_advance else seconds) - self._spent
 
     def spend(self, seconds: float) -> None:
-        """Note that a measurement has taken some seconds."""
+        """Record the seconds that a measurement has taken."""
         self._spent += seconds

@@ -1,4 +1,4 @@
-"""The algorithms that were measured to be the fastest, in a file, so that later runs on this machine start tuned."""
+"""A file of the algorithms that were measured to be the fastest, so that later runs on this machine start tuned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nano_loop.kernels.compiler import sources_digest
 from nano_loop.storage.cache_folder import JsonFile, cache_folder, cache_path
 from nano_loop.version import __version__
 
-#: Of the file, and of the algorithms: a choice among fewer algorithms is not used.
+#: The version of the file and of the algorithms: a choice among fewer algorithms is not used.
 _FORMAT = 6
 
 
@@ -29,9 +29,9 @@ class Choice(NamedTuple):
     algorithm : str
         Its name.
     guess : str
-        The algorithm that is taken without a measurement.
+        The default algorithm, used without a measurement.
     milliseconds : mapping of str to float
-        The shortest time of each algorithm that was measured to the end, by name.
+        The shortest time of each algorithm whose measurement finished, by name.
     """
 
     algorithm: str
@@ -40,19 +40,19 @@ class Choice(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """The milliseconds that the algorithm saves each time, against the guess; 0 where other programs hid it."""
+        """Milliseconds saved per call compared to the default; 0 if noise from other programs hid the gain."""
         times = self.milliseconds
         is_known = {self.guess, self.algorithm} <= times.keys()
         return max(times[self.guess] - times[self.algorithm], 0.0) if is_known else 0.0
 
 
 class Choices:
-    """Choices by key, which are kept in a file if there is one.
+    """Choices by key, stored in a file if there is one.
 
     Parameters
     ----------
     path : pathlib.Path or None
-        The file. What it holds is read at once. A damaged file counts as empty.
+        The file, which is read immediately. A damaged file counts as empty.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -70,12 +70,12 @@ class Choices:
         return self._choices.get(key)
 
     def put(self, key: str, choice: Choice) -> None:
-        """Note a choice, for `save`."""
+        """Record a choice, for `save`."""
         with self._lock:
             self._choices[key] = self._new[key] = choice
 
     def take_over(self, others: Mapping[str, Choice]) -> None:
-        """Add choices of another process, which saves them."""
+        """Add choices of another process, which saves them itself."""
         with self._lock:
             self._choices.update(others)
 
@@ -85,14 +85,14 @@ class Choices:
             return dict(self._choices)
 
     def save(self, is_busy: bool = False) -> None:
-        """Write the new choices to the file, besides those that other processes have written meanwhile.
+        """Write the new choices to the file, in addition to those that other processes have written in the meantime.
 
-        A file that cannot be written is left: the next run measures again.
+        Write errors are ignored: the next run measures again.
 
         Parameters
         ----------
         is_busy : bool
-            Whether other programs had the CPUs meanwhile. The choices are then for this run alone.
+            Whether other programs used the CPUs in the meantime. The choices then apply to this run only.
         """
         with self._lock:
             new, self._new = self._new, {}
@@ -102,20 +102,20 @@ class Choices:
             self._file.write({"choices": _read(self._file) | new})
 
     def forget_unsure(self) -> None:
-        """Forget what was measured beside other programs, so that it is measured again."""
+        """Discard results measured on a busy machine, so that they are measured again."""
         with self._lock:
             for key in self._unsure:
                 self._choices.pop(key, None)
             self._unsure.clear()
 
 
-_opened: dict[tuple[Path | None, str], Choices] = {}  # by the folder and the name of the file
+_opened: dict[tuple[Path | None, str], Choices] = {}  # by folder and file name
 
 
 def choices_for(machine: Machine, threads: int | None = None) -> Choices:
-    """Return the choices for this processor, these versions, and a number of threads: the one that torch has now.
+    """Return the choices for this processor, these versions, and a number of threads, by default torch's current one.
 
-    0 is for what does not depend on it. A process that starts a run for each epoch reads the file once.
+    0 is for choices that do not depend on it. The file is read once per process, even with one run per epoch.
     """
     name = f"operators-{_key(machine, torch.get_num_threads() if threads is None else threads)}.json"
     place = cache_path(), name
@@ -128,7 +128,7 @@ def choices_for(machine: Machine, threads: int | None = None) -> Choices:
 
 
 def save_all(is_busy: bool = False) -> None:
-    """Save what this process has found and not saved yet; see `Choices.save`."""
+    """Save the unsaved choices of this process; see `Choices.save`."""
     for choices in [*_opened.values()]:
         choices.save(is_busy)
 
@@ -141,7 +141,7 @@ def _key(machine: Machine, threads: int) -> str:
     return hashlib.sha256("\0".join([*parts, str(threads)]).encode()).hexdigest()[:16]
 
 
-#: What makes torch, oneDNN and nano_loop compute by other kernels.
+#: Environment variables that make torch, oneDNN and nano_loop use other kernels.
 _CHANGE_KERNELS = (
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
     KERNELS,

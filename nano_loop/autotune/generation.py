@@ -1,4 +1,4 @@
-"""By which algorithms the calls of a run are computed: those measured to be the fastest, or the first guesses."""
+"""The algorithms for the calls of a run: those measured to be the fastest, or the defaults."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.torch_private import in_mode
 from nano_loop.patching.torch_private_autograd import in_backward
 
-#: Maximum number of kinds of calls that are remembered: a loop may have a new shape in each batch.
+#: Maximum number of kinds of calls to remember: a loop may have a new shape in each batch.
 _MOST_KINDS = 1024
 
 
 class Generation:
-    """The algorithms of calls from one turn of the tuner to the next. All calls of a kind have that of the first one.
+    """The algorithms of calls from one turn of the tuner to the next. All calls of a kind use that of the first call.
 
-    The interceptors of a run have the latest generation in their rules, so a backward finds that of its forward: a
-    recomputation agrees with what it computes again, although another optimizer has stepped between, as in a GAN.
+    The interceptors of a run have the latest generation in their rules, so a backward uses that of its forward: a
+    recomputation matches the original even if another optimizer has stepped in between, as in a GAN.
 
     Parameters
     ----------
     tuner : Tuner
-        The one that measures.
+        The tuner of the run.
     settled : mapping
-        The algorithms of kinds that an earlier generation has settled.
+        The algorithms of kinds that an earlier generation has measured.
     """
 
     def __init__(self, tuner: Tuner, settled: Mapping[Hashable, str] | None = None) -> None:
@@ -37,11 +37,11 @@ class Generation:
         self._guessed: dict[Hashable, str] = {}
 
     def next(self) -> Generation:
-        """Return the next generation, which asks again for what is only guessed."""
+        """Return the next generation, which tries again to measure kinds that use the default."""
         return Generation(self._tuner, self._settled)
 
     def algorithm(self, call: Call, algorithms: Callable[[], Mapping[str, Compute]], guess: str) -> str:
-        """Return the name of the algorithm of a call; see `nano_loop.kernels.override.choose`."""
+        """Return the name of the algorithm for a call; see `nano_loop.kernels.override.choose`."""
         if not may_depend_on_times():
             return guess
         kind = kind_of(call)
@@ -56,7 +56,7 @@ class Generation:
             stored = self._tuner.choices.get(key)
             if stored is not None:
                 chosen = stored.algorithm
-            # A call with gradients may be one that an activation checkpoint repeats: not within a backward.
+            # An activation checkpoint may repeat a call with gradients, so do not measure it within a backward.
             elif in_mode() or torch.is_inference_mode_enabled() or (call.leaves and in_backward()):
                 chosen = None
             else:

@@ -1,4 +1,4 @@
-"""What is measured of a call: the key of its times, and the race between its algorithms."""
+"""How a call is measured: the key of its times, and the race between its algorithms."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from nano_loop.kernels.memory import UnsupportedTensorError
 from nano_loop.kernels.override import REFERENCE, ROUNDED, TORCH, Call, Compute
 from nano_loop.patching.walk import find
 
-#: How exact the algorithms of calls have to be, and how much faster than which other, by `Call.numbers_in`.
+#: The required accuracy and speedup of algorithms, by `Call.numbers_in`.
 _TERMS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {},
-    # Both round sums of many numbers. Python takes some microseconds to ask for an algorithm, which torch's kernel
-    # alone would not take; in a step twice as long as in a loop of nothing else, since caches are cold.
+    # Both sum many values with rounding. Choosing an algorithm costs some microseconds in Python that torch's kernel
+    # alone would not need; in a training step twice as many as in a tight loop, because caches are cold.
     "fp32": {"bound": 2.0**-12, "torchs_is_beaten": True, "overhead": 20e-6},
-    # Sums of few numbers, or of such as cancel, differ most. In a step, where inputs and results come from memory,
-    # rounding gains less than when it is repeated.
+    # Errors are largest for sums of few values or with cancellation. In a training step, where inputs and results are
+    # not cached, rounding gains less than when it is repeated.
     ROUNDED: {"bound": 2.0**-5, "torchs_is_beaten": True, "pays": 1.2},
 }
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def kind_of(call: Call) -> Hashable:
-    """Return what calls have in common that are computed alike."""
+    """Return a key that is equal for calls that use the same algorithm."""
     return call.operator, call.numbers_in, _kind(call.tensors), _kind(call.numbers), call.leaves
 
 
@@ -48,7 +48,7 @@ def _kind(values: Sequence[Any]) -> Hashable:
 
 
 def key_of(call: Call) -> str:
-    """Return what the fastest algorithm of a call depends on, in words: not on the exact size of a batch."""
+    """Return a description of what determines a call's fastest algorithm, excluding the exact batch size."""
     first: Tensor = call.tensors[0]
     outermost = max(range(first.dim()), key=first.stride, default=0)
     rough = {first.size(dimension) for dimension in call.rough or (outermost,)}
@@ -65,7 +65,7 @@ def _in_words(value: Any, rough: set[int]) -> Iterator[object]:
 
 
 def bucket(count: int) -> str:
-    """Return a text that is equal for counts of about the same size: within a factor of two."""
+    """Return a string that is equal for similar counts, within a factor of two."""
     return f"2^{max(count - 1, 0).bit_length()}"
 
 
@@ -77,9 +77,9 @@ def layout(tensor: Tensor) -> str:
 
 
 def race_of(call: Call, algorithms: Mapping[str, Compute]) -> Race | None:
-    """Return the race between the algorithms of a call, or None for one that is not measured.
+    """Return the race between the algorithms of a call, or None if it should not be measured.
 
-    They compute from tensors that share the memory of the call's, and change nothing that others see.
+    The algorithms compute from tensors that share the call's memory, without visible side effects.
     """
     timed = call.timed(call) if call.timed is not None else call if call.is_measurable else None
     if timed is None:
@@ -100,12 +100,12 @@ def _numbers_in(call: Call) -> str:
 def _timed(
     call: Call, compute: Compute, gradients: dict[torch.Size, Tensor], dtype: torch.dtype | None = None
 ) -> Algorithm:
-    """Return what computes a call, with the gradients of its leaves, from tensors of a dtype if it is passed."""
+    """Return a function that computes a call and its leaves' gradients, optionally from tensors of another dtype."""
 
     def algorithm() -> Sequence[Tensor]:
         tensors: list[Any] = [tensor if tensor is None else _as_input(tensor, dtype) for tensor in call.tensors]
         leaves = [tensor.requires_grad_() for tensor in tensors[: call.leaves]]
-        with torch.set_grad_enabled(bool(leaves)), saved_tensors_hooks(_same, _same):  # and not those of the loop
+        with torch.set_grad_enabled(bool(leaves)), saved_tensors_hooks(_same, _same):  # bypasses the loop's own hooks
             results = compute(call._replace(tensors=(*tensors,)))
             if results is None:
                 raise UnsupportedTensorError(f"{call.operator} is left to torch")
@@ -128,7 +128,7 @@ def _same(tensor: Any) -> Any:
 
 
 def _gradient_of(out: Tensor) -> Tensor:
-    """Return a gradient of an output, with different numbers in each row."""
+    """Return a gradient of an output, with different values in each row."""
     if not out.dim():
         return torch.ones((), dtype=torch.float32, device="cpu")
     row = torch.linspace(-1, 1, out.size(-1), dtype=torch.bfloat16, device="cpu").sin_()

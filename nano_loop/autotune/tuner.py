@@ -1,4 +1,4 @@
-"""Times algorithms that compute the same in turn, and keeps the fastest one that is as exact."""
+"""Times equivalent algorithms in turn, and keeps the fastest one that is accurate enough."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from torch import Tensor
 from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.choices import Choice, Choices
 
-#: Computes once, and returns all that is computed.
+#: Computes once, and returns all results.
 Algorithm = Callable[[], Sequence[Tensor]]
 
-#: How many times as fast as another an algorithm has to be to replace it, and as slow to be measured no further.
+#: The speedup required to replace another algorithm, and the slowdown at which measuring stops.
 PAYS, HOPELESS = 1.05, 1.3
-#: In which share of the rounds it has to be faster: in all of three.
+#: The fraction of rounds in which it must be faster: all of three.
 NEARLY_ALWAYS = 0.75
-#: How often one is timed: at least, and at most while all timings together take less than `_ENOUGH`, in seconds.
+#: Timings per algorithm: the minimum, and the maximum while all timings together take less than `_ENOUGH` seconds.
 _LEAST, _MOST, _ENOUGH = 3, 12, 0.004
-#: The error that an algorithm may have in any case.
+#: The error that is always allowed.
 _TINY = 1e-3
-#: How many elements of a tensor are compared.
+#: The number of elements per tensor that are compared.
 _COMPARED = 1 << 16
-#: How much longer than later an algorithm may take when it computes first.
+#: The factor by which the first call of an algorithm may be slower than later ones.
 _FAR = 2.0
-#: What torch raises where it cannot compute something.
+#: The errors that torch raises if it cannot compute something.
 _FAILURES = (RuntimeError, MemoryError)
-#: How far an algorithm may be from torch's where that is the reference: both round to bf16, by up to 2^-9.
+#: The allowed difference from torch's algorithm if that is the reference: both round to bf16, by up to 2^-9.
 _ROUNDING = 2.0**-7
 
 
 class Race(NamedTuple):
-    """The algorithms that compute something, and how exact they have to be.
+    """Algorithms for the same computation, and their required accuracy.
 
     Attributes
     ----------
     algorithms : mapping of str to callable
-        Compute it. They change nothing that others see.
+        The algorithms. They must not have visible side effects.
     torchs : str
-        The name of torch's own algorithm, which the others have to be as exact as.
+        The name of torch's own algorithm, whose accuracy the others must match.
     reference : callable or None
-        Computes it with small errors only. None: what torch's algorithm computes is the reference.
+        Computes it with small errors only. None: torch's algorithm is the reference.
     as_exact : float
-        How many times as large as that of torch's algorithm the error of another may be, both against the reference.
+        The maximum error relative to that of torch's algorithm, both against the reference.
     bound : float
-        How large the error of another may be where torch's algorithm is the reference.
+        The maximum error of an algorithm if torch's algorithm is the reference.
     pays : float
-        How many times as fast as the guess an algorithm has to be to replace it.
+        The speedup over the default that an algorithm must have to replace it.
     torchs_is_beaten : bool
-        Whether that is said of torch's algorithm in place of the guess, because the others are less exact.
+        Whether the speedup is over torch's algorithm instead of the default, because the others are less accurate.
     overhead : float
-        Seconds that a call by another algorithm than torch's takes besides, and which are not timed.
+        Additional seconds per call of any algorithm but torch's, which are not timed.
     """
 
     algorithms: Mapping[str, Algorithm]
@@ -67,14 +67,14 @@ class Race(NamedTuple):
 
 
 class Tuner:
-    """Chooses between algorithms, for one run.
+    """Chooses among algorithms for one run.
 
     Parameters
     ----------
     choices : Choices
-        What was measured before.
+        The results of earlier measurements.
     budget : Budget
-        Says whether there is time for one more measurement.
+        Decides whether there is time for another measurement.
     timer : callable
         Returns the time in seconds.
     """
@@ -86,9 +86,9 @@ class Tuner:
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.use(choices)
-        #: The seconds that measurements have taken.
+        #: The seconds spent on measurements.
         self.spent = 0.0
-        #: What was measured in this run.
+        #: The choices measured in this run.
         self.new_choices: list[Choice] = []
         self._budget = budget
         self._timer = timer
@@ -96,33 +96,33 @@ class Tuner:
 
     @property
     def measured(self) -> int:
-        """How many keys were measured in this run."""
+        """The number of keys measured in this run."""
         return len(self.new_choices)
 
     @property
     def replaced(self) -> int:
-        """How often another algorithm than the guess was the fastest."""
+        """The number of times that another algorithm than the default was the fastest."""
         return sum(choice.algorithm != choice.guess for choice in self.new_choices)
 
     def use(self, choices: Choices) -> None:
-        """Go on with choices for the number of threads that torch has now. For another one, nothing is measured."""
+        """Continue with the choices for torch's current number of threads. For other numbers, nothing is measured."""
         self.choices = choices
         self.threads = torch.get_num_threads()
 
     def choose(self, key: str, guess: str, race: Callable[[], Race]) -> str | None:
-        """Return the name of the algorithm to take, or None if it is not known yet, and `guess` is to be taken.
+        """Return the name of the chosen algorithm, or None if it is unknown, in which case `guess` should be used.
 
         Parameters
         ----------
         key : str
-            What the fastest algorithm depends on.
+            A key of everything that determines the fastest algorithm.
         guess : str
-            The algorithm to take without a measurement.
+            The default algorithm.
         race : callable
-            Returns the race that measures the algorithms if there is time for it.
+            Returns the race to run if there is time for it.
         """
         choice = self.choices.get(key)
-        # What an algorithm calls while it is timed is measured where the loop calls it.
+        # Calls made by an algorithm during timing are measured where the loop makes them.
         is_usual = not self._is_measuring and self.threads == torch.get_num_threads()
         if choice is None and is_usual and self._budget.left() > 0:
             choice = self._measure(key, guess, race())
@@ -132,7 +132,7 @@ class Tuner:
         begun, self._is_measuring = self._timer(), True
         try:
             choice = fastest(race, guess, self._budget.left(), self._timer)
-        except _FAILURES:  # there may be memory for it later
+        except _FAILURES:  # memory may be sufficient later
             return None
         finally:
             self._is_measuring = False
@@ -146,10 +146,10 @@ class Tuner:
 
 
 def fastest(race: Race, guess: str, seconds: float, timer: Callable[[], float] = time.perf_counter) -> Choice | None:
-    """Time algorithms in turn, and return the choice, or None if that would take longer than `seconds`.
+    """Time algorithms in turn and return the choice, or None if that would take longer than `seconds`.
 
-    One that is less exact than torch's is left out, and one that is far slower than another is timed no further. On a
-    busy machine, each may be disturbed, so one replaces another only if it was faster nearly each time.
+    Algorithms less accurate than torch's are excluded, and those much slower than another are not timed further. Since
+    any timing may be disturbed on a busy machine, an algorithm must be faster nearly every time to be chosen.
     """
     begun = timer()
     first = _as_exact(race, timer, seconds)
@@ -171,12 +171,12 @@ def fastest(race: Race, guess: str, seconds: float, timer: Callable[[], float] =
 
 
 def _is_far(first: Mapping[str, float], name: str, beaten: str) -> bool:
-    """Whether an algorithm took far longer than another one. First times are not to be trusted otherwise."""
+    """Whether an algorithm took much longer than another one. Smaller differences in first timings are unreliable."""
     return first[name] > _FAR * HOPELESS * first[beaten]
 
 
 def _try_again(race: Race, first: dict[str, float], beaten: str, seconds: float, timer: Callable[[], float]) -> None:
-    """Time algorithms once more that took far longer than another one, if there is time for it: one was disturbed."""
+    """Retime algorithms that took much longer than another one, if there is time, in case they were disturbed."""
     for name in [name for name in first if _is_far(first, name, beaten)]:
         if first[name] <= seconds:
             start = timer()
@@ -186,7 +186,7 @@ def _try_again(race: Race, first: dict[str, float], beaten: str, seconds: float,
 
 
 def _timed(race: Race, beaten: str, in_time: list[str], timer: Callable[[], float]) -> dict[str, list[float]]:
-    """Return the times of algorithms that have taken turns until the end; nothing where there is only one."""
+    """Return the times of algorithms that took turns until the end; empty if there is only one."""
     times: dict[str, list[float]] = {name: [] for name in in_time}
     begun = timer()
     for round_ in range(_MOST):
@@ -196,22 +196,22 @@ def _timed(race: Race, beaten: str, in_time: list[str], timer: Callable[[], floa
             start = timer()
             race.algorithms[name]()
             times[name].append(timer() - start)
-        if round_:  # one that was disturbed once has a second time
+        if round_:  # a single disturbed timing gets a second chance
             best = min(min(times[name]) for name in in_time)
             in_time = [name for name in in_time if name == beaten or min(times[name]) <= HOPELESS * best]
     return {name: times[name] for name in in_time if times[name]}
 
 
 def _is_faster(times: Sequence[float], of_beaten: Sequence[float], pays: float) -> bool:
-    """Whether an algorithm was faster than another by enough, and nearly always."""
+    """Whether an algorithm was sufficiently and almost always faster than another."""
     wins = sum(a < b for a, b in zip(times, of_beaten, strict=True))
     return pays * min(times) < min(of_beaten) and wins >= NEARLY_ALWAYS * len(times)
 
 
 def _as_exact(race: Race, timer: Callable[[], float], seconds: float) -> dict[str, float] | None:
-    """Return torch's algorithm, and those that are as exact, each with the time that it took first.
+    """Return the sufficiently accurate algorithms, including torch's, with the time of each one's first call.
 
-    None if that would take longer than `seconds`. One that raises, as where there is no memory for it, is left out.
+    None if that would take longer than `seconds`. Algorithms that raise, for example out of memory, are omitted.
     """
     begun = timer()
     of_torch, took = _tried(race.algorithms[race.torchs], timer)
@@ -242,14 +242,14 @@ def _as_exact(race: Race, timer: Callable[[], float], seconds: float) -> dict[st
 
 
 class _Sample(NamedTuple):
-    """Some elements of a tensor, in fp32. The tensor is freed, so that a race takes the memory of one algorithm."""
+    """Some elements of a tensor, in fp32. The tensor is freed, so a race needs the memory of one algorithm only."""
 
     shape: torch.Size
     elements: Tensor
 
 
 def _tried(algorithm: Algorithm, timer: Callable[[], float]) -> tuple[list[_Sample], float]:
-    """Return samples of what an algorithm computes, and the time that it takes."""
+    """Return samples of an algorithm's results, and its time."""
     start = timer()
     computed = algorithm()
     took = timer() - start
@@ -258,7 +258,7 @@ def _tried(algorithm: Algorithm, timer: Callable[[], float]) -> tuple[list[_Samp
 
 
 def _errors(computed: Sequence[_Sample], reference: Sequence[_Sample]) -> list[float]:
-    """Return the rms of the difference of each tensor to that of the reference, in units of the reference's rms."""
+    """Return the RMS error of each tensor, relative to the RMS of the reference."""
     return [_error(a, b) for a, b in zip(computed, reference, strict=True)]
 
 
@@ -269,13 +269,13 @@ def _error(computed: _Sample, reference: _Sample) -> float:
     if not b.numel():
         return 0.0
     of, error = float(b.square().mean()), float((a - b).square().mean())
-    if error != error:  # not a number: where the reference has none either, nothing can be said
+    if error != error:  # NaN: inconclusive if the reference is NaN, too
         return 0.0 if of != of else float("inf")
     return (error / of) ** 0.5 if of > 0 else (0.0 if error == 0 else float("inf"))
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return some elements of a large tensor, so that a comparison takes little memory."""
+    """Return some elements of a large tensor, to limit the memory of a comparison."""
     if tensor.numel() <= _COMPARED:
         return tensor
     return tensor.take(torch.randint(tensor.numel(), (_COMPARED,), generator=torch.Generator().manual_seed(0)))

@@ -1,6 +1,6 @@
-"""The checks of `doctor`, a function each: of threads and variables, kernels, memory and instructions.
+"""The checks of `doctor`, one function each: threads, variables, kernels, memory and instruction sets.
 
-Each yields a `Finding` for what a user should know, and nothing where all is well.
+Each yields a `Finding` per problem that a user should know about.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from nano_loop.runtime.objects.report import size
 
 
 class Finding(NamedTuple):
-    """One thing that a user should know."""
+    """A fact that the user should know."""
 
-    id: str  # the name of the finding, which stays the same between versions
-    what: str  # what was found, with its value
+    id: str  # the name of the finding, stable across versions
+    what: str  # the fact, with its value
     why: str
     advice: str
-    #: Whether it makes training slower or fail. If not, it explains how this machine differs from a better one.
+    #: Whether it slows down training or makes it fail. If not, it explains how this machine differs from a better one.
     hurts: bool = True
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun."""
+    """Return a count with its noun in singular or plural."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -39,21 +39,21 @@ _UNBOUND = ("", "false", "none", "disabled")  # values of variables that bind no
 
 
 def thread_counts(inspected: Inspected) -> Iterator[Finding]:
-    """Find a number of threads that leaves cores idle, that is more than there are, or that is none."""
+    """Find thread counts that are invalid, leave cores idle, or exceed the number of cores."""
     best, environ = inspected.machine.num_threads, inspected.environ
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         text, id_ = environ.get(name), name.lower().replace("_", "-")
         if text is None or ("TORCHELASTIC_RUN_ID" in environ and text == "1"):  # torchrun has set it
             continue
         what, advice = f"{name}={text} is set", f"Unset {name}, or set it to {best}"
-        # OpenMP takes a number for each level of nesting, and the first is that of torch.
+        # OpenMP accepts one number per nesting level. torch uses the first.
         count = parse_number(text.split(",")[0])
         if count is None or count < 1:
-            why = "it is not a number of threads, so the library prints a line and uses all CPUs"
+            why = "it is not a number of threads, so the library prints a warning and uses all CPUs"
             yield Finding(f"{id_}-unreadable", what, why, advice)
         elif count < best:
             idle = f"{counted(best - count, 'core')} stay{'s' * (best - count == 1)} idle"
-            why = f"{idle}, since nano_loop keeps a number that a user has set"
+            why = f"{idle}, since nano_loop keeps a number that the user has set"
             yield Finding(f"{id_}-low", f"{what}, and this process may use {best} cores", why, advice)
         elif count > best:
             what = f"{what}, and this process may use {counted(best, 'core')}"
@@ -69,11 +69,11 @@ def thread_counts(inspected: Inspected) -> Iterator[Finding]:
 
 
 def bindings(inspected: Inspected) -> Iterator[Finding]:
-    """Find variables by which OpenMP binds threads to CPUs."""
+    """Find variables that make OpenMP bind threads to CPUs."""
     values = {name: inspected.environ.get(name, "") for name in BINDING_VARIABLES}
-    if not any("libiomp5" in library for library in preloaded(inspected.environ)):  # Intel's, which alone reads it
+    if not any("libiomp5" in library for library in preloaded(inspected.environ)):  # only Intel's OpenMP reads it
         values.pop("KMP_AFFINITY")
-    if values["OMP_PROC_BIND"].strip().lower() == "false":  # this switches off GNU's others
+    if values["OMP_PROC_BIND"].strip().lower() == "false":  # disables the other variables of GNU's OpenMP
         values = {name: value for name, value in values.items() if name == "KMP_AFFINITY"}
     for name, value in values.items():
         if value.strip().lower() not in _UNBOUND:
@@ -81,7 +81,7 @@ def bindings(inspected: Inspected) -> Iterator[Finding]:
                 "openmp-binding",
                 f"{name}={value} is set",
                 "OpenMP binds the main thread to one core, and workers of a DataLoader and other processes stay on it",
-                f"Unset {name}: nano_loop binds the processes of a run itself",
+                f"Unset {name}: nano_loop binds the processes of a run automatically",
             )
 
 
@@ -90,7 +90,7 @@ def _is_on(value: str) -> bool:
 
 
 _PRINTS = "the library prints a line for each operation"
-#: Variables that make training slower: whether a value does, and what it does.
+#: Variables that slow down training: a predicate for the values that do, and their effect.
 _SLOW: dict[str, tuple[Callable[[str], bool], str]] = {
     "ATEN_CPU_CAPABILITY": (
         lambda value: value.strip().lower() == "default",
@@ -106,7 +106,7 @@ _SLOW: dict[str, tuple[Callable[[str], bool], str]] = {
     "MALLOC_PERTURB_": (_is_on, "the C library fills memory at each allocation"),
     "PYTHONMALLOC": (lambda value: "debug" in value, "Python checks its memory at each allocation"),
 }
-# An instruction set is lost to oneDNN if the value of its limit has none of these words.
+# oneDNN does not use an instruction set if the value of its limit has none of these words.
 _WORDS_FOR = {
     "amx_tile": ("AMX",),
     "avx512_bf16": ("BF16", "FP16", "AMX", "AVX10"),
@@ -116,7 +116,7 @@ _WORDS_FOR = {
 
 
 def refused_options(inspected: Inspected) -> Iterator[Finding]:
-    """Find options in the environment that do not exist, or whose values are not allowed."""
+    """Find options in the environment that do not exist or have invalid values."""
     try:
         Options.from_call({}, inspected.environ)
     except NanoConfigError as error:
@@ -130,7 +130,7 @@ def refused_options(inspected: Inspected) -> Iterator[Finding]:
 
 
 def slow_variables(inspected: Inspected) -> Iterator[Finding]:
-    """Find variables of torch and its libraries that are for debugging, and limits of oneDNN's instruction sets."""
+    """Find debugging variables of torch and its libraries, and limits on oneDNN's instruction sets."""
     reasons = {name: why for name, (is_bad, why) in _SLOW.items() if is_bad(inspected.environ.get(name, ""))}
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         value = inspected.environ.get(name, "").strip().upper()
@@ -149,7 +149,7 @@ _LOST = "steps in bf16 take 9 to 58% longer without them (GPT-2 31%, ViT-S 9%, a
 
 
 def kernels_in_c(inspected: Inspected) -> Iterator[Finding]:
-    """Find kernels in C that are missing or damaged, and a cache folder that those to be compiled cannot be kept in."""
+    """Find kernels in C that are missing or damaged, and a cache folder that cannot store compiled kernels."""
     kernels, choice, cache = inspected.kernels, inspected.environ.get(KERNELS), inspected.cache
     compiles = kernels is not None and kernels.level == COMPILE
     reason = "" if kernels is None or choice == OFF else kernels.reason
@@ -161,13 +161,13 @@ def kernels_in_c(inspected: Inspected) -> Iterator[Finding]:
         advice = "Install nano_loop again: pip install --force-reinstall --no-deps nano_loop"
         yield Finding("damaged-kernels", f"the package is damaged: {reason}", _LOST, advice)
     if cache is not None and not cache.is_writable:
-        advice = "Make it writable for this user alone (chmod 700), or set XDG_CACHE_HOME to a folder that is"
+        advice = "Make it writable only for this user (chmod 700), or set XDG_CACHE_HOME to a folder that is"
         if not (cache.path and cache.is_there):
-            advice = "Set XDG_CACHE_HOME to a folder that this user alone can write to"
+            advice = "Set XDG_CACHE_HOME to a folder that only this user can write to"
         yield Finding(
             "cache-folder",
-            f"{cache.path} cannot be written by this user alone" if cache.path else "this user has no home folder",
-            f"each run measures operators anew{', and compiles the kernels in C, which takes seconds' * compiles}",
+            f"{cache.path} is not writable for this user only" if cache.path else "this user has no home folder",
+            f"each run measures operators again{', and compiles the kernels in C, which takes seconds' * compiles}",
             advice,
             hurts=compiles,
         )
@@ -181,7 +181,7 @@ def kernels_in_c(inspected: Inspected) -> Iterator[Finding]:
 
 
 def memory(inspected: Inspected) -> Iterator[Finding]:
-    """Find a container's default size of shared memory."""
+    """Find the small default size of a container's shared memory."""
     count = inspected.memory.shared
     if count is not None and count < 1 << 30:  # Docker's default is 64 MiB, which two workers of a loader can fill
         yield Finding(

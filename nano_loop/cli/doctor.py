@@ -1,6 +1,6 @@
-"""What `nano-loop doctor` prints: what this machine offers, what this process may use of it, and what slows training.
+"""The output of `nano-loop doctor`: the machine, the part that this process may use, and anything that slows training.
 
-It does without the command line's library, which `python -m nano_loop doctor` needs not have.
+It does not import click, so that `python -m nano_loop doctor` works without it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from nano_loop.kernels.compiler import COMPILE
 from nano_loop.runtime.objects.report import size
 from nano_loop.version import __version__
 
-#: In the order in which findings are printed: first what a user can change at once.
+#: Findings are printed in this order: first those that a user can fix right away.
 CHECKS: tuple[Callable[[Inspected], Iterator[Finding]], ...] = (
     *(checks.thread_counts, checks.bindings, checks.refused_options, checks.slow_variables),
     *(checks.kernels_in_c, checks.memory, checks.instruction_sets),
 )
-_LONGEST = 400  # characters of a finding, which quotes the environment
-#: Names of instruction sets that matter to training, as Linux has them.
+_LONGEST = 400  # maximum characters of a finding, which quotes the environment
+#: Instruction sets that matter for training, by their names in Linux.
 _INSTRUCTION_SETS = {
     "x86_64": ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16"),
     "aarch64": ("asimd", "sve", "sve2", "bf16", "i8mm"),
@@ -33,14 +33,14 @@ _INSTRUCTION_SETS = {
 
 
 def diagnose(as_json: bool, styled: Callable[..., str]) -> tuple[str, int]:
-    """Return what to print, and the exit code: 1 if a finding hurts, and 0 otherwise.
+    """Return the text to print, and the exit code: 1 if a finding hurts, and 0 otherwise.
 
     Parameters
     ----------
     as_json : bool
-        Whether it is JSON.
+        Whether to return JSON.
     styled : callable
-        Returns a text with colours; it takes what `click.style` does.
+        Returns a text with colours, with the signature of `click.style`.
     """
     inspected = inspect_system()
     facts, findings = facts_of(inspected), findings_of(inspected)
@@ -51,13 +51,13 @@ def diagnose(as_json: bool, styled: Callable[..., str]) -> tuple[str, int]:
 
 
 def findings_of(inspected: Inspected) -> list[Finding]:
-    """Return all findings, those that hurt first."""
+    """Return all findings, with those that hurt first."""
     findings = [finding for check in CHECKS for finding in check(inspected)]
     return sorted(findings, key=lambda finding: not finding.hurts)
 
 
 def facts_of(inspected: Inspected) -> dict[str, Any]:
-    """Return what was read, as plain data for JSON."""
+    """Return the facts as plain data for JSON."""
     machine = inspected.machine
     kind = "aarch64" if machine.architecture in ("aarch64", "arm64") else "x86_64"
     return {
@@ -107,7 +107,7 @@ def _lines(facts: Mapping[str, Any], findings: list[Finding], styled: Callable[.
 
 
 def _table(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the facts in words."""
+    """Yield the facts as rows of text."""
     cpu, usable, memory, kernels = (facts[name] for name in ("cpu", "usable", "memory", "kernels"))
     yield "CPU", f"{cpu['name']}, {cpu['architecture']}"
     yield "instructions", ", ".join(cpu["instruction_sets"]) or "unknown"

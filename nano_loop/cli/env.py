@@ -1,4 +1,4 @@
-"""`nano-loop env`: lines that set up a POSIX shell for training on this machine, and lines that put it back."""
+"""`nano-loop env`: lines that set up a POSIX shell for training on this machine, and lines that undo it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Examples:
 
 @click.command(cls=NanoCommand, epilog=_EXAMPLES)
 @click.option("--undo", "-u", is_flag=True, help="Print the lines that restore the previous values.")
-@click.option("--install", is_flag=True, help="Accelerate the training of each Python that is started in the shell.")
+@click.option("--install", is_flag=True, help="Accelerate training in each Python started from the shell.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @preload_options
 @click.option("--disable-openmp", "-o", is_flag=True, hidden=True, expose_value=False, help="BigDL-Nano's.")
@@ -32,11 +32,11 @@ Examples:
 def env(undo: bool, install: bool, as_json: bool, preload: tuple[str, ...]) -> None:
     """Print lines that set up a POSIX shell for training.
 
-    A variable that is set already stays unchanged, and a line on standard error says so. LD_PRELOAD is extended.
+    A variable that is already set stays unchanged, with a note on standard error. LD_PRELOAD is extended.
     """
     if undo and (preload or install):
         raise click.UsageError(
-            "--undo puts everything back, so it takes no library and no --install.", click.get_current_context()
+            "--undo restores everything, so it accepts no library and no --install.", click.get_current_context()
         )
     now = dict(os.environ)
     before = before_exports(now)
@@ -55,4 +55,4 @@ def env(undo: bool, install: bool, as_json: bool, preload: tuple[str, ...]) -> N
         click.echo("nano-loop: there is nothing to undo in this shell.", err=True)
     for name in kept:
         value = quoted(before[name])
-        click.echo(f"nano-loop: {name}={value} is set, and stays. To replace it, unset it first.", err=True)
+        click.echo(f"nano-loop: {name}={value} is set, and is kept. To replace it, unset it first.", err=True)

@@ -1,6 +1,6 @@
 """The facts of `doctor`: the machine, the limits of this process, its kernels, its packages and its environment.
 
-They are found out without an import of torch.
+Reading them does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nano_loop.kernels.compiler import (
 from nano_loop.storage.cache_folder import cache_path
 from nano_loop.storage.trusted_files import opened_folder
 
-#: The packages whose versions matter together, by the names under which they are installed.
+#: The packages whose versions must fit together, by their distribution names.
 PACKAGES = (
     *("nano-loop", "torch", "intel-extension-for-pytorch", "lightning", "pytorch-lightning", "lightning-fabric"),
     "ray",
@@ -43,37 +43,37 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory, in bytes; None where it is not known."""
+    """The memory in bytes; None if unknown."""
 
-    #: What the machine has, and what programs can still get.
+    #: The memory of the machine, and the part that is available.
     total: int | None = None
     available: int | None = None
-    limit: int | None = None  # what the process's cgroups may use; None if there is no limit
-    left: Mapping[str, int] = field(default_factory=dict)  # what this process may still get, by what limits it
+    limit: int | None = None  # the limit of the process's cgroups; None if there is none
+    left: Mapping[str, int] = field(default_factory=dict)  # what this process may still use, by the kind of limit
     shared: int | None = None  # the size of the file system for shared memory
 
 
 class Kernels(NamedTuple):
-    """Which kernels in C a run would have."""
+    """The kernels in C that a run would use."""
 
-    level: str | None  # None: none
-    origin: str = ""  # where they are from
-    reason: str = ""  # why there are none, or not all
-    output: str = ""  # all that a compiler which failed has printed
+    level: str | None  # None if there are none
+    origin: str = ""  # where they come from
+    reason: str = ""  # why some or all are missing
+    output: str = ""  # the output of a compiler that failed
 
 
 class CacheFolder(NamedTuple):
-    """The cache folder, or where it would be made."""
+    """The cache folder, or the place where it would be created."""
 
     path: str  # empty for a user without a home folder
-    is_writable: bool  # by this user alone; another folder is not used
-    is_executable: bool  # whether libraries in it can be loaded: not where the file system is mounted noexec
-    is_there: bool = True  # whether it exists, or the folder that it is made in
+    is_writable: bool  # by this user only; otherwise the folder is not used
+    is_executable: bool  # whether libraries in it can be loaded (the mount is not noexec)
+    is_there: bool = True  # whether the folder or its parent exists
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """All that findings are made from."""
+    """All facts that the checks read."""
 
     machine: Machine  # the machine, and the part of it that this process may use
     affinity: frozenset[int] | None = None  # the CPUs of the affinity mask; None if there are no masks
@@ -89,16 +89,16 @@ class Inspected:
 def inspect_system(
     root: Path | str = "/", environ: Mapping[str, str] = os.environ, host: Host | None = None
 ) -> Inspected:
-    """Return what there is to know of a machine and of this process.
+    """Return the facts about a machine and this process.
 
     Parameters
     ----------
     root : str or pathlib.Path
-        The folder that contains ``proc`` and ``sys``: ``/`` for the live machine, others for recorded ones.
+        The folder that contains ``proc`` and ``sys``: ``/`` for the live machine, another one for a recorded machine.
     environ : mapping
         The environment.
     host : Host, optional
-        What is not in files. By default, queried from the system for ``/``.
+        Facts that are not in files. By default, queried from the system for ``/``.
     """
     tree = Tree(root)
     is_live = Path(root) == Path("/")
@@ -131,7 +131,7 @@ def installed() -> dict[str, str]:
 def inspect_kernels(environ: Mapping[str, str], instruction_sets: Collection[str]) -> Kernels | None:
     """Return the kernels of a CPU with these instruction sets; None if ``NANO_LOOP_KERNELS`` has no allowed value.
 
-    Where the package has none, the compiler compiles a short file, which is thrown away.
+    If the package has none, a short test file is compiled and discarded.
     """
     try:
         level = chosen_level(kernels_choice(environ), instruction_sets)
@@ -152,7 +152,7 @@ def inspect_kernels(environ: Mapping[str, str], instruction_sets: Collection[str
 
 
 def inspect_cache() -> CacheFolder:
-    """Return what there is to know of the cache folder of this user."""
+    """Return the facts about the cache folder of this user."""
     folder = cache_path()
     if folder is None:
         return CacheFolder("", False, True)
@@ -164,7 +164,7 @@ def inspect_cache() -> CacheFolder:
                 pass
         except (OSError, NanoError):  # others can write to it
             is_writable = False
-    flag = getattr(os, "ST_NOEXEC", 0)  # of Linux alone
+    flag = getattr(os, "ST_NOEXEC", 0)  # exists only on Linux
     is_executable = not (flag and os.statvfs(place).f_flag & flag)
     return CacheFolder(str(folder), is_writable, is_executable, place in (folder, folder.parent))
 

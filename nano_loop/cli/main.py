@@ -1,4 +1,4 @@
-"""The entry point of the command line: refusals are one line each, also where the command line's library is missing."""
+"""The entry point of the command line. It prints errors in one line each, even if click is missing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from nano_loop.config.leftovers import REMOVED_OTHERS
 from nano_loop.errors import NanoConfigError, NanoError, error_message, quoted
 
 _BAD_INPUT = 2
-_INTERRUPTED = 130  # as a shell has it for Ctrl-C
-_LONGEST = 400  # characters of a line about arguments that are no options
+_INTERRUPTED = 130  # the exit code of shells for Ctrl-C
+_LONGEST = 400  # maximum characters of a line about arguments that are not options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit code: 0 if all is well, 1 if `doctor` has found what hurts, 2 for bad input.
+        The exit code: 0 for success, 1 if `doctor` has a finding that hurts, 2 for invalid input.
     """
     arguments = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     _open_closed_streams()
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except NanoError as error:
         return _refused(str(error))
-    except OSError as error:  # no space for the output, no working folder, arguments that are too long
-        reason = f"the system refuses it ({error.strerror or error})"
+    except OSError as error:  # no disk space for the output, no working folder, or too long arguments
+        reason = f"the operating system reported an error ({error.strerror or error})"
         hint = "Check the working folder, the space on the disk and the length of the arguments"
         return _refused(error_message(f"nano-loop {arguments[0]}", reason, hint))
 
@@ -53,7 +53,7 @@ def _run(arguments: Sequence[str]) -> int:
 
     from nano_loop.cli.app import app
 
-    # By default, click prints colours to terminals alone.
+    # By default, click prints colours only to terminals.
     color = False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
     try:
         return int(app.main(args=arguments, prog_name="nano-loop", standalone_mode=False, color=color) or 0)
@@ -64,9 +64,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams on nothing, so that no file that a command opens takes their places.
+    """Open closed standard streams on the null device, so that files opened by a command do not get their descriptors.
 
-    A script has them closed, as under ``python``: what Python opens is not for other programs.
+    In the script they are closed, as under ``python``: descriptors that Python opens are not inherited.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -74,7 +74,7 @@ def _open_closed_streams() -> None:
 
 
 def _doctor(arguments: Sequence[str]) -> int:
-    """Run `doctor` without the command line's library, which it may be asked about."""
+    """Run `doctor` without click, which may be the missing package."""
     import argparse
 
     from nano_loop.cli.doctor import diagnose
@@ -87,7 +87,7 @@ def _doctor(arguments: Sequence[str]) -> int:
 
 
 def _refused(message: str) -> int:
-    """Print each line of a message on standard error, and return the exit code of bad input."""
+    """Print each line of a message to standard error, and return the exit code for invalid input."""
     for line in message.splitlines():
         print(f"nano-loop: {line}", file=sys.stderr)
     return _BAD_INPUT

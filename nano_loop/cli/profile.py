@@ -1,4 +1,4 @@
-"""`nano-loop profile`: where the time of a training step of a script goes."""
+"""`nano-loop profile`: show where a script spends the time of a training step."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ Examples:
 
 
 @click.command(cls=ScriptCommand, epilog=_EXAMPLES)
-@click.option("--trace", type=click.Path(dir_okay=False, writable=True), help="Write a trace that Perfetto opens.")
+@click.option("--trace", type=click.Path(dir_okay=False, writable=True), help="Write a trace for Perfetto.")
 @takes_script()
 def profile(script: Script, as_json: bool, trace: str | None) -> None:
-    """Show where the time and the memory of a step go.
+    """Show how a training step spends its time and memory.
 
-    The script runs until some steps of its first optimizer are timed and profiled, and then ends. Options override
-    those in the code.
+    The script runs until some steps of its first optimizer have been timed and profiled, and then ends. Options
+    override those in the code.
     """
     if trace is not None and not os.path.isdir(os.path.dirname(os.path.abspath(trace))):
         raise NanoConfigError(
             error_message(f"--trace {trace}", "its folder does not exist", "Name a file in one that does")
         )
     environ = {**os.environ, **script.variables}
-    # Options, given here or in the environment, apply to the script. Without any, it is profiled unchanged.
+    # Options from the command line or the environment apply to the script. Without any, it is profiled unchanged.
     own = {"trace": trace and os.path.abspath(trace), "installs": any(read_options(environ, CHECKS))}
     sys.stdout.flush()
     stdout = sys.stderr if as_json else None
@@ -59,7 +59,7 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
         got = f"{script.name} takes fewer than {STEPS} steps"
         raise NanoConfigError(error_message(got, expected, "Let it train longer"))
     if script.variables and not answer["is_in_run"]:
-        got = f"{script.name} has started no run of nano_loop"
+        got = f"{script.name} did not start a run of nano_loop"
         expected = "options act on functions under @nano, TorchNano, accelerated and Lightning's Trainer"
         raise NanoConfigError(error_message(got, expected, "Decorate its training function"))
     content = answer["result"]
@@ -71,7 +71,7 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
 
 @contextlib.contextmanager
 def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Let the script end by SIGTERM and by Ctrl-C, which a terminal sends to both processes."""
+    """Forward SIGTERM to the script, and let Ctrl-C, which a terminal sends to both processes, end it."""
 
     def passed(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""`nano-loop run`: runs a script in the environment for training on this machine, and accelerates what it trains."""
+"""`nano-loop run`: run a script in the environment for training on this machine, and accelerate its training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nano_loop.config.protocol import INSTALL
 from nano_loop.cpu import read_machine
 
 _OWN_RUNS = (
-    "nano-loop: with --only-environment options act on the script's own runs alone: functions under @nano, TorchNano, "
+    "nano-loop: with --only-environment, options affect only the script's own runs: functions under @nano, TorchNano, "
     "accelerated and Lightning's Trainer"
 )
 _EXAMPLES = """\b
@@ -26,24 +26,24 @@ Examples:
 
 @click.command(cls=ScriptCommand, epilog=_EXAMPLES)
 @preload_options
-@click.option("--only-environment", is_flag=True, help="Accelerate nothing that the script does not ask for.")
-@takes_script("Print what would be run as JSON, and run nothing.")
+@click.option("--only-environment", is_flag=True, help="Accelerate only the script's own runs of nano_loop.")
+@takes_script("Print the command as JSON without running it.")
 def run(script: Script, as_json: bool, preload: tuple[str, ...], only_environment: bool) -> None:
-    """Run a script, and accelerate what it trains.
+    """Run a script, and accelerate its training.
 
-    Its environment is the one that `nano-loop env` makes. The options of nano_loop override those in the code. Write
-    them before the script; arguments after it are passed to the script.
+    It runs in the environment of `nano-loop env`. The options of nano_loop override those in the code. Write them
+    before the script; arguments after it are passed to the script.
     """
     before = before_exports(os.environ)
     made = training_environment(read_machine(), before, preload, installs=not only_environment)
     environ = {**exported(before, made), **script.variables}
     if only_environment:
-        environ.pop(INSTALL, None)  # of a process that has called `install`
+        environ.pop(INSTALL, None)  # set if this process has called `install`
         if script.variables:
             click.echo(_OWN_RUNS, err=True)
     if as_json:
         click.echo(as_text("run", arguments=script.command, changes=changes_between(os.environ, environ)))
         return
     sys.stdout.flush()
-    # The same process, so that signals, standard streams and the exit code are the script's.
+    # Replace this process, so that signals, standard streams and the exit code are the script's.
     os.execve(sys.executable, script.command, environ)

@@ -1,4 +1,4 @@
-"""The script that `profile` and `tune` start, and what nano_loop answers in it."""
+"""Start the script of `profile` and `tune`, and read the answer that nano_loop writes in it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from nano_loop.cpu.parent_process import end_with
 def started(
     command: str, own: Mapping[str, Any], line: Sequence[str], environ: Mapping[str, str], **streams: Any
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], dict[str, Any] | None]]]:
-    """Start a script, in which each Python does what a command asks for, from what it trains first on.
+    """Start a script in which each Python process executes a command once it begins to train.
 
-    Give its process, which is killed on leaving, and a function that returns what the script has answered, or None.
+    Yields the process, which is killed on exit, and a function that returns the answer of the script, or None.
 
     Parameters
     ----------
     command, own
-        The command, and its own arguments.
+        The command and its arguments.
     line, environ, **streams
-        What runs the script, its environment, and arguments of `subprocess.Popen`.
+        The command line of the script, its environment, and arguments of `subprocess.Popen`.
     """
-    # Where /proc is, the file has no name, so a command that is killed leaves none.
+    # With /proc, the file is anonymous, so that a killed command leaves no file behind.
     is_named = not os.path.exists("/proc/self/fd")
     with tempfile.NamedTemporaryFile() if is_named else tempfile.TemporaryFile() as file:
 
@@ -41,7 +41,7 @@ def started(
             file.seek(0)
             try:
                 answer: dict[str, Any] = json.load(file)
-            except ValueError:  # it has left nothing, or not all of it
+            except ValueError:  # the answer is missing or incomplete
                 return None
             return answer
 
@@ -61,5 +61,5 @@ def started(
 
 
 def exit_with(code: int) -> click.exceptions.Exit:
-    """Return what ends a command with the exit code of its script, which shells have for a signal, too."""
+    """Return the exception that ends a command with the script's exit code, as shells report it, also for signals."""
     return click.exceptions.Exit(code if code > 0 else 128 - code)

@@ -1,4 +1,4 @@
-"""What commands that run a script take: the script, its arguments, and each option of nano_loop that text can say."""
+"""The arguments of commands that run a script: the script, its arguments, and the options of nano_loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, error_message
 
 _T = TypeVar("_T")
-#: In the order of the help: its headings, and the options under each. The last one has all others.
+#: The headings of the help, in order, and the options under each. The last one has all other options.
 GROUPS = {
     "Options of nano_loop, which override the code's": "precision channels_last num_processes exact memory_limit",
     "Precision": "bf16_ops fp32_ops optimizer_state",
@@ -30,7 +30,7 @@ GROUPS = {
     "compare_parameters timeout",
     "Loaders and images": "fast_fetch fast_images image_cache exact_images",
     "Reports and checks": "verbose step_time log_casts verify",
-    "Kernels, with other values as in --fast-norm=auto": "",
+    "Kernels, with values as in --fast-norm=auto": "",
 }
 _FIRST, *_ = GROUPS
 
@@ -40,7 +40,7 @@ def flag_of(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
-#: The flags of options that may be on or off, and what they stand for.
+#: The flags of options that may be on or off, and their values.
 _SWITCHES = {
     flag_of(prefix + name): f"{flag_of(name)}={prefix == ''}"
     for name, check in CHECKS.items()
@@ -50,10 +50,10 @@ _SWITCHES = {
 
 
 class NanoOption(click.Option):
-    """An option of nano_loop, which is for the script."""
+    """An option of nano_loop for the script."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return what its help says: how it is written, and what it does, of most options in a few words."""
+        """Return the entry in the help: the syntax and a short description."""
         (flag,), text = self.opts, self.help or ""
         if self.name not in GROUPS[_FIRST].split():
             text = re.split(r"[.:;] ", text)[0].removesuffix(".") + "."
@@ -61,7 +61,7 @@ class NanoOption(click.Option):
 
 
 class NanoCommand(click.Command):
-    """A command that says of a flag that was removed what to do."""
+    """A command that tells the user what to do about a removed flag."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the arguments."""
@@ -76,12 +76,12 @@ class NanoCommand(click.Command):
 
 
 class ScriptCommand(NanoCommand):
-    """A command that runs a script: its help shows nano_loop's options in groups, behind those of the command."""
+    """A command that runs a script. Its help shows nano_loop's options in groups, after those of the command."""
 
     allow_interspersed_args = False
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the arguments. What may be on or off has another value behind ``=`` alone, as in ``--verbose=all``."""
+        """Read the arguments. On/off flags accept other values only after ``=``, as in ``--verbose=all``."""
         options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
         with_values = {flag for option in options if not option.is_flag for flag in option.opts}
         args, place = [*args], 0
@@ -91,7 +91,7 @@ class ScriptCommand(NanoCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options: those of the command, and in groups those of nano_loop."""
+        """Write the options of the command, then those of nano_loop in groups."""
         options = {str(option.name): option for option in self.get_params(ctx) if isinstance(option, click.Option)}
         named = {name for names in GROUPS.values() for name in names.split()}
         of_nano = [name for name, option in options.items() if isinstance(option, NanoOption)]
@@ -103,26 +103,26 @@ class ScriptCommand(NanoCommand):
             with formatter.section(heading):
                 formatter.write_dl(records)
         formatter.write_paragraph()
-        formatter.write_text("help(nano_loop.nano) has the whole text of each option.")
+        formatter.write_text("help(nano_loop.nano) shows the full description of each option.")
 
 
 class Script(NamedTuple):
     """A script that exists, or a module."""
 
     name: str  # its path, or its dotted name
-    command: list[str]  # what runs it, with its arguments
+    command: list[str]  # the command line that runs it, with its arguments
     variables: dict[str, str]  # the environment variables of the options of nano_loop for it
 
 
 def takes_script(json_help: str = "Print one JSON object instead of text.") -> Callable[[Callable[..., _T]], Any]:
-    """Return a decorator that lets a command take a `Script` as ``script``, and `--json` as ``as_json``."""
+    """Return a decorator that passes a `Script` as ``script`` and `--json` as ``as_json`` to a command."""
 
     def decorate(function: Callable[..., _T]) -> Any:
         @functools.wraps(function)
         def command(script: str, arguments: tuple[str, ...], is_module: bool, **values: Any) -> _T:
             options = {name: values.pop(name, None) for name in CHECKS}
             _refuse_missing(script, is_module)
-            # Python ends its own options as this command does, where the name of a script begins like one.
+            # A script whose name looks like an option needs "--" before it, for Python as for this command.
             before = ["-m"] if is_module else ["--"] if script.startswith("-") and script != "-" else []
             line = [sys.executable, *before, script, *arguments]
             return function(script=Script(script, line, _variables_of(options)), **values)
@@ -130,7 +130,7 @@ def takes_script(json_help: str = "Print one JSON object instead of text.") -> C
         command = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(command)
         command = click.argument("script")(command)
         for option in reversed(DECLARED):
-            if option.metadata["check"] is not checks.worker_init:  # a function, which no text can say
+            if option.metadata["check"] is not checks.worker_init:  # a function cannot be written as text
                 command = click.option(flag_of(option.name), cls=NanoOption, help=option.metadata["help"])(command)
         command = click.option("--json", "as_json", is_flag=True, help=json_help)(command)
         return click.option("--module", "-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")(
@@ -141,7 +141,7 @@ def takes_script(json_help: str = "Print one JSON object instead of text.") -> C
 
 
 def preload_options(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Add the options by which a command preloads libraries; it takes their names as ``preload``."""
+    """Add the options that preload libraries; the command receives their names as ``preload``."""
 
     @click.option("--intel-openmp", is_flag=True, help="Preload Intel's OpenMP, if it is found.")
     @click.option("--tcmalloc", "--enable-tcmalloc", "-t", is_flag=True, help="Preload tcmalloc, if it is found.")
@@ -160,8 +160,7 @@ def preload_options(function: Callable[..., _T]) -> Callable[..., _T]:
 def _variables_of(options: Mapping[str, str | None]) -> dict[str, str]:
     """Return the environment variables of the options that have a value.
 
-    Values that are not allowed, that contradict each other, or that need more cores, are an error here, and not in the
-    script.
+    Invalid or contradicting values, and those that need more cores, raise an error here and not in the script.
     """
     variables = {variable_of(name): text for name, text in options.items() if text is not None}
     _refuse_too_many_processes(Options.from_call({}, variables, flag_of))
@@ -169,13 +168,13 @@ def _variables_of(options: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _refuse_too_many_processes(options: Options) -> None:
-    """Raise the error of a run that starts more processes than there are cores, unless Ray starts them elsewhere."""
+    """Raise an error if a run would start more processes than there are cores, unless Ray starts them elsewhere."""
     shares = options.cpu_for_each_process
     if options.num_processes is not None and options.distributed_backend != "ray" and found_launch(os.environ) is None:
         try:
             partition(read_machine(), options.processes, shares if isinstance(shares, int) else None)
         except NanoConfigError as error:
-            raise NanoConfigError(f"{error} Other hosts take --distributed-backend ray.") from None
+            raise NanoConfigError(f"{error} To use other hosts, write --distributed-backend ray.") from None
 
 
 def _refuse_missing(script: str, is_module: bool) -> None:
@@ -183,13 +182,13 @@ def _refuse_missing(script: str, is_module: bool) -> None:
         expected, hint = "there is no such module", "Check its name and the working folder"
         raise NanoConfigError(error_message(f"-m {script}", expected, hint))
     if not is_module and script != "-" and not os.path.exists(script):
-        hint = "Check the path of the script, and write a value of what may be on or off with =: --channels-last=auto"
+        hint = "Check the path of the script, and write the value of a flag with =: --channels-last=auto"
         raise NanoConfigError(error_message(script, "there is no such file", hint))
 
 
 def _is_module(name: str) -> bool:
-    """Whether Python has a top-level module, which is not imported."""
-    sys.path.insert(0, os.getcwd())  # as the new process has it
+    """Whether a top-level module exists, without importing it."""
+    sys.path.insert(0, os.getcwd())  # as in the new process
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):

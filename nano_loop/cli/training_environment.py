@@ -1,4 +1,4 @@
-"""The environment in which this machine trains best: what `env` exports, and in which `run` starts a script."""
+"""The environment in which this machine trains best. `env` exports it, and `run` starts scripts in it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from nano_loop.cpu import Machine
 from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, USERS_OWN, allocators_of, is_glibc
 from nano_loop.errors import NanoConfigError, error_message
 
-#: What to preload, by its name as an option: the names of the library, and the package that has it.
+#: Libraries to preload, by the name of the option: the names of the library, and the package that provides it.
 PRELOADS = {
     "jemalloc": (("libjemalloc",), "Debian: libjemalloc2, conda: jemalloc"),
     "tcmalloc": (("libtcmalloc", "libtcmalloc_minimal"), "Debian: libtcmalloc-minimal4, conda: gperftools"),
     "intel-openmp": (("libiomp5",), "pip install intel-openmp"),
 }
-# That of torch's tuning guide: freed memory is kept.
+# From torch's tuning guide: freed memory is kept.
 _MALLOC_CONF = (
     "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:9000000000,muzzy_decay_ms:9000000000"
 )
-# Milliseconds that Intel's threads spin after a parallel region. 200 by default, which keeps them from other work.
+# Milliseconds that Intel's threads spin after a parallel region. The default of 200 blocks other work.
 _BLOCKTIME = "1"
 
 
@@ -34,7 +34,7 @@ class TrainingEnvironment:
     """The variables to set."""
 
     values: dict[str, str] = field(default_factory=dict)  # the value of each variable
-    kept: list[str] = field(default_factory=list)  # the names of variables that the user has set, and that stay
+    kept: list[str] = field(default_factory=list)  # the variables that the user has set and that are kept
 
     def set(self, name: str, value: str, environ: Mapping[str, str]) -> None:
         """Set a variable, unless the user has set it."""
@@ -52,18 +52,18 @@ def training_environment(
     *,
     installs: bool = False,
 ) -> TrainingEnvironment:
-    """Return the variables for training on a machine. A variable that is set already stays as it is.
+    """Return the variables for training on a machine. A variable that is already set is kept.
 
     Parameters
     ----------
     environ : mapping
         The environment before `nano-loop env` has exported anything.
     preload : tuple of str
-        Names in `PRELOADS`. Their libraries come before those that ``LD_PRELOAD`` has.
+        Names in `PRELOADS`. Their libraries are put before those in ``LD_PRELOAD``.
     root : str or pathlib.Path
         The folder of the system's libraries.
     installs : bool
-        Whether each Python accelerates what it trains.
+        Whether each Python process accelerates its training.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def training_environment(
 
 
 def exported(environ: Mapping[str, str], made: TrainingEnvironment) -> dict[str, str]:
-    """Return an environment with these variables, and with the one that notes what was there before."""
+    """Return an environment with these variables, and with the one that stores the previous values."""
     before: dict[str, str | None] = {name: environ.get(name) for name in made.values}
     return {**environ, **made.values, EXPORTS: Exports(before, made.values).encoded()}
 
@@ -102,7 +102,7 @@ def before_exports(environ: Mapping[str, str]) -> dict[str, str]:
     Raises
     ------
     NanoConfigError
-        If the note is damaged.
+        If the stored values are damaged.
     """
     before = {name: value for name, value in environ.items() if name != EXPORTS}
     for name, value in read_exports(environ).before.items():
@@ -114,7 +114,7 @@ def before_exports(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def changes_between(now: Mapping[str, str], then: Mapping[str, str]) -> dict[str, str | None]:
-    """Return what has to be set, or unset (None), to turn one environment into another."""
+    """Return the variables to set, or to unset (None), to turn one environment into another."""
     names = sorted({name for name in {*now, *then} if now.get(name) != then.get(name)})
     return {name: then.get(name) for name in names}
 
@@ -131,7 +131,7 @@ def _set_glibc(made: TrainingEnvironment, environ: Mapping[str, str]) -> None:
 def _library(name: str, environ: Mapping[str, str], root: Path | str) -> str:
     stems, package = PRELOADS[name]
     if not sys.platform.startswith("linux"):
-        raise NanoConfigError(error_message(f"--{name}", "libraries are preloaded on Linux alone", "Omit it"))
+        raise NanoConfigError(error_message(f"--{name}", "libraries can be preloaded only on Linux", "Omit it"))
     for stem in stems:
         if path := find_library(stem, environ, sys.prefix, root):
             return path
@@ -147,14 +147,14 @@ def _refuse_two_allocators(libraries: list[str], environ: Mapping[str, str]) -> 
 
 
 def preloaded(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the entries of ``LD_PRELOAD``, which colons or spaces separate."""
+    """Return the entries of ``LD_PRELOAD``, which are separated by colons or spaces."""
     return tuple(filter(None, re.split(r"[: \t\n]+", environ.get("LD_PRELOAD", ""))))
 
 
 def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path | str = "/") -> str | None:
     """Return the absolute path of a library such as ``libjemalloc``, or None.
 
-    Relative folders are left out: from another working folder, they would lead to another library.
+    Relative folders are omitted, since they would resolve differently from another working folder.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path 
     prefix : str
         The folder of this Python's environment, which is searched first: pip and conda install libraries there.
     root : str or pathlib.Path
-        The folder of the system's own folders: ``/`` on a live machine.
+        The root of the system's folders: ``/`` on a live machine.
     """
     tops = ("usr/local/lib", "usr/lib64", "usr/lib", "lib64", "lib")
     folders = [Path(prefix, "lib")]
@@ -173,7 +173,7 @@ def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path 
     folders += map(Path, filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")))
     folders += [path for top in tops for path in (Path(root, top), *sorted(Path(root, top).glob("*-linux-gnu*")))]
     for folder in filter(Path.is_absolute, folders):
-        # LD_PRELOAD could not name a path with spaces. The shortest name is the one that links to the newest version.
+        # LD_PRELOAD does not support paths with spaces. The shortest name links to the newest version.
         matching = [path for path in folder.glob(f"{stem}.so*") if re.fullmatch(r"[^: \t\n]+\.so(\.\d+)*", str(path))]
         if existing := [str(path) for path in matching if path.exists()]:
             return min(existing, key=lambda path: (len(path), path))

@@ -1,1 +1,1 @@
-"""What `torch.compile` makes of a model: which parts are compiled, with which arguments."""
+"""The use of `torch.compile`: the parts of a model to compile, and the arguments."""

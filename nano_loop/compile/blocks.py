@@ -1,4 +1,4 @@
-"""Finds the blocks that a model repeats, such as the layers of a transformer: each kind has to be compiled once."""
+"""Finds the repeated blocks of a model, such as the layers of a transformer. Each kind is compiled only once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 from nano_loop.patching.members import named_buffers_of, named_parameters_of, parameters_of
 from nano_loop.runtime.objects.training_objects import class_name
 
-#: How many blocks there have to be for each that is compiled. With fewer, compiling the whole model takes as long.
+#: The minimum number of blocks per compiled block. With fewer, compiling the whole model takes as long.
 _REPEATS = 2
 
 
 def repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
     """Return the repeated blocks of a model, in groups of equal structure, or an empty list.
 
-    The blocks are the modules in the outermost lists and sequences that have two of equal structure. Others in such a
-    list are among them, in separate groups, since what surrounds a block is not compiled.
+    The blocks are the modules in the outermost lists and sequences that contain two modules of equal structure. The
+    other modules of such a list are included in separate groups, since code around a block is not compiled.
     """
     groups: dict[Hashable, list[nn.Module]] = defaultdict(list)
     for block in _blocks_in(model):
@@ -30,7 +30,7 @@ def repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def described(groups: list[list[nn.Module]]) -> str:
-    """Return how many blocks there are, and of which classes, for the report."""
+    """Return the number of blocks per class, for the report."""
     counts = Counter(class_name(block) for group in groups for block in group)
     return ", ".join(f"{count} blocks of {name}" for name, count in counts.items())
 
@@ -51,7 +51,7 @@ def _repeats(modules: list[nn.Module]) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether there is something to fuse in a module: at least two others."""
+    """Whether a module contains something to fuse: at least two other modules."""
     return len(list(module.modules())) > 2 and any(True for _ in parameters_of(module))
 
 

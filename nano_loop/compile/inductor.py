@@ -1,4 +1,4 @@
-"""Arguments of `torch.compile`: Inductor draws as plain loops do, and keeps its files in a folder of the user."""
+"""Arguments of `torch.compile`: Inductor draws the random numbers of plain loops, and has a folder of the user."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def arguments_with(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's arguments of `torch.compile` with what Inductor needs to draw as the plain loop does.
+    """Return the user's arguments of `torch.compile`, extended so that Inductor draws as the plain loop does.
 
-    The user's options prevail. Another backend than Inductor gets the arguments as they are.
+    The user's options take precedence. Backends other than Inductor get the arguments unchanged.
     """
     arguments = dict(options)
     if arguments.get("backend") not in (None, "inductor"):
         return arguments
-    # torch takes a mode or options.
+    # torch accepts either a mode or options.
     modes = mode_options(arguments.pop("mode", None), arguments.get("dynamic"))
     # Random numbers come from torch's generator, in order. Inductor's own would be seeded from it, which leaves it in
     # another state than the plain loop does: the next shuffle of a loader would differ.
-    # Headers that are precompiled lie in Inductor's folder for all, whatever `own_cache` says.
+    # Precompiled headers are always stored in Inductor's shared folder, regardless of `own_cache`.
     ours = {"fallback_random": True, "cpp_cache_precompile_headers": False}
     arguments["options"] = {**ours, **modes, **(arguments.get("options") or {})}
     return arguments
@@ -37,10 +37,10 @@ def arguments_with(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def own_cache() -> Iterator[None]:
-    """Let Inductor keep what it compiles below nano_loop's cache folder, unless the user has named a folder.
+    """Make Inductor store compiled code below nano_loop's cache folder, unless the user has set a folder.
 
-    Its default belongs to whoever has made it first: it lies in the folder for temporary files, by the user's name.
-    Where nano_loop has no folder that it can trust, Inductor has a private one for the run.
+    Its default folder is named after the user in the folder for temporary files, and belongs to whoever creates it
+    first. If nano_loop has no trusted folder, Inductor gets a private one for the run.
     """
     before = os.environ.get(_CACHE)
     with ExitStack() as stack:
@@ -58,7 +58,7 @@ def own_cache() -> Iterator[None]:
 
 
 def _trusted_folder(folder: Path | None) -> str | None:
-    """Return the folder below nano_loop's cache folder, or None where there is none, or another user can change it."""
+    """Return the folder below nano_loop's cache folder; None if there is none or another user can change it."""
     if folder is None:
         return None
     try:

@@ -1,1 +1,1 @@
-"""Every option: its declaration, its checks, the environment, and tables of precisions and operators."""
+"""The options: declarations, checks, environment variables, and tables of precisions and operators."""

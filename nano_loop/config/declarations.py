@@ -1,7 +1,7 @@
-"""The declarations of the options: name, type, default, check and help of each.
+"""The declarations of the options: the name, type, default, check and help of each.
 
-Signatures, docstrings, environment variables, flags and `docs/options.md` follow from them. It does not import torch,
-so that the command line knows the options at once.
+Signatures, docstrings, environment variables, flags and `docs/options.md` are generated from them. This module does not
+import torch, to keep the command line fast.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from nano_loop.config.precisions import PRECISIONS, PrecisionName
 
 
 class Need(NamedTuple):
-    """What an option needs to act. Without it, an option that the program has written is an error.
+    """A condition for an option to have an effect. If it is not met, an option set by the program is an error.
 
     Attributes
     ----------
     of : str
-        The option that decides.
+        The option that it depends on.
     is_met : callable
-        Takes the values of all options, and "cpus", how many the host has.
+        Called with the values of all options, and "cpus", the number of CPUs of the host.
     expected, hint : str
         The last two parts of the message.
     """
@@ -37,7 +37,7 @@ class Need(NamedTuple):
 _SEVERAL = Need(
     "num_processes",
     lambda values: values["num_processes"] not in (None, 1) or values["distributed_backend"] == "k8s",
-    "it is for several processes",
+    "it is only for several processes",
     "Pass num_processes=2 or more, or omit it",
 )
 _AUTOCAST = Need(
@@ -49,13 +49,13 @@ _AUTOCAST = Need(
 _FP32_STATE = Need(
     "precision",
     lambda values: PRECISIONS[values["precision"]].parameters_name != "float64",
-    "moments are in fp64, too, then",
+    "then moments are in fp64, too",
     "Remove one of the two",
 )
 _CACHE = Need(
     "fast_images",
     lambda values: values["fast_images"] is not False,
-    "it is for what fast_images keeps",
+    "it is for the cache of fast_images",
     "Remove one of the two",
 )
 _CPUS = Need(
@@ -65,7 +65,7 @@ _CPUS = Need(
         or values["num_threads"] in (None, "auto")
         or values["num_threads"] <= values["cpus"]
     ),
-    "this host has fewer CPUs, and threads that share one wait for each other",
+    "this host has fewer CPUs, and threads that share a CPU wait for each other",
     "Omit it for one thread per physical core",
 )
 
@@ -73,7 +73,7 @@ _CPUS = Need(
 def option(
     default: Any, check: checks.Check, help: str, *, changes_bits: bool = False, needs: Need | None = None
 ) -> Any:
-    """Declare an option, whose name and type are those of the field.
+    """Declare an option. The field defines its name and type.
 
     Parameters
     ----------
@@ -84,9 +84,9 @@ def option(
     help : str
         A description for docstrings and `docs/options.md`.
     changes_bits : bool
-        Whether it can change a bit of what plain torch computes in fp32. With ``exact=True`` its value is in `EXACT`.
+        Whether it can change a bit of the results of plain torch in fp32. With ``exact=True`` its value is in `EXACT`.
     needs : Need, optional
-        What it needs to act.
+        A condition for it to have an effect.
     """
     metadata = {"check": check, "help": help, "changes_bits": changes_bits, "needs": needs}
     return field(default=default, metadata=metadata)
@@ -98,24 +98,24 @@ def switch(default: bool, help: str, *, changes_bits: bool = False, needs: Need 
 
 
 def step(help: str, *, changes_bits: bool) -> Any:
-    """Declare the option of a step that is applied, unless the user leaves it out, where it applies."""
+    """Declare the option of a step that is applied whenever it is applicable, unless the user disables it."""
     return option("auto", checks.auto_or_boolean, help, changes_bits=changes_bits)
 
 
 @dataclass(frozen=True)
 class Declarations:
-    """The options, as they are declared: the base class of `Options`.
+    """The declared options: the base class of `Options`.
 
-    Each of them is an argument of `nano_loop.TorchNano` and `nano_loop.nano`, an entry of their docstrings, an
+    Each is an argument of `nano_loop.TorchNano` and `nano_loop.nano`, an entry of their docstrings, an
     environment variable, and an entry of the report.
     """
 
-    # BigDL-Nano's eight, in its order and with its defaults. Its `nano` had no process_group_backend.
+    # BigDL-Nano's eight options, in its order and with its defaults. Its `nano` had no process_group_backend.
     num_processes: int | Literal["auto"] | None = option(
         None,
         checks.num_processes,
         "Runs this many data-parallel processes. `None`: one, or as many as `torchrun`, `srun` or `mpirun` starts. "
-        '`"auto"`, with `split_batches=True`: as many as `nano-loop tune` has found to be the fastest, else as `None`.',
+        '`"auto"`, with `split_batches=True`: the number that `nano-loop tune` found to be fastest, or as `None`.',
     )
     use_ipex: bool = switch(
         False,
@@ -126,8 +126,8 @@ class Declarations:
     distributed_backend: str = option(
         "subprocess",
         checks.distributed_backend,
-        'Chooses what starts the processes. `"spawn"` is another name for `"subprocess"`. `"ray"`: Ray, on the nodes '
-        'of its cluster; needs `pip install "nano-loop[ray]"`. `"k8s"`: they have been started from outside, as by '
+        'Chooses the launcher of the processes. `"spawn"` is another name for `"subprocess"`. `"ray"`: Ray, on the '
+        'nodes of its cluster; needs `pip install "nano-loop[ray]"`. `"k8s"`: they are started from outside, as by '
         "torchrun.",
         needs=_SEVERAL,
     )
@@ -142,7 +142,7 @@ class Declarations:
         32,
         checks.precision,
         'Sets the precision of models. `"bf16"`: bf16 autocast around each call into a model, with outputs in fp32. '
-        '`"bf16-products"` or `"auto"`: fp32, with the inputs of matrix products rounded to bf16 where that is faster. '
+        '`"bf16-products"` or `"auto"`: fp32, with the inputs of matrix products rounded to bf16 if that is faster. '
         '`"bf16-true"`: parameters and inputs in bf16, half the memory. `64`: both in fp64. '
         "`16`: fp32, with the inputs of large products rounded to fp16; not faster than `32`.",
         changes_bits=True,
@@ -155,7 +155,7 @@ class Declarations:
     channels_last: bool | Literal["auto"] = option(
         False,
         checks.auto_or_boolean,
-        'Converts 4-D and 5-D inputs of models and of convolutions to NHWC. `"auto"`: keeps the layout that is faster '
+        'Converts 4-D and 5-D inputs of models and of convolutions to NHWC. `"auto"`: uses the layout that is faster '
         "in a measurement after the first batch.",
         changes_bits=True,
     )
@@ -163,22 +163,22 @@ class Declarations:
     _: KW_ONLY
     split_batches: bool = switch(
         False,
-        "Lets processes share each batch, so that N of them compute what one computes. Without it each takes "
+        "Lets processes share each batch, so that N of them compute the same as one. Otherwise each takes "
         "different batches. With one process it has no effect.",
     )
     exact: bool = switch(
         False,
-        'Computes to the bit what plain torch computes in fp32, with as many threads. Each `"auto"` that changes a bit '
-        "is off, and any other value that does is an error.",
+        'Computes bit for bit the same as plain torch in fp32 with the same number of threads. Each `"auto"` that '
+        "changes a bit is off, and any other value that does is an error.",
     )
     fused_optimizer: bool | Literal["auto"] = step(
-        "Updates weights by fused kernels of Adam, AdamW, SGD and Adagrad, where they are right.",
+        "Updates weights by fused kernels of Adam, AdamW, SGD and Adagrad, if they compute the same.",
         changes_bits=True,
     )
     optimizer_state: Literal["32", 32, "bf16"] = option(
         "32",
         checks.fp32_or_bf16,
-        'Keeps the moments of SGD, Adam and AdamW in fp32, or in `"bf16"`, which rounds them up or down at random: '
+        'Keeps the moments of SGD, Adam and AdamW in fp32, or in `"bf16"` with stochastic rounding: '
         "half of their memory.",
         changes_bits=True,
         needs=_FP32_STATE,
@@ -186,8 +186,8 @@ class Declarations:
     frozen_dtype: Literal["32", 32, "bf16"] = option(
         "32",
         checks.fp32_or_bf16,
-        'Keeps the numbers of frozen weights in fp32, or in `"bf16"` alone, which is half of their memory. The program '
-        "sees weights in fp32, with the rounded values.",
+        'Keeps the values of frozen weights in fp32, or only in `"bf16"`, which takes half of their memory. The '
+        "program sees weights in fp32, with the rounded values.",
         changes_bits=True,
     )
     allocator: bool | Literal["auto"] = step("Lets glibc keep freed memory for the process.", changes_bits=False)
@@ -197,7 +197,7 @@ class Declarations:
     )
     fast_attention: bool | Literal["auto"] = step(
         "Computes attention in blocks by bf16 instructions of AVX-512, in reduced precision: several times as fast as "
-        "torch's kernel. In fp32, in C where that is measured to be faster.",
+        "torch's kernel. In fp32, in C if that is measured to be faster.",
         changes_bits=True,
     )
     fast_activation: bool | Literal["auto"] = step(
@@ -207,13 +207,13 @@ class Declarations:
     )
     fast_convolution: bool | Literal["auto"] = step(
         "Computes gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 "
-        "times as fast as oneDNN, for NHWC images. Needs torch 2.9 and AVX-512; else by plain matrix products where "
-        "oneDNN is slow.",
+        "times as fast as oneDNN, for NHWC images. Needs torch 2.9 and AVX-512; otherwise by plain matrix products "
+        "if oneDNN is slow.",
         changes_bits=True,
     )
     fast_linear: bool | Literal["auto"] = step(
         "Computes large products of linear layers and of their gradients in blocks by bf16 instructions, in reduced "
-        "precision: 1.05 to 1.9 times as fast as oneDNN. In fp32, in C where that is measured to be faster. Needs "
+        "precision: 1.05 to 1.9 times as fast as oneDNN. In fp32, in C if that is measured to be faster. Needs "
         "torch 2.9 and, in reduced precision, AVX-512.",
         changes_bits=True,
     )
@@ -228,54 +228,54 @@ class Declarations:
         changes_bits=True,
     )
     fast_embedding: bool | Literal["auto"] = step(
-        "Computes gradients of large embeddings by rows, in a tensor that stays, and steps of Adam, AdamW, SGD and "
+        "Computes gradients of large embeddings by rows, in a tensor that is reused, and steps of Adam, AdamW, SGD and "
         "Adagrad over the rows that change. Needs torch 2.9 or later.",
         changes_bits=True,
     )
     fast_norm: bool | Literal["auto"] = step(
-        "Computes batch, group and layer norms at twice the speed of torch's kernels in reduced precision, and in fp32 "
-        "where that is faster, as of RMS norms. Needs torch 2.9 or later.",
+        "Computes batch, group and layer norms at twice the speed of torch's kernels in reduced precision, and these "
+        "and RMS norms in fp32 if that is faster. Needs torch 2.9 or later.",
         changes_bits=True,
     )
     tune_operators: bool | Literal["auto"] = step(
-        "Times the algorithms of products, attention, LSTMs and convolutions, in reduced precision, and in fp32 of "
-        "what `fast_*` replaces, from the third step on. The fastest ones are kept for later runs too.",
+        "Times the algorithms of products, attention, LSTMs and convolutions in reduced precision, and of the "
+        "operators that `fast_*` replaces in fp32, from the third step on. The fastest ones are saved for later runs.",
         changes_bits=True,
     )
     fast_fetch: bool | Literal["auto"] = step(
         "Slices whole batches from tensors and arrays in memory, in datasets of torch and of skorch and in those that "
-        "only index; stacks arrays of other datasets' samples at once.",
+        "only index; stacks arrays of other datasets' samples in one call.",
         changes_bits=False,
     )
     num_threads: int | Literal["auto"] | None = option(
         None,
         checks.num_threads,
-        'Sets the compute threads of each process. `None`: one per physical core. `"auto"`: that or one thread, '
-        "whichever is faster by 10% in steps of the loop; with `exact`, and with several processes, as `None`.",
+        'Sets the compute threads of each process. `None`: one per physical core. `"auto"`: one thread instead, if it '
+        "is 10% faster in steps of the loop; with `exact`, and with several processes, as `None`.",
         needs=_CPUS,
     )
     fast_images: bool | Literal["auto"] = step(
-        "Caches decoded and resized images of torchvision's folders, exact to the bit.",
+        "Caches decoded and resized images of torchvision's folders, bit for bit.",
         changes_bits=False,
     )
     image_cache: int | str | os.PathLike[str] | None = option(  # noqa: RUF009
         None,
         checks.image_cache,
-        'Places the cache of `fast_images`: bytes of memory such as `8e9` or `"8 GB"`, or a folder that stays. `None`: '
+        'Places the cache of `fast_images`: bytes of memory such as `8e9` or `"8 GB"`, or a persistent folder. `None`: '
         "a quarter of the memory.",
         needs=_CACHE,
     )
     exact_images: bool = switch(
         True,
-        "Keeps pixels the same as without nano_loop. `False`: large JPEG files are decoded at a smaller size.",
+        "Keeps pixels the same as without nano_loop. `False`: decodes large JPEG files at a smaller size.",
         changes_bits=True,
         needs=_CACHE,
     )
     compile: bool | Literal["whole"] | dict[str, Any] = option(  # noqa: RUF009
         False,
         checks.compile_arguments,
-        "Compiles by `torch.compile` the blocks that a model repeats, once for each kind, or all of it where it "
-        'repeats none. `"whole"`: all of it. A dict is passed on to torch. Takes 10 s or more at first, and gains '
+        "Compiles the repeated blocks of a model by `torch.compile`, once for each kind, or the whole model if there "
+        'are none. `"whole"`: the whole model. A dict is passed to torch. Takes 10 s or more at first, and gains '
         "little on a CPU.",
         changes_bits=True,
     )
@@ -289,58 +289,58 @@ class Declarations:
     fp32_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
         (),
         checks.operators_or_safe,
-        "Runs these in fp32. `\"safe\"`: what CUDA's autocast runs in fp32 and the CPU's does not, such as softmax.",
+        "Runs these in fp32. `\"safe\"`: those that CUDA's autocast runs in fp32 and the CPU's does not, as softmax.",
         needs=_AUTOCAST,
     )
     compare_parameters: bool = switch(
         True,
-        "Compares the parameters of all processes every 100 steps, with an error where they differ, and the buffers, "
+        "Compares the parameters of all processes every 100 steps, with an error if they differ, and the buffers, "
         "with a warning.",
     )
     memory_limit: int | str | None = option(
         None,
         checks.memory_limit,
-        'Limits the memory of all processes together, such as `"8 GB"`: a training that needs more raises in its first '
-        "step. A cgroup's limit counts, too.",
+        'Limits the memory of all processes together, such as `"8 GB"`: training that needs more raises in its first '
+        "step. A cgroup's limit also counts.",
     )
     worker_init: Callable[[], object] | None = option(  # noqa: RUF009
         None,
         checks.worker_init,
-        "Calls this function in each worker process before it reads the arguments: what your program has patched in "
-        "torch, or registered with it, is not there in a worker.",
+        "Calls this function in each worker process before it reads the arguments. Workers do not have what your "
+        "program has patched in torch, or registered with it.",
     )
     timeout: float = option(600.0, checks.seconds, "Limits the seconds that a process waits for another.")
     verbose: bool | Literal["all"] = option(
         True, checks.verbosity, 'Prints the report on standard error. `"all"`: also what every process prints.'
     )
 
-    step_time: bool = switch(False, "Adds the median step time to the report, to compare options by.")
+    step_time: bool = switch(False, "Adds the median step time to the report, to compare options.")
     log_casts: bool | str | os.PathLike[str] = option(  # noqa: RUF009
         False,
         checks.boolean_or_path,
-        "Prints the casts of the third step, with what caused them and what they moved. A path: writes JSON there.",
+        "Prints the casts of the third step, with their causes and sizes. A path: writes JSON there.",
     )
     verify: bool = switch(
         False,
-        "Compares the first batch with the plain model in fp32 and fp64, and names the layer that is off.",
+        "Compares the first batch with the plain model in fp32 and fp64, and names the layer that differs.",
     )
 
 
 @dataclass(frozen=True)
 class NanoDeclarations(Declarations):
-    """The options as `nano_loop.nano` takes them: one by name alone, which BigDL-Nano's did not have."""
+    """The options as `nano_loop.nano` accepts them: one that BigDL-Nano's lacked is keyword-only."""
 
     process_group_backend: str | None = field(default=None, kw_only=True)
 
 
-#: What measures or compares a run, and changes nothing that it computes.
+#: Options that measure or compare a run, and do not change its results.
 MEASURING = ("step_time", "log_casts", "verify")
 DECLARED = fields(Declarations)
 OPTIONS = tuple(declared.name for declared in DECLARED)
 DEFAULTS: dict[str, Any] = {declared.name: declared.default for declared in DECLARED}
 CHECKS: dict[str, checks.Check] = {declared.name: declared.metadata["check"] for declared in DECLARED}
 NEEDS: dict[str, Need] = {declared.name: need for declared in DECLARED if (need := declared.metadata["needs"])}
-#: The values, as the checks return them, with which the options that can change a bit change none.
+#: The normalized values with which the options that can change a bit change none.
 EXACT: dict[str, Any] = {
     declared.name: declared.metadata["check"](False if declared.default == "auto" else declared.default)
     for declared in DECLARED

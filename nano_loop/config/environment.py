@@ -11,7 +11,7 @@ from nano_loop.config.option_checks import Check, RefusedValueError
 from nano_loop.config.protocol import COMMAND, INSTALL
 from nano_loop.errors import NanoConfigError, error_message, quoted
 
-#: Chooses the kernels in C, and is no option: libraries are loaded once for all runs of a process.
+#: Selects the kernels in C. It is not an option, since libraries are loaded once for all runs of a process.
 KERNELS = "NANO_LOOP_KERNELS"
 
 _KERNELS = ("v3", "v4", "bf16", "neon", "sve", "compile", "off")
@@ -25,17 +25,17 @@ def variable_of(option: str) -> str:
 
 
 def option_of(variable: str) -> str:
-    """Return the name of the option that an environment variable sets, in any letters."""
+    """Return the name of the option that an environment variable sets, in any case."""
     return variable.lower().removeprefix(_PREFIX.lower())
 
 
 def kernels_choice(environ: Mapping[str, str]) -> str | None:
-    """Return the value of `KERNELS`; None where it is not set.
+    """Return the value of `KERNELS`; None if it is not set.
 
     Raises
     ------
     NanoConfigError
-        If there is no such choice.
+        If the value is not allowed.
     """
     text = environ.get(KERNELS, "")
     choice = text.strip().lower()
@@ -58,20 +58,20 @@ def read_options(
     checks : mapping
         The check of each option, by name. It determines how the text is parsed.
     named : callable
-        Returns what the user knows an option by: its variable, or its flag.
+        Returns the user's name of an option: its variable or its flag.
 
     Returns
     -------
     dict
-        By option name: what the user has written, such as ``NANO_LOOP_PRECISION=bf16``, and the value.
+        By option name: the user's text, such as ``NANO_LOOP_PRECISION=bf16``, and the value.
     dict
-        By name of an unknown variable: the variable with its text.
+        By name of an unknown variable: the user's text.
     """
     variables = {variable_of(option): option for option in checks}
     known, unknown = {}, {}
     ours = (name for name in environ if name.upper().startswith(_PREFIX))
     for name in sorted(name for name in ours if name not in (KERNELS, EXPORTS, COMMAND, INSTALL)):
-        # That of an older version is in no message.
+        # Messages never show the secret of an older version.
         value = "..." if "SECRET" in name.upper() else quoted(environ[name])
         if name in variables:
             option = variables[name]
@@ -95,7 +95,7 @@ def _read(text: str, check: Check) -> Any:
 
 
 def may_be(value: Any, check: Check) -> bool:
-    """Whether a check lets a value through."""
+    """Whether a check accepts a value."""
     try:
         check(value)
     except RefusedValueError:

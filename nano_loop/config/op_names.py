@@ -1,4 +1,4 @@
-"""Names of operators as people write them, in lists and in files, and the ATen operators that they stand for."""
+"""The names of operators that users write in lists and files, and the ATen operators that they denote."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import stat
 from pathlib import Path
 from typing import Any
 
-#: What CUDA's autocast runs in fp32 and the CPU's does not.
+#: The operators that CUDA's autocast runs in fp32 but the CPU's does not.
 SAFE = (
     *("softmax", "log_softmax", "layer_norm", "group_norm", "norm", "exp", "expm1", "log", "log2", "log10", "log1p"),
     *("pow", "reciprocal", "rsqrt", "softplus", "sum", "mean", "cumsum", "cumprod", "logsumexp", "cosine_similarity"),
 )
 
-# Python's operators, as Habana's lists have them too, and functions whose operators have other names.
+# Python's operators, which Habana's lists also use, and functions whose operators have other names.
 _OTHER_NAMES = {
     "truediv": ("div",),
     "itruediv": ("div_",),
@@ -38,13 +38,13 @@ _LONGEST_FILE = 1 << 20  # bytes of a list of names
 
 
 def operators_of(name: str) -> tuple[str, ...]:
-    """Return the ATen operators that a name stands for, such as ``softmax`` or ``mul.Tensor``; none if unknown.
+    """Return the ATen operators that a name denotes, such as ``softmax`` or ``mul.Tensor``; empty if unknown.
 
     Parameters
     ----------
     name : str
         ``"softmax"``, ``"F.softmax"``, ``"Tensor.mul"``, ``"torch.linalg.inv"``, ``"aten::addmm"``, ``"__add__"`` or
-        ``"truediv"``. ``"aten::mul.Tensor"`` stands for one overload, all others for every overload.
+        ``"truediv"``. ``"aten::mul.Tensor"`` denotes one overload, all others denote every overload.
     """
     exact = _ATEN.sub("", name)
     if exact != name:
@@ -60,8 +60,8 @@ def operators_of(name: str) -> tuple[str, ...]:
 
 
 def overloads_of(operator: str) -> list[tuple[str, Any]]:
-    """Return the names of the overloads of an operator, as kernels are registered for them, with the overloads."""
-    import torch  # here, as below: the presets above are read without torch
+    """Return the overloads of an operator, with the names under which kernels are registered for them."""
+    import torch  # imported here and below, since reading the presets must not import torch
 
     packet, _, overload = operator.partition(".")
     names = [overload] if overload else _overloads(packet)
@@ -70,14 +70,14 @@ def overloads_of(operator: str) -> list[tuple[str, Any]]:
 
 
 def read_names(path: Path) -> tuple[str, ...]:
-    """Return the names in a file: one per line, with ``#`` before comments.
+    """Return the names in a file with one name per line and ``#`` before comments.
 
     Raises
     ------
     OSError, UnicodeDecodeError
-        If the file cannot be read, or is no list of names by its kind or its length.
+        If the file cannot be read, is not a regular file, or is too long.
     """
-    if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device, which may have no end or no begin
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device, which may block or never end
         raise OSError(errno.EINVAL, "it is not a regular file")
     with path.open("rb") as file:
         content = file.read(_LONGEST_FILE + 1)

@@ -1,4 +1,4 @@
-"""Checks of option values: each returns the normalized value, or raises an error that names the allowed values."""
+"""Checks of option values. Each returns the normalized value, or raises an error that lists the allowed values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nano_loop.errors import error_message, quoted, shown
 
 _PRECISIONS = {**SHORT_NAMES, **{name: name for name in PRECISIONS}}
 
-#: Takes any value, and returns its normalized form or raises a `RefusedValueError`.
+#: Accepts any value, and returns its normalized form or raises a `RefusedValueError`.
 Check = Callable[[Any], Any]
 #: More than the maximum number of CPUs in Linux.
 _TOO_MANY = 1 << 16
@@ -24,11 +24,11 @@ _LONGEST_TIMEOUT = 1_000_000_000  # seconds: 31 years
 
 
 class RefusedValueError(Exception):
-    """The allowed values, and what to do. The caller adds the name and the value of the option."""
+    """An error with the allowed values and a hint. The caller adds the name and the value of the option."""
 
 
 def _one_of(*values: bool | str | None, hint: str) -> Check:
-    """Return a check that accepts these values alone."""
+    """Return a check that accepts only these values."""
     *others, last = (f'"{value}"' if isinstance(value, str) else str(value) for value in values)
 
     def check(value: Any) -> Any:
@@ -69,7 +69,7 @@ def distributed_backend(value: Any) -> str:
 
 
 _OMIT = "Omit it: ranks of one host use shared memory, and ranks of several hosts gloo"
-_OURS = "nano_loop"  # registered with torch while there are runs; None asks for it
+_OURS = "nano_loop"  # registered with torch during runs; None selects it
 
 
 def process_group_backend(value: Any) -> str | None:
@@ -84,7 +84,7 @@ def process_group_backend(value: Any) -> str | None:
 
 
 def _has_backend(name: str) -> bool:
-    import torch.distributed  # here, as everywhere below: most options are checked without torch
+    import torch.distributed  # imported here and below, since most options are checked without torch
 
     if not torch.distributed.is_available() or name in (torch.distributed.Backend.UNDEFINED, _OURS):
         return False
@@ -92,12 +92,12 @@ def _has_backend(name: str) -> bool:
 
 
 def precision(value: Any) -> str:
-    """Accept BigDL-Nano's and Fabric's names of precisions, and return Fabric's."""
+    """Accept BigDL-Nano's and Fabric's names of precisions, and return Fabric's name."""
     name = str(value) if _is_number(value, Integral) and 0 < value < _TOO_MANY else value
     if isinstance(name, str) and name in _PRECISIONS:
         return _PRECISIONS[name]
     if isinstance(value, str) and value in OF_GPUS:
-        raise RefusedValueError("it is Fabric's for GPUs", 'Pass "bf16" or "bf16-true"')
+        raise RefusedValueError("it is a precision of Fabric for GPUs", 'Pass "bf16" or "bf16-true"')
     allowed = 'it must be 32, 64, 16, "bf16", "auto" or one of Fabric\'s names: ' + ", ".join(
         dict.fromkeys(_PRECISIONS.values())
     )
@@ -105,14 +105,14 @@ def precision(value: Any) -> str:
 
 
 def fp32_or_bf16(value: Any) -> str:
-    """Accept 32 and ``"bf16"``, and return the first as a string."""
+    """Accept 32 and ``"bf16"``, and return a string."""
     if (isinstance(value, str) and value in ("32", "bf16")) or (_is_number(value, Integral) and value == 32):
         return str(value)
     raise RefusedValueError('it must be 32 or "bf16"', 'Pass "bf16" for half of the memory, or omit it for fp32')
 
 
 def cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | int | None:
-    """Accept None, a number of CPUs, and lists of CPU ids, which are returned as tuples."""
+    """Accept None, a number of CPUs, and lists of CPU ids. Lists are returned as tuples."""
     if value is None:
         return None
     if _is_number(value, Integral) and 1 <= value < _TOO_MANY:
@@ -126,7 +126,7 @@ def cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | int | None
 
 
 def compile_arguments(value: Any) -> bool | str | dict[str, Any]:
-    """Accept True, False, ``"whole"`` and a dict of arguments of `torch.compile`, which is copied."""
+    """Accept True, False, ``"whole"`` and a dict of `torch.compile`'s arguments, which is copied."""
     if isinstance(value, bool) or (isinstance(value, str) and value == "whole"):
         return value
     import torch
@@ -139,7 +139,7 @@ def compile_arguments(value: Any) -> bool | str | dict[str, Any]:
 
 
 def boolean_or_path(value: Any) -> bool | str:
-    """Accept True, False and the path of a file that can be made, and return the path as an absolute one."""
+    """Accept True, False and the path of a file that can be created. Return the path as an absolute one."""
     if isinstance(value, bool):
         return value
     allowed, advice = "it must be True, False or the path of a file", "Pass True for a table, or a path for JSON"
@@ -155,10 +155,10 @@ def _may_be_written(path: Path) -> bool:
     try:
         return (
             "\0" not in str(path)
-            and not (path.is_dir() or path.is_fifo())  # whoever opens a pipe waits for a reader
+            and not (path.is_dir() or path.is_fifo())  # opening a pipe waits for a reader
             and os.access(path if path.exists() else path.parent, os.W_OK)
         )
-    except OSError:  # a name that is too long
+    except OSError:  # the name is too long
         return False
 
 
@@ -167,7 +167,7 @@ _POWERS = " kMGT"
 
 
 def _bytes_in(value: Any) -> int | None:
-    """Return a number of bytes, which may be written as ``"8 GB"``; None if it is none."""
+    """Return a number of bytes, which may be written as ``"8 GB"``; None if the value is invalid."""
     size = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     count = value
     if size is not None:
@@ -177,7 +177,7 @@ def _bytes_in(value: Any) -> int | None:
 
 
 def memory_limit(value: Any) -> int | None:
-    """Accept None and a number of bytes, also as ``"8 GB"``."""
+    """Accept None, a number of bytes, and a size such as ``"8 GB"``."""
     count = _bytes_in(value)
     if value is None or count is not None:
         return count
@@ -185,7 +185,7 @@ def memory_limit(value: Any) -> int | None:
 
 
 def image_cache(value: Any) -> int | str | None:
-    """Accept None, ``"auto"``, a number of bytes, also as ``"8 GB"``, and a folder, and return an absolute path."""
+    """Accept None, ``"auto"``, a number of bytes, a size such as ``"8 GB"``, and a folder, made absolute."""
     if value is None or (isinstance(value, str) and value == "auto"):
         return None
     if (count := _bytes_in(value)) is not None:
@@ -197,12 +197,12 @@ def image_cache(value: Any) -> int | str | None:
 
 
 def _may_be_a_folder(text: str) -> bool:
-    if not text or "\0" in text or (text[0].isdigit() and os.sep not in text):  # a size with a typing error
+    if not text or "\0" in text or (text[0].isdigit() and os.sep not in text):  # a misspelled size
         return False
-    path = Path(os.path.expanduser(text)).absolute()  # pathlib's raises where a user has no home
+    path = Path(os.path.expanduser(text)).absolute()  # pathlib's expanduser raises if the user has no home
     try:
         return path.is_dir() or (path.parent.is_dir() and not path.exists())
-    except OSError:  # a name that is too long
+    except OSError:  # the name is too long
         return False
 
 
@@ -210,12 +210,12 @@ _OPERATORS = "it must be a list of names of operators, or the path of a file wit
 
 
 def operators(value: Any) -> tuple[str, ...]:
-    """Accept names of operators, or the path of a file of them, and return the names."""
+    """Accept names of operators, or the path of a file with names, and return the names."""
     return _named_operators(value, _OPERATORS, 'Pass a list such as ["softmax", "layer_norm"]')
 
 
 def operators_or_safe(value: Any) -> tuple[str, ...]:
-    """Accept the same and ``"safe"``, and return the names."""
+    """Accept the same as `operators`, and ``"safe"``, and return the names."""
     if isinstance(value, str) and value == "safe":
         return SAFE
     return _named_operators(value, f'{_OPERATORS}, or "safe"', 'Pass a list such as ["softmax"], or "safe"')
@@ -253,7 +253,7 @@ def _in_file(path: str | Path) -> tuple[str, ...]:
 
 
 def seconds(value: Any) -> float:
-    """Accept a positive number of seconds that the clocks of threads and sockets can hold."""
+    """Accept a positive number of seconds that the clocks of threads and sockets support."""
     if _is_number(value, Real) and 0 < value <= _LONGEST_TIMEOUT:
         return float(value)
     allowed = f"it must be a positive number of seconds, at most {_LONGEST_TIMEOUT:,}"
@@ -261,10 +261,10 @@ def seconds(value: Any) -> float:
 
 
 def worker_init(value: Any) -> Callable[[], object] | None:
-    """Accept None and what can be called without arguments."""
+    """Accept None and a callable without required arguments."""
     if value is None or (callable(value) and _takes_nothing(value)):
         return value  # type: ignore[no-any-return]
-    allowed = "it must be None or a function that is called without arguments, and does its work when it is called"
+    allowed = "it must be None or a function without required arguments, neither async nor a generator"
     raise RefusedValueError(allowed, "Pass a function such as one that imports your_patches")
 
 
@@ -288,13 +288,13 @@ def contradictions(values: Mapping[str, Any], names: Mapping[str, str]) -> list[
     values : mapping
         The valid options only.
     names : mapping
-        How the user has named each option: an environment variable by its name.
+        The name that the user used for each option, such as its environment variable.
     """
     problems = []
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
     if count == "auto" and values.get("split_batches") is False:
-        # Whole batches on each rank are another training, which no measurement can choose.
-        expected = "a number that is measured needs processes that compute what one computes, which share each batch"
+        # With whole batches on each rank, the training differs, so measurements must not choose the number.
+        expected = "a measured number needs processes that share each batch, and so compute the same as one"
         got = shown(names["num_processes"], "auto")
         problems.append(error_message(got, expected, "Pass split_batches=True too, or a number"))
     if isinstance(shares, tuple) and "num_processes" in values and len(shares) != count:
@@ -312,12 +312,12 @@ def _contradicting_lists(values: Mapping[str, Any], names: Mapping[str, str]) ->
         yield error_message(named, "an operator runs in one of the two", "Remove it from one of them")
     for name in ("bf16_ops", "fp32_ops"):
         if values.get(name) and values.get("compile"):
-            lists = "compiled models compute by torch's lists alone"
+            lists = "compiled models use only torch's lists"
             yield error_message(f"{names[name]} with {names['compile']}", lists, "Remove one of the two")
 
 
 def _overloads(names: Iterable[str]) -> dict[str, str]:
-    """Return the names by the overloads of ATen's operators that they stand for."""
+    """Return the names, keyed by the ATen overloads that they denote."""
     return {
         overload: name for name in names for operator in operators_of(name) for overload, _ in overloads_of(operator)
     }

@@ -1,6 +1,6 @@
 """The options of a run: read from a call and from the environment, and checked.
 
-`nano_loop.config.declarations` says which options there are.
+`nano_loop.config.declarations` declares the options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nano_loop.config.option_checks import RefusedValueError, contradictions
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message, shown
 
-#: How much of a name, from 0 to 1, is that of the option that may be meant: less is another word, such as "workers".
+#: The minimum similarity, from 0 to 1, of a misspelled name to an option. Less is another word, such as "workers".
 _CLOSE = 0.75
 
 
@@ -34,12 +34,12 @@ class Options(Declarations):
     from_environment : tuple of str
         The environment variables that overrode arguments, with their values.
     learnt : dict
-        The options that `nano-loop tune` has found, as they are written.
+        The options that `nano-loop tune` has found, as text.
 
     Raises
     ------
     NanoConfigError
-        If options are invalid. The message lists each, with its value, the allowed values, and what to do.
+        If options are invalid. The message lists each one with its value, the allowed values, and what to do.
     """
 
     as_written: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -68,7 +68,7 @@ class Options(Declarations):
         environ : mapping
             The environment, with options as ``NANO_LOOP_<OPTION>``.
         named : callable
-            Returns what messages call an option of the environment.
+            Returns the name of an environment's option in messages.
         """
         overriding, unknown = read_options(environ, CHECKS, named)
         values = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
@@ -88,7 +88,7 @@ class Options(Declarations):
         return options
 
     def changed(self, values: Mapping[str, Any]) -> Options:
-        """Return the options with other values of some of them.
+        """Return the options with some values changed.
 
         Raises
         ------
@@ -99,31 +99,31 @@ class Options(Declarations):
         return options._with(from_environment=self.from_environment, learnt=self.learnt)
 
     def learnt_to(self, values: Mapping[str, Any]) -> Options:
-        """Return the options with other values of some of them, which `nano-loop tune` has found; see `changed`."""
+        """Return the options with some values changed to those that `nano-loop tune` has found; see `changed`."""
         texts = {name: shown(name, value) for name, value in values.items()}
         return self.changed(values)._with(learnt=texts, as_written=self.as_written | texts)
 
     def is_asked_for(self, name: str) -> bool:
-        """Whether the user has asked for a step by True: that there is nothing for it to do is an error then."""
+        """Whether the user requested a step with True. Then it is an error if the step has nothing to do."""
         return getattr(self, name, None) is True and name not in self.learnt
 
     @property
     def set_by_environment(self) -> set[str]:
-        """The options that the environment has set."""
+        """The options that are set by the environment."""
         return {option_of(text.partition("=")[0]) for text in self.from_environment}
 
     def refuse_idle(self, cpus: int, is_launched: bool) -> None:
-        """Raise a `NanoConfigError` if the program has written an option that cannot act.
+        """Raise a `NanoConfigError` if the program sets an option that cannot have an effect.
 
-        What the environment has set is the wish of somebody else for this run, and so is a number of processes that
-        torchrun has started.
+        Options from the environment are not checked, since they may not be the program's, and neither is the number of
+        processes if torchrun has started them.
 
         Parameters
         ----------
         cpus : int
-            How many CPUs the host has.
+            The number of CPUs of the host.
         is_launched : bool
-            Whether the processes were started from outside.
+            Whether an external launcher started the processes.
         """
         values = self.as_dict() | {"cpus": cpus}
         of_others = self.set_by_environment | ({"num_processes"} if is_launched else set())
@@ -137,7 +137,7 @@ class Options(Declarations):
             raise NanoConfigError("\n".join(problems))
 
     def for_nested_run(self, **changes: Any) -> Options:
-        """Return the options of a run inside this one, which has a copy of a model to itself, with some changed."""
+        """Return the options of a nested run with its own copy of a model, with some changed."""
         alone = {"num_processes": 1, "cpu_for_each_process": None, "verbose": False}
         return self._with(**alone, **changes, **dict.fromkeys(MEASURING, False))
 
@@ -147,7 +147,7 @@ class Options(Declarations):
 
     @property
     def processes(self) -> int:
-        """How many processes a run starts, itself included. An ``"auto"`` that was not measured is one."""
+        """The number of processes of a run, including this one. An ``"auto"`` that was not measured is one."""
         return self.num_processes if isinstance(self.num_processes, int) else 1
 
     @property
@@ -157,20 +157,20 @@ class Options(Declarations):
 
     @property
     def kind(self) -> PrecisionKind:
-        """What the precision is."""
+        """The entry of the precision in the table of precisions."""
         return PRECISIONS[str(self.precision)]
 
     @property
     def listed_operators(self) -> dict[str, tuple[str, ...]]:
-        """The names in ``bf16_ops`` and ``fp32_ops``, by the dtype. A file has been read."""
+        """The names in ``bf16_ops`` and ``fp32_ops``, by dtype. Files are already read."""
         return {"bf16": tuple(self.bf16_ops), "fp32": tuple(self.fp32_ops)}  # type: ignore[arg-type]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every option by its name."""
+        """Return every option by name."""
         return {name: getattr(self, name) for name in OPTIONS}
 
     def _with(self, **values: Any) -> Options:
-        """Return a copy with values that need no check."""
+        """Return a copy with values that are already checked."""
         options = copy.copy(self)
         options._remember(**values)
         return options
@@ -201,15 +201,15 @@ def _checked(values: Mapping[str, Any], as_written: Mapping[str, str], problems:
 
 
 def _inexact(values: Mapping[str, Any], as_written: Mapping[str, str]) -> Iterator[str]:
-    """Yield a message for each valid value that changes bits. An ``"auto"`` is what is exact then."""
+    """Yield a message for each valid value that changes bits. With ``exact``, ``"auto"`` becomes an exact value."""
     for name, exact in EXACT.items():
         if values.get(name, exact) not in (exact, "auto"):
             got = f"{as_written[name]} with {as_written['exact']}"
-            yield error_message(got, "it changes bits of what torch computes in fp32", "Remove one of the two")
+            yield error_message(got, "it changes bits of torch's results in fp32", "Remove one of the two")
 
 
 def _unknown(name: str, got: str, known: Sequence[str]) -> str:
-    """Return the message about an argument or a variable that is no option, of which the known ones may be meant."""
+    """Return the message about an argument or a variable that is not an option, with the closest known name."""
     if (removed := REMOVED_OTHERS.get(name) or REMOVED.get(option_of(name))) is not None:
         return error_message(got, *removed)
     if name in LEFTOVERS:

@@ -1,6 +1,6 @@
-"""The protocol of commands and scripts: a variable of the environment says what nano-loop asks of a script it starts.
+"""The protocol between commands and scripts: an environment variable with a command for the script that it starts.
 
-It does not import torch, so that the command line need not wait for it.
+It does not import torch, to keep the command line fast.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from nano_loop.errors import NanoConfigError, error_message
 
-#: The variable. It is no option.
+#: The variable. It is not an option.
 COMMAND = "NANO_LOOP_COMMAND"
-#: The variable by which the hook at the start of Python installs the ambient mode. It is no option.
+#: The variable that makes Python's startup hook install the ambient mode. It is not an option.
 INSTALL = "NANO_LOOP_INSTALL"
-#: What a profile shows around an averaging of gradients.
+#: The name of gradient averaging in profiles.
 AVERAGING_EVENT = "nano_loop: averaging"
 
 
@@ -27,11 +27,11 @@ class Command(NamedTuple):
     """A command."""
 
     name: str  # "tune" or "profile"
-    result: str  # the path of the file that the script writes the result to
-    arguments: dict[str, Any]  # the command's own
+    result: str  # the path of the file to which the script writes its result
+    arguments: dict[str, Any]  # the arguments of the command
 
     def encoded(self) -> str:
-        """Return it as the value of the variable."""
+        """Return the command as the value of the variable."""
         return json.dumps(self._asdict())
 
     def answer(self, **content: Any) -> None:
@@ -39,30 +39,30 @@ class Command(NamedTuple):
         Path(self.result).write_text(json.dumps(content), encoding="utf-8")
 
     def end(self, **content: Any) -> NoReturn:
-        """Write the result, and end the process: what follows in the script belongs to a training."""
+        """Write the result and end the process, since the rest of the script is not needed."""
         self.answer(**content)
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # the script may have closed or replaced it
+            with suppress(Exception):  # the script may have closed or replaced them
                 stream.flush()
         os._exit(0)
 
 
 @cache
 def take_command() -> Command | None:
-    """Return the command of this process; None if nano-loop has not started it.
+    """Return the command of this process; None if no command has started it.
 
-    The variable is removed at the first call, so that processes which the script starts are not commanded.
+    The first call removes the variable, so that processes that the script starts do not execute the command.
     """
     text = os.environ.pop(COMMAND, None)
     try:
         return None if text is None else Command(**json.loads(text))
     except (ValueError, TypeError) as error:
-        expected = "it holds what nano-loop tells a script that it starts"
+        expected = "only nano-loop may write it, for a script that it starts"
         raise NanoConfigError(error_message(f"{COMMAND} is damaged", expected, f"Unset {COMMAND}")) from error
 
 
 def is_json(value: Any) -> bool:
-    """Whether JSON has a value, which a function is not."""
+    """Whether JSON can represent a value, which is not so for a function."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

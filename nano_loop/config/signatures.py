@@ -1,6 +1,6 @@
-"""The options as parameters of a function: in its signature, in its docstring, and for type checkers.
+"""The options as parameters of a function: in its signature, its docstring, and for type checkers.
 
-Type checkers read the parameters of the declarations, so editors complete the names of options.
+Type checkers read the declarations, so editors complete the names of options.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _T = TypeVar("_T")
 _Self = TypeVar("_Self")
 _PLACE = re.compile(r"^( *)\{options\}$", re.MULTILINE)
 _WIDTH = 116
-# Resolved types, since annotations are strings that are valid only in the module of `Declarations`.
+# Resolved types, since annotations are strings that can be evaluated only in the module of `Declarations`.
 _TYPES = get_type_hints(Declarations)
 
 
 def _parameters_of(function: str) -> list[inspect.Parameter]:
-    """Return the options as the parameters of a function: those that it takes by position first."""
+    """Return the options as parameters of a function, with positional ones first."""
     kind = NanoDeclarations if function == "nano" else Declarations
     parameters = inspect.signature(kind).parameters.values()
     return [parameter.replace(annotation=_TYPES[parameter.name]) for parameter in parameters]
 
 
 def with_options(function: _T) -> _T:
-    """Add the options to the signature of a function of ``(*args, **others)``, at run time.
+    """Add the options to the signature of a function with ``(*args, **others)`` at run time.
 
     The options are placed between the function's own parameters and ``**others``. Without a parameter ``*args``, they
     are keyword-only. The function reads its arguments with `named`.
@@ -64,14 +64,14 @@ def method_takes(
 
 
 def documented(owner: _T) -> _T:
-    """Replace ``{options}`` in the docstring of `owner` by the entries of the options."""
+    """Replace ``{options}`` in the docstring of `owner` with the entries of the options."""
     if owner.__doc__:  # python -OO removes docstrings
         owner.__doc__ = _PLACE.sub(lambda place: textwrap.indent(_entries(), place[1]), owner.__doc__)
     return owner
 
 
 def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `function` by name. Leftovers of BigDL-Nano are removed, with a warning.
+    """Return the arguments of `function` by name. Arguments of BigDL-Nano without effect are removed, with a warning.
 
     Call it from `function` itself, so that the warning points to the line that called `function`.
 
@@ -108,5 +108,5 @@ def _entries() -> str:
 
 def _in_words(annotation: Any) -> str:
     """Return a type in numpydoc's notation: ``bool or "auto"`` for ``bool | Literal["auto"]``."""
-    annotation = annotation.replace("PrecisionName", "int | str")  # which are many, and listed below
+    annotation = annotation.replace("PrecisionName", "int | str")  # too many to list here; the entry lists them
     return re.sub(r"Literal\[(.*?)\]", r"\1", annotation).replace(" | ", " or ").replace("'", '"')

@@ -1,4 +1,4 @@
-"""The CPUs that this process may use, their partition among processes, and the binding of threads."""
+"""The CPUs that this process may use, their division among processes, and the binding of threads."""
 
 from nano_loop.cpu.binding import bound
 from nano_loop.cpu.cpu_list import format_cpu_list

@@ -17,8 +17,8 @@ from nano_loop.errors import NanoError, error_message
 
 _TASKS = Path("/proc/self/task")
 
-# The first round finds the existing threads, and the second one those that unbound threads have started meanwhile. More
-# rounds are rare. The limit ends the loop in a process that keeps starting threads.
+# The first round finds the existing threads, and the second one those that unbound threads have started in between.
+# More rounds are rare. The limit ends the loop in a process that keeps starting threads.
 _MOST_ROUNDS = 100
 
 
@@ -26,9 +26,9 @@ _MOST_ROUNDS = 100
 def bound(cpus: Collection[int]) -> Iterator[None]:
     """Run the body with every thread of this process on `cpus`.
 
-    On exit, the mask of each thread is restored, and threads that were started meanwhile get the previous mask of the
+    On exit, the mask of each thread is restored, and threads that were started in the body get the previous mask of the
     calling thread. A mask that the kernel rejects, because the cpuset has shrunk, is not restored. The context has no
-    effect where threads cannot be bound (macOS, no /proc).
+    effect if threads cannot be bound (macOS, no /proc).
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def _can_bind() -> bool:
 def _masks() -> dict[int, set[int]]:
     masks = {}
     for thread in _threads():
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the thread has ended
             masks[thread] = os.sched_getaffinity(thread)
     return masks
 
@@ -80,7 +80,7 @@ def _put_back(masks: dict[int, set[int]], own: Collection[int]) -> None:
     """Restore the mask of each thread, and set `own` for new threads. Never raises, to keep an error of the body."""
     for thread, mask in masks.items():
         _put_back_one(thread, mask)
-    # Last, since it needs a file descriptor, and the body may have failed because there are none left.
+    # Last, since it needs a file descriptor, and the body may have failed because none were left.
     with suppress(OSError):
         for thread in _each_thread():
             if thread not in masks:

@@ -53,16 +53,16 @@ def read_cpuset(tree: Tree) -> tuple[int, ...]:
 
 
 def read_memory_limit(tree: Tree) -> int | None:
-    """Return the bytes of memory that this process and others of its cgroups may use, or None if there is no limit."""
-    names = ("memory.max", "memory.limit_in_bytes")  # without a limit: the word max, and a number of 19 digits
+    """Return the memory limit of the process's cgroups in bytes, or None if there is no limit."""
+    names = ("memory.max", "memory.limit_in_bytes")  # without a limit: "max", or a number with 19 digits
     limits = [tree.number(f"{folder}/{name}") for folder in _folders(tree, "memory") for name in names]
     return min((limit for limit in limits if limit is not None and limit > 0), default=None)
 
 
 def read_memory_left(tree: Tree) -> int | None:
-    """Return the bytes that this process and others of its cgroups may still get, or None if there is no limit.
+    """Return the bytes that the process's cgroups may still allocate, or None if there is no limit.
 
-    With those of swap, and without what the kernel keeps of files, which it gives up before it kills.
+    This includes swap, and excludes the page cache, which the kernel frees before it kills processes.
     """
     left = [_folder_left(tree, folder) for folder in _folders(tree, "memory")]
     return min((count for count in left if count is not None), default=None)
@@ -76,7 +76,7 @@ def _folder_left(tree: Tree, folder: str) -> int | None:
     if not limit or limit < 0 or usage is None:
         return None
     swap_left = tree.sizes("/proc/meminfo").get("SwapFree", 0)
-    if version_1:  # of memory and swap together
+    if version_1:  # the limits of memory and swap together
         both, used = (tree.number(f"{folder}/memory.memsw.{name}_in_bytes") for name in ("limit", "usage"))
         limits = None if both is None or used is None else (both - limit) - (used - usage)
     else:

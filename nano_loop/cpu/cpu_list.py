@@ -12,7 +12,7 @@ _PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Return the ids in a list such as ``0-3,8``, sorted, without duplicates; none where `text` is something else."""
+    """Return the ids in a list such as ``0-3,8``, sorted and without duplicates; empty if `text` is invalid."""
     cpus: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
@@ -24,7 +24,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
-    """Format CPU ids, in any order, as a list of ranges: ``(0, 1, 2, 3, 8)`` as ``"0-3,8"``; empty for no CPU."""
+    """Format CPU ids, in any order, as a list of ranges: ``(0, 1, 2, 3, 8)`` as ``"0-3,8"``; empty without CPUs."""
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in _runs(sorted(set(cpus))))
 
 

@@ -1,4 +1,4 @@
-"""The settings with which glibc keeps freed memory, for `mallopt(3)` and as environment variables.
+"""The settings that make glibc keep freed memory, for `mallopt(3)` and as environment variables.
 
 By default, glibc returns every large block to the kernel when it is freed, and the next training step faults it in
 again, page by page. With these three settings, a small CNN went from about 8,500 to 200 page faults per step.
@@ -21,9 +21,9 @@ VARIABLES = {
     TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_",
     TOP_PAD: "MALLOC_TOP_PAD_",
 }
-#: By variable, what has the effect of `SETTINGS` in a program that is started with it.
+#: The values of environment variables that have the effect of `SETTINGS`.
 SETTINGS_AS_VARIABLES = {VARIABLES[parameter]: str(value) for parameter, value in SETTINGS.items()}
-#: Variables by which a user sets these parameters.
+#: Variables with which a user sets these parameters.
 USERS_OWN = ("GLIBC_TUNABLES", *VARIABLES.values())
 ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 

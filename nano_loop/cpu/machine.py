@@ -19,7 +19,7 @@ class LogicalCpu:
     package: int = 0  # the socket
     numa_node: int = 0  # the NUMA node
     last_level_cache: int = 0  # the last-level cache, identified by the smallest CPU id that shares it
-    core_kind: CoreKind | None = None  # the kind of core on a hybrid machine; None if all cores are alike
+    core_kind: CoreKind | None = None  # the kind of core on a hybrid machine; None if all cores are equal
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Machine:
         """The allowed CPU ids, grouped by physical core.
 
         In each core, the first id is used for computation, and the others are its SMT siblings. Cores are sorted by
-        NUMA node, then performance cores first (on hybrid machines), then by last-level cache, then by id. So
-        neighbouring cores share memory and caches.
+        NUMA node, then with performance cores first (on hybrid machines), then by last-level cache, then by id, so
+        that neighbouring cores share memory and caches.
         """
         allowed = set(self.allowed)
         cores: defaultdict[int, list[LogicalCpu]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""A filter for lines that compiled code writes by itself into a process's output."""
+"""A filter for lines that native code writes to a process's output."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-_one_at_a_time = threading.RLock()  # the descriptor is the process's
+_one_at_a_time = threading.RLock()  # the process has only one such descriptor
 
 
 @contextmanager
 def without_lines(descriptor: int, part: bytes) -> Iterator[None]:
-    """Hold back what is written to a file descriptor, and then let it go without the lines that contain `part`.
+    """Buffer the output to a file descriptor, and write it on exit without the lines that contain `part`.
 
     Parameters
     ----------
     descriptor : int
         1 for standard output, or 2 for standard error. It is changed for all threads, so the body should be short.
     part : bytes
-        What the unwanted lines contain.
+        Text in the unwanted lines.
     """
     with _one_at_a_time, ExitStack() as stack:
         held = None
-        with suppress(OSError):  # there is no such descriptor, or no place for a file
-            os.fstat(descriptor)  # a closed one would be given to the file
+        with suppress(OSError):  # there is no such descriptor, or no space for a file
+            os.fstat(descriptor)  # the file would get the number of a closed one
             held = stack.enter_context(tempfile.TemporaryFile())
         if held is None:
             yield

@@ -1,4 +1,4 @@
-"""The begin of a process, and its link to its parent, with which it ends."""
+"""The start time of a process, and its link to its parent, with which it ends."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 @cache
 def process_start() -> float:
-    """Return when this process began, as `time.time` counts, to the second."""
+    """Return the start time of this process on the clock of `time.time`, to the second."""
     return float(psutil.Process().create_time()) - 1
 
 
 def end_with(parent: int) -> None:
-    """Let the system kill this process when its parent ends, whatever it is doing then. Only Linux can.
+    """Let the system kill this process when its parent ends. Only Linux supports this.
 
     Parameters
     ----------
     parent : int
-        The process ID of the parent. If it has ended already, this process ends at once.
+        The process ID of the parent. If it has already ended, this process ends immediately.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

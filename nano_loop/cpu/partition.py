@@ -2,9 +2,9 @@
 
 All shares have the same size, since synchronized ranks wait for the slowest one. Remaining cores stay idle. For the
 same reason, a single share that crosses a boundary slows down all ranks. So the cores are split within each last-level
-cache if that yields enough shares of this size, else within each NUMA node, else across the whole machine. If there are
-more shares than processes, shares on the fewest nodes are used, to keep communication local, and about equally many
-from each of these nodes and caches, to use their full memory bandwidth.
+cache if that yields enough shares of this size, otherwise within each NUMA node, otherwise across the whole machine. If
+there are more shares than processes, shares on the fewest nodes are used, to keep communication local, and about
+equally many from each of these nodes and caches, to use their full memory bandwidth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nano_loop.cpu.cpu_list import format_cpu_list
 from nano_loop.cpu.machine import Machine
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 
-#: Variables by which libgomp or libiomp binds the thread that loads it.
+#: Variables that make libgomp or libiomp bind the thread that loads it.
 BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 Core = tuple[int, ...]  # the allowed CPU ids of one physical core; the first one is used for computation
 Piece = list[Core]  # the cores of one share
@@ -70,10 +70,10 @@ def partition(machine: Machine, num_processes: int, cores_each: int | None = Non
 
 
 def process_counts(machine: Machine) -> tuple[int, ...]:
-    """Return the numbers of processes that are worth a trial, from one on.
+    """Return the numbers of processes that are worth measuring, starting with one.
 
-    Equal shares of the others fill the cores of each NUMA node, so that none crosses a boundary or leaves a core idle.
-    Each number is at least twice the one before: what lies between differs by little.
+    For the other numbers, equal shares fill the cores of each NUMA node, so that none crosses a boundary or leaves a
+    core idle. Each number is at least twice the previous one, since numbers in between differ little.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def process_counts(machine: Machine) -> tuple[int, ...]:
     cores = _cores_to_use(machine, 1)
     node_of = {cpu.id: cpu.numa_node for cpu in machine.logical_cpus}
     nodes = [len(node) for node in _grouped(cores, lambda core: node_of[core[0]])]
-    if machine.num_threads < len(cores):  # by a quota, which no node has a part of
+    if machine.num_threads < len(cores):  # limited by a quota, which is not divided among nodes
         nodes = [machine.num_threads]
     counts, total, most = [1], sum(nodes), math.gcd(*nodes)
     for size in range(most, 0, -1):
@@ -118,7 +118,7 @@ def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]
     Warns
     -----
     NanoWarning
-        If CPUs are left out because they do not exist or this process may not use them. The message lists them.
+        If CPUs are omitted because they do not exist or this process may not use them. The message lists them.
     """
     allowed = set(machine.allowed)
     lists = [[cpu for cpu in dict.fromkeys(cpus) if cpu in allowed] for cpus in cpu_for_each_process]
@@ -128,7 +128,7 @@ def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]
         raise NanoConfigError("\n".join(problems))
     if left_out := {cpu for cpus in cpu_for_each_process for cpu in cpus} - allowed:
         text = error_message(
-            "cpu_for_each_process", f"left out {_why_not(machine, left_out)}", "Take them out of the lists"
+            "cpu_for_each_process", f"omitted {_why_not(machine, left_out)}", "Remove them from the lists"
         )
         warnings.warn(text, NanoWarning, stacklevel=2)
     return tuple(_given_share(machine, cpus, claimed) for cpus in lists)
@@ -145,7 +145,7 @@ def restricted(machine: Machine, share: Share, num_processes: int) -> Machine:
 
 
 def _cores_to_use(machine: Machine, num_cores: int) -> Piece:
-    """Return the performance cores if there are as many as needed, else all cores."""
+    """Return the performance cores if there are enough, otherwise all cores."""
     slow = {cpu.id for cpu in machine.logical_cpus if cpu.core_kind == "efficiency"}
     fast = [core for core in machine.physical_cores if core[0] not in slow]
     return fast if len(fast) >= num_cores else [*machine.physical_cores]
@@ -181,13 +181,13 @@ def _cut(cores: Piece, size: int) -> list[Piece]:
 
 def _about_as_many_from_each(groups: list[list[Piece]], count: int) -> list[Piece]:
     group_of = [index for index, pieces in enumerate(groups) for _ in pieces]
-    # Evenly spaced picks over all pieces take about equally many from each cache, and so from each node.
+    # Evenly spaced picks over all pieces use about equally many from each cache, and so from each node.
     taken = Counter(group_of[step * len(group_of) // count] for step in range(count))
     return [piece for index, pieces in enumerate(groups) for piece in pieces[: taken[index]]]
 
 
 def _share(cores: Iterable[Core], spare: Iterable[int] = ()) -> Share:
-    """Return a share that computes on the first CPU of each core. Loaders use the others, or else `spare`."""
+    """Return a share that computes on the first CPU of each core. Loaders use the others, or `spare` without any."""
     cpus = tuple(core[0] for core in cores)
     siblings = tuple(cpu for core in cores for cpu in core[1:])
     return Share(cpus, siblings or tuple(spare) or cpus)
@@ -210,13 +210,13 @@ def _why_not(machine: Machine, cpus: Collection[int]) -> str:
 def _without_cpus(machine: Machine, lists: Iterable[tuple[int, Sequence[int]]]) -> Iterator[str]:
     for index, cpus in lists:
         why = f"no CPU is left without {_why_not(machine, cpus)}"
-        yield error_message(f"cpu_for_each_process[{index}]={[*cpus]}", why, "Name some of those")
+        yield error_message(f"cpu_for_each_process[{index}]={[*cpus]}", why, "Use some of these")
 
 
 def _in_several_lists(claimed: Counter[int]) -> Iterator[str]:
     if shared := [cpu for cpu, lists in claimed.items() if lists > 1]:
         got = f"cpu_for_each_process has CPU {format_cpu_list(shared)} in more than one list"
-        yield error_message(got, "a CPU computes for one process", "Take it out of the others")
+        yield error_message(got, "a CPU computes for one process", "Remove it from the others")
 
 
 def _too_many(machine: Machine, num_processes: int, cores_each: int | None) -> str:
@@ -224,7 +224,7 @@ def _too_many(machine: Machine, num_processes: int, cores_each: int | None) -> s
     limit = f"this process may use {machine.num_threads} ({_extent(machine)}{quota})"
     binding = [f"{name}={os.environ[name]}" for name in BINDING_VARIABLES if os.environ.get(name)]
     if binding and len(machine.allowed) < len(machine.logical_cpus):
-        hint = f"Unset {' and '.join(binding)}, by which OpenMP binds this process when it is loaded"
+        hint = f"Unset {' and '.join(binding)}, which makes OpenMP bind this process when it is loaded"
     else:
         hint = "Lower num_processes, or widen the CPU affinity" + (" or the quota" if quota else "")
     num_cores = num_processes * (cores_each or 1)

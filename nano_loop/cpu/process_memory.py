@@ -1,4 +1,4 @@
-"""The memory that this process has, has had, and may still get."""
+"""The current, peak and remaining memory of this process."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import sys
 from nano_loop.cpu.cgroup import read_memory_left
 from nano_loop.cpu.tree import Tree
 
-#: The limits of the shell's ``ulimit``, in kB of ``/proc/self/status``.
+#: The limits of the shell's ``ulimit``, and their usage in ``/proc/self/status``.
 _ULIMITS = {"ulimit -v": (resource.RLIMIT_AS, "VmSize"), "ulimit -d": (resource.RLIMIT_DATA, "VmData")}
 
 
 def peak_memory() -> int:
-    """Return the most bytes of resident memory that this process has had at once."""
+    """Return the peak resident memory of this process in bytes."""
     if peak := Tree("/").sizes("/proc/self/status").get("VmHWM"):
         return peak
-    # On Linux, this begins at what the parent had when it started this process.
+    # On Linux, this starts at the parent's memory when it started this process.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def resident_memory() -> int | None:
-    """Return the bytes of resident memory that this process has now; None where the system does not say."""
+    """Return the current resident memory of this process in bytes; None if the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -31,14 +31,14 @@ def resident_memory() -> int | None:
 
 
 def memory_left(tree: Tree, is_live: bool = True) -> dict[str, int]:
-    """Return the bytes that this process may still get, by what limits them.
+    """Return the bytes that this process may still allocate, by the kind of limit.
 
     Parameters
     ----------
     tree : Tree
-        Where ``/proc`` and ``/sys`` are.
+        The root of ``/proc`` and ``/sys``.
     is_live : bool
-        Whether they are this machine's, so that the limits of this process are known.
+        Whether they belong to this machine, so that the limits of this process are known.
     """
     fields = tree.sizes("/proc/meminfo")
     left = {}

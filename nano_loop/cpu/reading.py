@@ -1,4 +1,4 @@
-"""The reader of a `Machine`, from /proc and /sys or else from system calls."""
+"""The reader of a `Machine`, from /proc and /sys or from system calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Host:
     architecture: str = ""  # the result of `platform.machine`; empty if unknown
     #: The number of cores, as counted by psutil; None if unknown, or if `affinity` is known.
     cores: int | None = None
-    #: The CPUs that this process may run on; None if the system has no affinity masks, as macOS.
+    #: The CPUs that this process may run on; None if the system has no affinity masks, like macOS.
     affinity: frozenset[int] | None = None
 
 
@@ -31,7 +31,7 @@ def live_host() -> Host:
     try:
         return Host(platform.machine(), affinity=frozenset(os.sched_getaffinity(0)))
     except (AttributeError, OSError):
-        import psutil  # type: ignore[import-untyped,unused-ignore]  # it reads all of sysfs on Linux
+        import psutil  # type: ignore[import-untyped,unused-ignore]  # reads all of sysfs on Linux
 
         return Host(platform.machine(), psutil.cpu_count(logical=False) or psutil.cpu_count())
 
@@ -45,7 +45,7 @@ def read_machine(root: Path | str = "/", host: Host | None = None) -> Machine:
     Parameters
     ----------
     root : str or pathlib.Path
-        The folder that contains ``proc`` and ``sys``: ``/`` for the live machine, others for recorded ones.
+        The folder that contains ``proc`` and ``sys``: ``/`` for the live machine, another one for a recorded machine.
     host : Host, optional
         Properties that are not in files. By default, queried from the system for ``/``, and unknown for recorded
         machines, all of whose CPUs may then be used.
@@ -60,13 +60,13 @@ def read_machine(root: Path | str = "/", host: Host | None = None) -> Machine:
         host = live_host() if is_live else Host()
     machine = _live_hardware(host, tree.text(ONLINE)) if is_live else _read_hardware(tree, host)
     usable = set(host.affinity or (cpu.id for cpu in machine.logical_cpus))
-    # A process runs on one CPU at least, so a cpuset without any of its CPUs must be wrong.
+    # A process runs on at least one CPU, so a cpuset without any of its CPUs must be wrong.
     allowed = usable.intersection(read_cpuset(tree)) or usable
     return replace(machine, allowed=tuple(sorted(allowed)), quota=read_quota(tree))
 
 
 def _read_hardware(tree: Tree, host: Host) -> Machine:
-    """Return what does not change while CPUs stay online."""
+    """Return the facts that do not change while CPUs stay online."""
     blocks = read_cpuinfo(tree)
     # CPUs in the live mask exist even if the files do not list them: in an LXC container, the files renumber from 0.
     online = sorted({*read_online(tree, blocks), *(host.affinity or ())})
@@ -74,14 +74,14 @@ def _read_hardware(tree: Tree, host: Host) -> Machine:
     return Machine(
         name=cpu_name(blocks) or kind,
         architecture=kind,
-        # A system without files has no masks either, so these numbers are names alone.
+        # A system without files has no masks either, so these numbers are only names.
         logical_cpus=read_logical_cpus(tree, online or range(host.cores or 1), blocks),
         allowed=(),
         instruction_sets=cpuinfo_instruction_sets(blocks),
     )
 
 
-@cache  # it takes hundreds of files
+@cache  # it reads hundreds of files
 def _live_hardware(host: Host, online: str) -> Machine:
     """Read the hardware of the live machine once for each set of CPUs."""
     return _read_hardware(Tree("/"), host)

@@ -1,6 +1,6 @@
 """The topology in sysfs: core, package, NUMA node, last-level cache and kind of core of each CPU.
 
-If sysfs has no information, /proc/cpuinfo is used. If that has none either, each CPU counts as a separate core.
+Without information in sysfs, /proc/cpuinfo is used. Without that, each CPU counts as a separate core.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _name_groups(keys: Mapping[int, Hashable]) -> dict[int, int]:
 
 
 def _read_kinds(tree: Tree, online: Sequence[int]) -> dict[int, CoreKind]:
-    """Return the kind of each core on a hybrid machine, or an empty dict if all cores are alike."""
+    """Return the kind of each core on a hybrid machine, or an empty dict if all cores are equal."""
     big = tree.cpu_list("/sys/devices/cpu_core/cpus")
     small = tree.cpu_list("/sys/devices/cpu_atom/cpus")
     if big and small:  # Intel

@@ -32,7 +32,7 @@ class Tree:
 
     def __init__(self, root: Path | str) -> None:
         self._root = str(root)
-        self._texts: dict[str, str] = {}  # what was read already, since several functions read the same files
+        self._texts: dict[str, str] = {}  # cached, since several functions read the same files
 
     def text(self, path: str) -> str:
         """Return the content of the file at `path` when it was first read, or an empty string."""
@@ -56,7 +56,7 @@ class Tree:
         return parse_number(self.text(path))
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Return the bytes in the lines ``NAME:   123 kB`` of the file at `path`, by their names."""
+        """Return the bytes in the lines ``NAME:   123 kB`` of the file at `path`, by name."""
         lines = re.findall(r"^(\w+):\s+(\d{1,15}) kB$", self.text(path), re.MULTILINE)
         return {name: int(count) << 10 for name, count in lines}
 

@@ -1,4 +1,4 @@
-"""The time that threads of this process have waited for CPUs, as Linux's scheduler counts it."""
+"""The time that threads of this process have waited for CPUs, as counted by Linux's scheduler."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from contextlib import suppress
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
-#: The waiting part of the time from which on other programs make times unsure.
+#: Times are unreliable from this fraction of waiting time on.
 BUSY = 0.2
 
 
 class Waits:
-    """The waits from now on.
+    """The waits since the creation of this object.
 
-    A thread waits if it could run and other programs, or other threads, have the CPUs. One that sleeps, or waits for a
-    file, does not count.
+    A thread waits if it could run but other programs or threads use the CPUs. Threads that sleep or wait for a file do
+    not count.
 
     Parameters
     ----------
@@ -37,12 +37,12 @@ class Waits:
 
 
 def is_busy(share: float | None) -> bool:
-    """Whether other programs had so much of the CPUs that times are unsure."""
+    """Whether other programs used the CPUs so much that times are unreliable."""
     return share is not None and share >= BUSY
 
 
 def unsure(share: float | None) -> str:
-    """Return the remark about what was measured meanwhile, and is not kept: empty if it is sure."""
+    """Return a remark about unreliable measurements, which are not saved, or an empty string."""
     return f"; unsure: threads waited {share:.0%} of that time for other programs" if is_busy(share) else ""
 
 

@@ -1,1 +1,1 @@
-"""Loaders on one rank: their worker processes, and the random states that samplers draw from."""
+"""Loaders on one rank: their worker processes, and the random states of samplers."""

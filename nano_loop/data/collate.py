@@ -1,7 +1,7 @@
-"""Batches of samples that hold numpy arrays: those of one field are copied into its tensor by one operation.
+"""Collates samples of numpy arrays: the arrays of a field are copied into its tensor by one operation.
 
-torch makes a tensor of each array before it stacks them, which takes ten times as long. Containers, other types and
-errors are left to torch's own function.
+torch converts each array to a tensor before it stacks them, which takes ten times as long. torch's own function handles
+containers, other types and errors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _form_of = operator.attrgetter("shape", "strides", "dtype")
 
 
 def collate(samples: list[Any]) -> Any:
-    """Return what `torch.utils.data.default_collate` returns.
+    """Return the same as `torch.utils.data.default_collate`.
 
-    In a loader's worker process torch stacks in shared memory, so it does all there.
+    In a loader's worker process it calls torch's function, which stacks in shared memory.
     """
     if get_worker_info() is not None:
         return default_collate(samples)
@@ -33,7 +33,7 @@ def collate(samples: list[Any]) -> Any:
 
 
 def _stacked(arrays: Sequence[Any]) -> Tensor | None:
-    """Return arrays of one form in a tensor, or None if torch has to stack them, or to refuse them."""
+    """Stack arrays of equal shape and dtype in a tensor. Return None if torch must stack or refuse them."""
     first = arrays[0]
     if not 1 <= first.ndim <= _MOST_DIMENSIONS or first.dtype.kind not in "biufc":
         return None

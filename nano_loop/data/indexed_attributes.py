@@ -1,8 +1,8 @@
 """Datasets whose ``__getitem__`` only indexes tensors and arrays, as in ``return self.x[index], self.y[index]``.
 
-This is read from its compiled code: instructions that load attributes, index, and build tuples, lists and dicts, and no
-others. Such code has no branches, calls nothing and changes nothing, so one call, with placeholders for the dataset
-and the index, tells what all samples are made of.
+This is checked in the bytecode: it may only load attributes, index, and build tuples, lists and dicts. Such code has no
+branches, calls or side effects, so one call with placeholders for the dataset and the index shows the structure of all
+samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from nano_loop.data.collate import ARRAYS
 
-#: The instructions, in CPython 3.10 to 3.14, which also has those of the first line in pairs and as borrowing ones.
+#: The instructions in CPython 3.10 to 3.14, which also has paired and borrowing variants of those in the first line.
 _LOADS = ("LOAD_FAST", "STORE_FAST")
 _OTHERS = frozenset(
     (
@@ -29,7 +29,7 @@ _OTHERS = frozenset(
 
 
 class Row(NamedTuple):
-    """A placeholder for the row of a tensor or an array that belongs to the index."""
+    """A placeholder for the row of a tensor or an array at the index."""
 
     values: Any
 
@@ -51,12 +51,12 @@ class _Values:
 
 
 def indexed_sample(dataset: Any) -> Any:
-    """Return what a sample is made of, with a `Row` for each row, or None if ``__getitem__`` does more than index."""
+    """Return the structure of a sample, with a `Row` for each row, or None if ``__getitem__`` does more than index."""
     kind: Any = type(dataset)
     function = getattr(kind, "__getitem__", None)
     if type(function) is not FunctionType or not _only_indexes(function.__code__):
         return None
-    if isinstance(dataset, IterableDataset) or getattr(dataset, "__getitems__", None):  # `__getitem__` is not called
+    if isinstance(dataset, IterableDataset) or getattr(dataset, "__getitems__", None):  # no `__getitem__`
         return None
     names = function.__code__.co_names
     if kind.__getattribute__ is not object.__getattribute__ or any(hasattr(kind, name) for name in names):
@@ -67,12 +67,12 @@ def indexed_sample(dataset: Any) -> Any:
     try:
         sample = function(SimpleNamespace(**{name: _Values(value) for name, value in attributes.items()}), _Index())
         return sample if [*rows_in(sample)] else None
-    except (AttributeError, IndexError, TypeError):  # of what the placeholders do not have
+    except (AttributeError, IndexError, TypeError):  # for anything that the placeholders lack
         return None
 
 
 def rows_in(part: Any) -> Iterator[Row]:
-    """Yield the rows in a sample that consists of rows alone, in tuples, lists and dicts."""
+    """Yield the rows in a sample that consists only of rows, in tuples, lists and dicts."""
     if type(part) is Row:
         yield part
     elif type(part) in (tuple, list, dict):

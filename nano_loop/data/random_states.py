@@ -1,4 +1,4 @@
-"""The random states that samplers draw from: those of the process, and those of generator objects."""
+"""The random states of samplers: those of the process, and those of generator objects."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def process_states() -> list[Any]:
 
 
 def set_process_states(states: list[Any], which: list[bool]) -> None:
-    """Set those of the three for which `which` is true."""
+    """Set the states for which `which` is true."""
     for kind, state in itertools.compress(zip(_KINDS, states, strict=True), which):
         kind.set(state)
 
 
 def diverge_rng(ranks: Ranks) -> None:
-    """Make this rank draw different random numbers than rank 0 from now on; only the first call in a run counts.
+    """Make this rank draw different random numbers than rank 0 from now on. Only the first call in a run has an effect.
 
-    Ranks begin a run with the states of rank 0, so that a split or a weight that the loop draws is the same on all of
-    them, and diverge when the loop takes its first batch: dropout and noise are to differ. Ranks that share each batch
-    never do. What a library goes on with follows from its own state alone, so a seed of one makes what it draws
-    repeatable, whatever the others have. A loop that has seeded torch itself keeps what it has chosen.
+    Ranks begin a run with the states of rank 0, so that random splits and weights are the same on all of them. They
+    diverge when the loop takes its first batch, since dropout and noise must differ. Ranks that share each batch never
+    diverge. The new state of a library depends only on its own state, so seeding one library makes its random numbers
+    reproducible, whatever the state of the others. If the loop has seeded torch itself, its state is kept.
     """
     if ranks.context.common_seed is None or ranks.context.split is not None:
         return
@@ -63,7 +63,7 @@ def diverge_rng(ranks: Ranks) -> None:
 
 
 def reseed(rank: int) -> None:
-    """Give the process random states that follow from its own, and from the rank."""
+    """Set the random states of the process to states derived from the current ones and the rank."""
     for kind in _KINDS:
         state = kind.get()
         parts = state if isinstance(state, tuple) else [state]
@@ -72,7 +72,7 @@ def reseed(rank: int) -> None:
 
 
 def differing(states: list[Any], others: list[Any]) -> list[bool]:
-    """Return which of the three differ."""
+    """Return which states differ."""
     return [not kind.same(one, other) for kind, one, other in zip(_KINDS, states, others, strict=True)]
 
 
@@ -81,7 +81,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.G
 
 
 def generators_of(*holders: Any) -> list[Any]:
-    """Return the generator objects that samplers or loaders, and the samplers inside them, have as attributes."""
+    """Return the generator objects in the attributes of samplers or loaders and of the samplers inside them."""
     return [value for value in walk(holders, _held_by_sampler) if _has_state(value)]
 
 
@@ -99,7 +99,7 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set the state of a generator object, to one of a generator of its kind."""
+    """Set the state of a generator object to the state of a generator of the same kind."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):

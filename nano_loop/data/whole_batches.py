@@ -1,9 +1,9 @@
-"""Batches that are taken out of datasets in memory by one indexing operation for each tensor or array.
+"""Takes batches from datasets in memory by one indexing operation per tensor or array.
 
-A `DataLoader` indexes each sample by itself and stacks the samples, in six times the time. Here the result is what
-`torch.utils.data.default_collate` makes of them. Datasets are known by their exact classes, of torch and of
-skorch, or by a ``__getitem__`` that only indexes (see `nano_loop.data.indexed_attributes`). Tables of another kind, as
-Arrow's, would get a module beside this one.
+A `DataLoader` indexes each sample separately and stacks the samples, which takes six times as long. The result is the
+same as that of `torch.utils.data.default_collate`. Datasets are recognized by their exact classes, of torch and of
+skorch, or by a ``__getitem__`` that only indexes (see `nano_loop.data.indexed_attributes`). Other kinds of tables, such
+as Arrow's, would get a module of their own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class WholeBatches(Dataset[Any]):
-    """A dataset that is indexed by all positions of a batch, and returns the batch.
+    """A dataset that returns a whole batch for the positions of its samples.
 
     Parameters
     ----------
     dataset : torch.utils.data.Dataset
-        One whose `leaves_of` are all supported. They are read anew for each batch, since the loop may change them.
+        A dataset whose `leaves_of` are all supported. They are read for each batch, since the loop may change them.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -40,9 +40,9 @@ class WholeBatches(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, positions: Sequence[Any]) -> Any:
-        """Return the batch, by the samples where these do not fit together, or where the program collates them itself.
+        """Return the batch, sample by sample if they do not fit together or the program collates them itself.
 
-        Of a position that is out of range, the error is torch's.
+        Positions out of range raise torch's error.
         """
         try:
             if collates_as_torch():
@@ -54,7 +54,7 @@ class WholeBatches(Dataset[Any]):
 
 
 def leaves_of(dataset: Any) -> Iterator[Any]:
-    """Yield what the samples of a dataset are taken from, such as the tensors of a `TensorDataset`."""
+    """Yield the data from which samples are taken, such as the tensors of a `TensorDataset`."""
     if _is(dataset, Subset):
         yield from leaves_of(dataset.dataset)
     elif _is(dataset, TensorDataset):
@@ -73,7 +73,7 @@ def leaves_of(dataset: Any) -> Iterator[Any]:
 
 
 def is_supported(leaf: Any) -> bool:
-    """Whether rows of a tensor or an array are what torch stacks: a subclass may have its own rows."""
+    """Whether torch would stack the rows of a tensor or an array. A subclass may have its own kind of rows."""
     if type(leaf) is Tensor:
         return leaf.dim() > 0 and leaf.layout is torch.strided
     if type(leaf) not in ARRAYS or not leaf.ndim or leaf.dtype.kind not in "biufc" or not len(leaf):
@@ -85,7 +85,7 @@ def is_supported(leaf: Any) -> bool:
 
 
 def batch_of(dataset: Any, positions: Positions) -> Any:
-    """Return the batch of samples at these positions, of a dataset whose leaves are supported."""
+    """Return the batch of samples at these positions for a dataset with supported leaves."""
     if _is(dataset, Subset):
         return batch_of(dataset.dataset, _array([dataset.indices[position] for position in positions.tolist()]))
     if _is(dataset, TensorDataset):
@@ -116,7 +116,7 @@ def _batch_of_rows(part: Any, positions: Positions) -> Any:
 
 
 def _batch_of_several(dataset: ConcatDataset[Any], positions: Positions) -> Any:
-    """Return a batch of samples of datasets that follow one another."""
+    """Return a batch of samples of concatenated datasets."""
     length = len(dataset)
     positions = np.where(positions < 0, positions + length, positions)
     if len(positions) and not 0 <= positions.min() <= positions.max() < length:
@@ -132,7 +132,7 @@ def _batch_of_several(dataset: ConcatDataset[Any], positions: Positions) -> Any:
 
 
 def _joined(batches: Sequence[Any], order: Tensor) -> Any:
-    """Return batches of one form as one, in an order."""
+    """Concatenate batches of equal structure, in the given order."""
     first = batches[0]
     if len({type(batch) for batch in batches}) > 1:
         raise TypeError("the samples of the datasets are not of one kind")
@@ -144,7 +144,7 @@ def _joined(batches: Sequence[Any], order: Tensor) -> Any:
 
 
 def _is(dataset: Any, kind: type) -> bool:
-    """Whether a dataset is exactly of this class, whose own code reads samples."""
+    """Whether a dataset is exactly of this class, and the class's own code reads samples."""
     return type(dataset) is kind and has_own(kind, "__getitem__", "__getitems__")
 
 
@@ -166,15 +166,15 @@ def _rows(values: Any, positions: Positions) -> Tensor:
     try:
         rows: Tensor = values.index_select(0, index)
     except (IndexError, RuntimeError):  # IPEX's is a RuntimeError
-        # A negative position counts from the end. What is out of range gets the usual error.
+        # A negative position counts from the end. Positions out of range raise the usual error.
         rows = values[index]
     return rows.contiguous()
 
 
 def _array(positions: Sequence[Any]) -> Positions:
-    """Return positions as an array, which numpy makes of plain ints in a third of torch's time.
+    """Return positions as an array, which numpy creates from plain ints in a third of torch's time.
 
-    What is no integer, such as a bool or a tensor with a dimension, is a TypeError: it selects no row.
+    Values that are not integers, such as bools or tensors with a dimension, raise a TypeError: they select no row.
     """
     if not all(map(_is_integer, {*map(type, positions)})) and not all(map(_holds_integer, positions)):
         raise TypeError(positions)

@@ -1,4 +1,4 @@
-"""The worker processes of a loader: the CPUs that their rank has for them, and torch's warning about their number."""
+"""The worker processes of a loader: their CPUs, and torch's warning about their number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nano_loop.patching.attributes import replaced
 class BoundWorker:
     """Binds a loader's worker process to some logical CPUs, and then calls the loader's own ``worker_init_fn``.
 
-    If the system refuses the CPUs, nothing is bound.
+    If the system refuses the CPUs, the worker is not bound.
     """
 
     def __init__(self, cpus: tuple[int, ...], then: Callable[[int], Any] | None) -> None:
@@ -24,16 +24,16 @@ class BoundWorker:
         self.then = then
 
     def __call__(self, worker: int) -> None:
-        """Do both in the worker of that number."""
+        """Bind worker number `worker` and call its function."""
         if hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):  # they are not this process's to use, and it works on others as well
+            with contextlib.suppress(OSError):  # the process may not use these CPUs; it also works on others
                 os.sched_setaffinity(0, self.cpus)
         if self.then is not None:
             self.then(worker)
 
 
 def advice_of_plain_run(cpus: int) -> AbstractContextManager[None]:
-    """Let loaders warn only of more workers than CPUs before the binding, which is what a plain run counts.
+    """Make loaders warn only about more workers than CPUs before the binding, as in a plain run.
 
     Parameters
     ----------

@@ -1,1 +1,1 @@
-"""Several processes: how they are started, how they find each other, and what travels between them."""
+"""Multiple processes: how they are launched, how they find each other, and how data is sent between them."""

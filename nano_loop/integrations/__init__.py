@@ -1,1 +1,1 @@
-"""Foreign libraries, one folder each."""
+"""Integrations of other libraries, one folder each."""

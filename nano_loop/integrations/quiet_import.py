@@ -18,24 +18,24 @@ _ABSENT = object()
 def leaving_no_trace(library: str, *replaced: tuple[Any, str]) -> Iterator[None]:
     """Restore the environment, logging, warnings and attributes after the import of a library.
 
-    It has no effect if the library is imported already: the user has imported it, with its effects.
+    It has no effect if the library is already imported: the user has imported it, with its effects.
 
     Parameters
     ----------
     library : str
-        The name of its module, which is also that of its logger.
+        The name of its module and its logger.
     *replaced : tuple of object and str
-        Attributes that the import replaces, each as an owner and a name. An attribute that the owner inherited is
-        inherited again.
+        Attributes that the import replaces, each as an owner and a name. Attributes that were inherited are inherited
+        again.
     """
     if library in sys.modules:
         yield
         return
     with ExitStack() as undoing:
         undoing.enter_context(warnings.catch_warnings())
-        # In a notebook without ipywidgets, tqdm says so when a package that imports it is imported.
+        # In a notebook without ipywidgets, importing tqdm warns.
         warnings.filterwarnings("ignore", "IProgress not found")
-        if gc.isenabled():  # the import creates no garbage, and collection would take a fifth of its time
+        if gc.isenabled():  # the import creates no garbage, and collections would take a fifth of the time
             undoing.callback(gc.enable)
             gc.disable()
         undoing.callback(_restore_environment, dict(os.environ))

@@ -1,1 +1,1 @@
-"""What is computed in torch's place: attention, gradients of convolutions, random masks."""
+"""Replacements for torch's kernels: attention, gradients of convolutions, random masks."""

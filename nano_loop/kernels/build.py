@@ -1,9 +1,9 @@
-"""Kernels in C: the files in ``csrc``, in libraries of the package, or compiled at first use and cached.
+"""C kernels: the files in ``csrc``, as libraries in the package, or compiled on first use and cached.
 
-A wheel has libraries for several levels of instructions (see `nano_loop.kernels.compiler`), and the best that this CPU
-has is used. Neither installing nor importing nano_loop needs a compiler: what the package does not have is compiled at
-first use, and a kernel that cannot be compiled is not used. Libraries that were compiled then are stored in the user's
-cache folder (see `nano_loop.storage.cache_folder`). ``NANO_LOOP_KERNELS`` chooses otherwise; a process reads it once.
+A wheel has libraries for several instruction set levels (see `nano_loop.kernels.compiler`), and the best one that this
+CPU supports is used. Neither installing nor importing nano_loop requires a compiler: missing libraries are compiled on
+first use, and a kernel that cannot be compiled is not used. These libraries are stored in the user's cache folder (see
+`nano_loop.storage.cache_folder`). ``NANO_LOOP_KERNELS`` overrides the choice; a process reads it once.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ from nano_loop.patching.torch_private import python_library
 from nano_loop.storage.cache_folder import cache_folder
 from nano_loop.storage.trusted_files import open_file, opened_folder, path_of, trusted_parent, write_file
 
-_LARGEST = 1 << 26  # bytes of a library
-_DIGEST = hashlib.sha256().digest_size  # bytes of the hash at a library's end, which the loader does not look at
+_LARGEST = 1 << 26  # maximum size of a library in bytes
+_DIGEST = hashlib.sha256().digest_size  # size of the hash appended to a library, which the loader ignores
 _AMX = frozenset(("amx_bf16", "amx_tile"))
 _NONE = "there are no C kernels"
 _numbers = itertools.count()
 
-#: Maximum number of bytes that a call takes for what it packs and sums up, in all threads together.
+#: Maximum number of bytes that a call may use for packing and partial sums, in all threads together.
 SCRATCH_BOUND = 256 * 2**20
 
-#: What a C function takes: a tensor for a pointer to its elements, None for NULL, int for int64_t, float for double; a
-#: structure for a pointer to it, or bytes for one to a copy of them.
+#: An argument of a C function: a tensor for a pointer to its elements, None for NULL, int for int64_t, float for
+#: double, a structure for a pointer to it, or bytes for a pointer to a copy of them.
 Argument = Tensor | ctypes.Structure | bytes | int | float | None
 
 
 class CompiledKernel:
-    """The functions of a C file, and what each kernel has to know of them.
+    """The functions of a C file, with the information needed to call them.
 
     Parameters
     ----------
     name : str
-        The name of the file, without its ending.
+        The name of the file, without its suffix.
     functions : mapping of str to tuple of Pointer
-        The functions, and what each takes for tensors, in their order. Other arguments are numbers and structures.
+        The functions, with their tensor parameters in order. Other arguments are numbers and structures.
     is_threaded : bool
-        Whether the functions use torch's threads, whose number is then their last argument, and release the GIL.
+        Whether the functions use torch's threads. They then accept their number as last argument and release the GIL.
     needs_avx512_bf16 : bool
-        Whether they need the bf16 instructions of AVX-512. The file then includes ``avx512_bf16.h``, and has
-        ``NAME_bytes``, the memory that a call takes.
+        Whether they require the bf16 instructions of AVX-512. The file then includes ``avx512_bf16.h`` and defines
+        ``NAME_bytes``, which returns the memory that a call needs.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class CompiledKernel:
         self.functions = functions
         self._is_threaded = is_threaded
         self._needs_avx512_bf16 = needs_avx512_bf16
-        #: How often the functions have been called.
+        #: The number of calls so far.
         self.calls = 0
 
     @functools.cached_property
     def unavailable(self) -> str | None:
-        """Why the functions cannot be used in this process, or None."""
+        """The reason why the functions cannot be used in this process, or None."""
         try:
             library = self._library()
         except UnavailableError as error:
@@ -103,21 +103,21 @@ class CompiledKernel:
 
     @functools.cached_property
     def uses_amx(self) -> bool:
-        """Whether they have a way by AMX, the CPU has it, and the system lets this process use it."""
+        """Whether they have an AMX implementation, the CPU supports it, and the system lets this process use it."""
         return self.unavailable is None and hasattr(self._library(), "has_amx") and bool(self._library().has_amx())
 
     @functools.cached_property
     def is_first_guess(self) -> bool:
-        """Whether they are faster than oneDNN on most shapes: most are not on CPUs with AMX, which oneDNN uses."""
+        """Whether they are faster than oneDNN on most shapes, which holds on CPUs without AMX: oneDNN uses AMX."""
         return self.unavailable is None and not _AMX.issubset(read_machine().instruction_sets)
 
     def __call__(self, function: str, *arguments: Argument) -> int:
-        """Call a function, and return its result, if it has one.
+        """Call a function and return its result, if any.
 
         Raises
         ------
         UnsupportedTensorError
-            If the function does not take a tensor. Nothing was computed then.
+            If the function does not support a tensor. Nothing is computed in this case.
         """
         tensors = [argument for argument in arguments if argument is None or isinstance(argument, Tensor)]
         check(tensors, self.functions[function])
@@ -126,7 +126,7 @@ class CompiledKernel:
         return int(getattr(self._library(), function)(*map(_as_c, arguments), *threads))
 
     def bytes_of(self, call: ctypes.Structure, argument: int) -> int:
-        """Return how many bytes of memory a call takes, by the function ``NAME_bytes``."""
+        """Return the number of bytes that a call needs, by the function ``NAME_bytes``."""
         function = getattr(self._library(), f"{self.name}_bytes")
         function.restype = ctypes.c_int64
         return int(function(ctypes.byref(call), ctypes.c_int(argument)))
@@ -136,7 +136,7 @@ class CompiledKernel:
 
 
 def scratch(size: int) -> Tensor:
-    """Return memory for a call."""
+    """Allocate memory for a call."""
     return empty(size, dtype=torch.uint8)
 
 
@@ -154,19 +154,19 @@ def _as_c(argument: Argument) -> object:
 
 @functools.cache
 def level() -> Level:
-    """Return the level of this process.
+    """Return the instruction set level of this process.
 
     Raises
     ------
     UnavailableError
-        If it has no kernels by ``NANO_LOOP_KERNELS``.
+        If ``NANO_LOOP_KERNELS`` disables kernels.
     """
     return chosen_level(kernels_choice(os.environ), read_machine().instruction_sets)
 
 
 @functools.cache
 def why_none() -> str | None:
-    """Return why no kernel can use torch's threads in this process, or None. The title of a report says it."""
+    """Return the reason why no kernel can use torch's threads in this process, or None. Shown in a report's title."""
     share_openmp(python_library())
     try:
         library = compiled(OPENMP, is_threaded=False)
@@ -179,11 +179,11 @@ def why_none() -> str | None:
         library.set_threads(threads)
         if is_torchs:
             return None
-    return "they would run on another OpenMP runtime than torch"
+    return "they would run on a different OpenMP runtime than torch"
 
 
 def summary() -> str:
-    """Return which kernels this process has, for the title of a report."""
+    """Return which kernels this process uses, for the title of a report."""
     reason = why_none()
     if reason is not None:
         return f"no C kernels: {reason}"
@@ -191,7 +191,7 @@ def summary() -> str:
 
 
 def for_report(reason: str) -> str:
-    """Return why a kernel is not available, without what the title of the report says."""
+    """Return why a kernel is unavailable, without the part that the report's title already shows."""
     return _NONE if reason == why_none() else reason
 
 
@@ -202,16 +202,16 @@ def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
     Parameters
     ----------
     name : str
-        The name of the file, without its ending.
+        The name of the file, without its suffix.
     is_threaded : bool
-        Whether it uses torch's threads. Its functions release the GIL then. Those of others take microseconds, and
-        hold it.
+        Whether it uses torch's threads. Its functions then release the GIL. Other functions take microseconds and hold
+        it.
 
     Raises
     ------
     UnavailableError
-        If no compiler is found, the compiler fails, the package's library is damaged, or torch's OpenMP runtime is not
-        that of the library.
+        If no compiler is found, the compiler fails, the package's library is damaged, or the library would use a
+        different OpenMP runtime than torch.
     """
     file = library_name(name, level())
     reason = why_none() if is_threaded else None
@@ -221,7 +221,7 @@ def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
         if packaged(file).exists():
             damage = damage_of(packaged(file))
             if damage is not None:
-                raise UnavailableError(f"{damage}: install nano_loop again")
+                raise UnavailableError(f"{damage}: reinstall nano_loop")
             return _opened(str(packaged(file)), is_threaded)
         return _cached(name, file, is_threaded)
     except (OSError, NanoError) as error:
@@ -231,12 +231,12 @@ def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
 
 
 def _cached(name: str, file: str, is_threaded: bool) -> ctypes.CDLL:
-    """Return a library of the cache folder, which is compiled where it is missing."""
+    """Return a library from the cache folder, compiling it if it is missing."""
     kept = cache_folder()
     if kept is not None:
-        with suppress(OSError, NanoError):  # it is missing or damaged, or another user could change it
+        with suppress(OSError, NanoError):  # missing, damaged, or writable for another user
             return _loaded(file, kept, is_threaded)
-    compiler_command()  # if there is none, nothing takes long
+    compiler_command()  # raise early if there is none
     _announce_compilation()
     parent = trusted_parent((kept, Path(tempfile.gettempdir())))
     with tempfile.TemporaryDirectory(prefix="making-", dir=parent) as making:
@@ -244,36 +244,36 @@ def _cached(name: str, file: str, is_threaded: bool) -> ctypes.CDLL:
         compile_library(name, level(), library)
         content = library.read_bytes()
         content += _digest(content)
-        with suppress(OSError, NanoError):  # the cache folder is full or closed, or programs in it cannot run
+        with suppress(OSError, NanoError):  # the cache folder is full, read-only, or mounted noexec
             return _kept(file, kept or library.parent, content, is_threaded)
         return _kept(file, library.parent, content, is_threaded)
 
 
 def compilation_announced(listener: Callable[[str], object]) -> AbstractContextManager[None]:
-    """Let a function take a line when the process begins to compile kernels, which takes seconds."""
+    """Let a function receive a message when the process starts to compile kernels, which takes seconds."""
     return listening(compilation_announced, listener)
 
 
-@functools.cache  # once in a process
+@functools.cache  # once per process
 def _announce_compilation() -> None:
     for listener in (value_in_force(compilation_announced) or [])[-1:]:
-        listener("nano_loop: compiling kernels in C for this CPU, which takes some seconds and is kept for later runs")
+        listener("nano_loop: compiling C kernels for this CPU, which takes some seconds; later runs reuse them")
 
 
 def _kept(file: str, folder: Path, content: bytes, is_threaded: bool) -> ctypes.CDLL:
-    """Write a library, and load it."""
+    """Write a library and load it."""
     with opened_folder(folder) as descriptor:
         write_file(file, descriptor, content)
     return _loaded(file, folder, is_threaded)
 
 
 def _loaded(file: str, folder: Path, is_threaded: bool) -> ctypes.CDLL:
-    """Check the hash of a library, then load it: a truncated one would end the process."""
+    """Check the hash of a library, then load it: loading a truncated one would crash the process."""
     with opened_folder(folder) as above, open(open_file(file, above), "rb") as opened:
         content = opened.read(_LARGEST)
         if content[-_DIGEST:] != _digest(content[:-_DIGEST]):
             raise OSError(f"{file} is damaged")
-        # The loader takes a library for one that it has loaded by the same path, so each has its own.
+        # The loader caches libraries by path, so each one needs its own path.
         path = path_of(opened.fileno(), folder / file)
         return _opened(os.path.join(path.parent, "./" * next(_numbers), path.name), is_threaded)
 

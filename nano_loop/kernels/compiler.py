@@ -1,6 +1,6 @@
-"""The C compiler, and the levels of instructions that the files in ``csrc`` are compiled for.
+"""The C compiler, and the instruction set levels that the files in ``csrc`` are compiled for.
 
-It imports neither torch nor other modules of nano_loop: ``setup.py`` loads it by its path, for the libraries in wheels.
+It imports neither torch nor other nano_loop modules, because ``setup.py`` loads it by path to build wheels.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from typing import NamedTuple
 SOURCES = Path(__file__).parent / "csrc"
 #: The libraries that were compiled when the package was built or installed.
 PREBUILT = Path(__file__).parent / "prebuilt"
-#: The library that tells which OpenMP runtime the others call. A level is in the package if it is.
+#: The library that reports which OpenMP runtime the others call. A level is in the package if this library is.
 OPENMP = "openmp"
-#: The values of ``NANO_LOOP_KERNELS`` that are no level.
+#: The values of ``NANO_LOOP_KERNELS`` that are not levels.
 OFF, COMPILE = "off", "compile"
 
-# gcc comes first: the directives of OpenMP call GNU's functions then, which every runtime has.
+# gcc comes first: its OpenMP directives call GNU's functions, which every runtime has.
 _COMPILERS = ("gcc", "cc", "clang")
-# No function reads the flags of floating-point exceptions, or errno. For them, gcc would compute comparisons and square
-# roots one by one.
+# No function reads floating-point exception flags or errno. To preserve them, gcc would not vectorize comparisons and
+# square roots.
 _FLAGS = ("-O3", "-fPIC", "-fno-trapping-math", "-fno-math-errno")
-# The directives are compiled with it, and linked without: a second OpenMP runtime would start more threads beside
+# Used to compile the directives, but not to link: a second OpenMP runtime would start more threads in addition to
 # torch's. The functions that the directives call are found in the runtime that torch has loaded: see `share_openmp`.
 _PARALLEL = ("-fopenmp",)
 _DIRECTIVE = b"omp parallel"
 _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
-# What is read of a library: kind, machine, places of segments and of sections, number of segments, size and number of
-# sections; and the place of a segment and its size.
+# The fields read from an ELF file: kind, machine, offsets of segments and sections, number of segments, size and number
+# of sections; and for a segment, its offset and size.
 _HEADER, _SEGMENT = struct.Struct("<6s12xH12xQQ8xHHH2x"), struct.Struct("<8xQ16xQ16x")
 _ELF, _ELF_MACHINES = b"\x7fELF\2\1", {"x86_64": 62, "aarch64": 183}
-_SECONDS = 60.0  # of the compiler, for one file in a run
+_SECONDS = 60.0  # time limit of the compiler per file during a run
 _SECONDS_OF_INSTALLATION = 600.0
-# What a compiler prints because of an error before.
+# Follow-up messages that a compiler prints after the actual error.
 _CONSEQUENCES = ("compilation terminated", "ld returned", "warning:", "note:")
 
 
@@ -56,9 +56,9 @@ class UnavailableError(Exception):
     Parameters
     ----------
     reason : str
-        Why, in one line, for the report.
+        The reason, in one line, for the report.
     output : str
-        All that the compiler has printed. Empty if it has not run.
+        The full output of the compiler. Empty if it has not run.
     """
 
     def __init__(self, reason: str, output: str = "") -> None:
@@ -67,18 +67,18 @@ class UnavailableError(Exception):
 
 
 class Level(NamedTuple):
-    """Instructions that libraries are compiled for."""
+    """An instruction set level that libraries are compiled for."""
 
     name: str  # a value of ``NANO_LOOP_KERNELS``
     flags: tuple[str, ...]
-    #: What the CPU needs, by Linux's names. Who has these has the rest of the level.
+    #: The required CPU features, by Linux's names. A CPU with these has the rest of the level.
     instruction_sets: frozenset[str]
     machine: str = "x86_64"  # by Linux's names
 
 
 _V3 = frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-#: From the best to the least, of each machine.
+#: From best to worst for each machine.
 LEVELS = (
     Level("bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
     Level("v4", ("-march=x86-64-v4",), _V4),
@@ -86,24 +86,24 @@ LEVELS = (
     Level("sve", ("-march=armv8.2-a+sve+bf16",), frozenset(("asimd", "sve", "bf16")), "aarch64"),
     Level("neon", ("-march=armv8-a",), frozenset(("asimd",)), "aarch64"),
 )
-#: The instructions of this CPU, whichever it has.
+#: All instructions of this CPU.
 NATIVE = Level(COMPILE, tuple(filter(None, [_NATIVE.get(platform.machine())])), frozenset())
 
 
 def chosen_level(choice: str | None, instruction_sets: Collection[str]) -> Level:
-    """Return the level of a process.
+    """Return the instruction set level of a process.
 
     Parameters
     ----------
     choice : str or None
-        The value of ``NANO_LOOP_KERNELS``. None: the best level that the CPU has, if the package has it, else `NATIVE`.
+        The value of ``NANO_LOOP_KERNELS``. None: the best level that the CPU supports if packaged, otherwise `NATIVE`.
     instruction_sets : collection of str
-        Those of the CPU, by Linux's names.
+        The features of the CPU, by Linux's names.
 
     Raises
     ------
     UnavailableError
-        If the choice is `OFF`, or a level that the CPU does not have.
+        If the choice is `OFF`, or a level that the CPU does not support.
     """
     if choice == OFF:
         raise UnavailableError("NANO_LOOP_KERNELS=off")
@@ -118,9 +118,9 @@ def chosen_level(choice: str | None, instruction_sets: Collection[str]) -> Level
 
 
 def library_name(name: str, level: Level) -> str:
-    """Return the file name of the library that is compiled from ``<name>.c`` for a level.
+    """Return the file name of the library compiled from ``<name>.c`` for a level.
 
-    It contains a hash of the source, the headers and the flags, and for `NATIVE` of the processor.
+    It contains a hash of the source, the headers and the flags, and for `NATIVE` also of the processor.
     """
     headers = [header.read_bytes() for header in sorted(SOURCES.glob("*.h"))]
     processor = [platform.machine(), platform.system(), _processor()] if level is NATIVE else []
@@ -135,20 +135,20 @@ def library_name(name: str, level: Level) -> str:
 
 @functools.cache
 def sources_digest() -> str:
-    """Return a hash of all C files: what was measured of other ones says nothing about these."""
+    """Return a hash of all C files: measurements of other versions do not apply."""
     texts = [file.read_bytes() for file in sorted(SOURCES.glob("*.[ch]"))]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def packaged(file: str) -> Path:
-    """Return where the package has a library, if it has it."""
+    """Return the path of a library in the package, whether or not it exists."""
     return PREBUILT / file
 
 
 def damage_of(library: Path) -> str | None:
-    """Return why a library of the package is not to be loaded, or None.
+    """Return the reason why a library of the package must not be loaded, or None.
 
-    To load one that is cut off ends the process, without a word: the loader maps what its headers name.
+    Loading a truncated library crashes the process, because the loader maps the segments in its headers.
     """
     try:
         with library.open("rb") as opened:
@@ -162,16 +162,16 @@ def damage_of(library: Path) -> str | None:
     except OSError as error:
         return f"{library.name} cannot be read ({error})"
     end = max(sections + of_section * number, *(sum(segment) for segment in _SEGMENT.iter_unpack(table)), _HEADER.size)
-    return f"{library.name} is cut off, at byte {size:,}" if end > size else None
+    return f"{library.name} is truncated at byte {size:,}" if end > size else None
 
 
 def compiler_command() -> list[str]:
-    """Return the command of the C compiler: that of ``CC``, or else the first that is installed.
+    """Return the command of the C compiler: ``CC``, or the first one that is installed.
 
     Raises
     ------
     UnavailableError
-        If there is none.
+        If there is no compiler.
     """
     named = shlex.split(os.environ.get("CC", ""))
     for command in [named] if named else [[name] for name in _COMPILERS]:
@@ -182,7 +182,7 @@ def compiler_command() -> list[str]:
 
 
 def compile_library(name: str, level: Level, library: Path, seconds: float = _SECONDS) -> None:
-    """Compile ``<name>.c`` into a library. The compiler's temporary files lie in the library's folder.
+    """Compile ``<name>.c`` into a library. The compiler's temporary files are in the library's folder.
 
     Raises
     ------
@@ -208,31 +208,31 @@ class _Place(ctypes.Structure):
 
 
 def share_openmp(library: str) -> None:
-    """Let libraries that are loaded from now on find the OpenMP runtime of one that is loaded.
+    """Let libraries that are loaded from now on use the OpenMP runtime of a library that is already loaded.
 
-    torch's wheels for x86-64 share theirs, and those for ARM do not. It is found by what the library itself calls: a
-    process may have several, under names with a hash. No second one is loaded.
+    torch's x86-64 wheels export theirs, but its ARM wheels do not. It is found through a function that the library
+    calls, because a process may have several runtimes, with hashes in their names. No second one is loaded.
     """
-    with suppress(AttributeError, OSError):  # there is none: what needs it says so when it is loaded
+    with suppress(AttributeError, OSError):  # none found: loading a library that needs it fails
         place, function = _Place(), ctypes.CDLL(library, os.RTLD_NOLOAD).omp_get_max_threads
         if ctypes.CDLL(None).dladdr(function, ctypes.byref(place)):
             ctypes.CDLL(os.fsdecode(place.file), os.RTLD_NOLOAD | ctypes.RTLD_GLOBAL)
 
 
 def compile_levels(folder: Path) -> list[Path]:
-    """Compile each file for each level of a machine into a folder, several at a time, and return the libraries.
+    """Compile each file for each level of a machine into a folder, in parallel, and return the libraries.
 
-    The machine is this one, unless ``_PYTHON_HOST_PLATFORM`` names another, which ``CC`` compiles for. What is
-    in the folder, or in `PREBUILT`, is not compiled again. Libraries of other sources are removed.
+    The machine is this one, unless ``_PYTHON_HOST_PLATFORM`` names another, for which ``CC`` must compile. Files in the
+    folder or in `PREBUILT` are not recompiled. Libraries of other sources are removed.
 
     Raises
     ------
     UnavailableError
-        If the compiler is not gcc for Linux on x86-64 or ARM, or does not know all levels.
+        If the compiler is not gcc for Linux on x86-64 or ARM, or does not support all levels.
     """
     levels = [level for level in LEVELS if sysconfig.get_platform() == f"linux-{level.machine}"]
     if not levels:
-        raise UnavailableError("libraries are built for Linux on x86-64 and ARM alone")
+        raise UnavailableError("libraries are built for Linux on x86-64 and ARM only")
     files = {
         library_name(source.stem, level): (source.stem, level)
         for level in levels
@@ -262,7 +262,7 @@ def compile_levels(folder: Path) -> list[Path]:
 
 
 def cause_of(output: str) -> str:
-    """Return the line of a compiler's output that names the fault: the last ones may only say that it has given up."""
+    """Return the line of a compiler's output that names the error, as the last lines may be consequences."""
     lines = [line.strip() for line in output.splitlines()]
     lines = [line for line in lines if line and not any(words in line for words in _CONSEQUENCES)]
     return next((line for line in lines if "error:" in line), lines[0] if lines else "no message")
@@ -283,7 +283,7 @@ def _run(command: Sequence[str], folder: Path, seconds: float) -> None:
 def _refuse_clang(command: Sequence[str]) -> None:
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
     if "clang" in version.stdout:
-        raise UnavailableError(f"{command[0]} is clang, whose OpenMP is not torch's; gcc is needed")
+        raise UnavailableError(f"{command[0]} is clang, whose OpenMP is not torch's; use gcc")
 
 
 def _processor() -> str:

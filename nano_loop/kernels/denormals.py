@@ -1,9 +1,9 @@
-"""Denormal results of torch's threads, which become 0 while optimizers step, and in oneDNN's backward of LSTMs.
+"""Flushes denormal results of torch's threads to 0 during optimizer steps and in oneDNN's LSTM backward.
 
-A moment whose gradients have become 0, as those of dead units and rare words do, decays until it is denormal: a mean
-by 0.9 after 800 steps. It stays the smallest number then, since 0.9 of that is rounded up, and each later step takes
-about ten times as long. What is smaller than 2^-126 changes no parameter: it is far below the eps of any divisor.
-`torch.set_flush_denormal` is for the calling thread alone, and does not tell what was set before.
+A moment whose gradients have become 0, as for dead units and rare words, decays until it is denormal: a mean with
+factor 0.9 after 800 steps. It then remains the smallest denormal, since 0.9 times that is rounded up, and each later
+step takes about ten times as long. A value below 2^-126 changes no parameter: it is far below the eps of any divisor.
+`torch.set_flush_denormal` only affects the calling thread and does not report the previous setting.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from nano_loop.kernels.compiler import OPENMP
 
 
 def count_of_threads() -> int:
-    """Return how many threads `flush` and `restore` are to be told of: 0 where the functions in C run on others."""
+    """Return the number of threads for `flush` and `restore`: 0 if C functions use other threads than torch."""
     return torch.get_num_threads() if why_none() is None else 0
 
 
 def flush(threads: int) -> None:
-    """Let denormal results of so many threads be 0 until `restore`, in a ``try`` whose ``finally`` calls that."""
+    """Flush denormal results of this many threads to 0 until `restore`, which must be called in a ``finally``."""
     if threads:
         compiled(OPENMP).flush_threads(threads)
 
 
 def restore(threads: int) -> None:
-    """Let so many threads compute with denormal numbers as before. Without a call of `flush` it changes nothing."""
+    """Restore denormal arithmetic in this many threads. Does nothing without a previous call of `flush`."""
     if threads:
         compiled(OPENMP).restore_threads(threads)

@@ -1,4 +1,4 @@
-"""Gradients of autograd functions by C functions, or by torch: where they are differentiated again, or many at once."""
+"""Gradients of autograd functions by C functions, or by torch for double backward and batched gradients."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from nano_loop.patching.torch_private_autograd import in_forward_mode
 
 
 def is_followed(*gradients: Tensor | None) -> bool:
-    """Whether torch follows what a backward computes from these: to differentiate it, or many times at once."""
+    """Whether torch tracks the computation of a backward, to differentiate it or to batch it."""
     if torch.is_grad_enabled() or in_functorch() or in_forward_mode():
         return True
     return any(gradient is not None and is_batched(gradient) for gradient in gradients)
 
 
 def save(ctx: Any, inputs: Sequence[Tensor | None], others: Sequence[Tensor | None], unread: Collection[int]) -> None:
-    """Save the first inputs of an autograd function, and others, for `saved`.
+    """Save the leading inputs of an autograd function, and other tensors, for `saved`.
 
-    The inputs at the places `unread` are for `gradients_of` alone, where torch computes. As with torch's functions, a
-    program may write to them before the backward: to a bias, and to a weight whose input has no gradient.
+    Inputs at indices in `unread` are only used by `gradients_of` if torch computes. As with torch's functions, a
+    program may modify them before the backward: a bias, or a weight whose input requires no gradient.
     """
     ctx.unread = {place: (tensor, version(tensor)) for place in unread if (tensor := inputs[place]) is not None}
     ctx.save_for_backward(*(None if place in ctx.unread else tensor for place, tensor in enumerate(inputs)), *others)
 
 
 def saved(ctx: Any, count: int) -> tuple[list[Any], Sequence[Any]]:
-    """Return so many first inputs, and the others. An activation checkpoint recomputes them, once."""
+    """Return the `count` leading inputs and the other tensors. An activation checkpoint recomputes them once."""
     tensors = ctx.saved_tensors
     inputs = [ctx.unread.get(place, [tensor])[0] for place, tensor in enumerate(tensors[:count])]
     return inputs, tensors[count:]
@@ -44,21 +44,21 @@ def gradients_of(
     compute: Callable[[], Sequence[Tensor | None] | None],
     by_torch: Callable[..., Tensor | Sequence[Tensor]],
 ) -> tuple[Tensor | None, ...]:
-    """Return what the backward of an autograd function returns.
+    """Return the result of an autograd function's backward.
 
     Parameters
     ----------
     ctx : torch.autograd.function.FunctionCtx
-        That of the backward.
+        The context of the backward.
     inputs : sequence of torch.Tensor or None
-        The first inputs of the function, as the backward finds them saved. All others have no gradient.
+        The leading inputs of the function, as saved. All other inputs have no gradient.
     gradients : sequence of torch.Tensor or None
-        Those of the outputs.
+        The gradients of the outputs.
     compute : callable
-        Returns the gradients of `inputs`, or None where torch has to compute. torch does not follow it.
+        Returns the gradients of `inputs`, or None if torch must compute them. torch does not track it.
     by_torch : callable
-        Takes `inputs`, and returns the outputs by operators of torch, which is then asked for their gradients. So there
-        is a second derivative where these have one.
+        Accepts `inputs` and returns the outputs by torch operators, which torch then differentiates. So there is a
+        second derivative if these have one.
     """
     needs = ctx.needs_input_grad
     if all(gradient is None for gradient in gradients):
@@ -77,7 +77,7 @@ def _by_torch(
     gradients: Sequence[Tensor | None],
     by_torch: Callable[..., Tensor | Sequence[Tensor]],
 ) -> list[Tensor | None]:
-    """Compute the outputs again, from aliases, where the graph ends: behind an input it may lead to another one."""
+    """Recompute the outputs from aliases, which end the graph: the inputs' own graphs may lead to each other."""
     places = [place for place, _ in enumerate(inputs) if needs[place]]
     of_outs = tuple(gradient for gradient in gradients if gradient is not None)
 
@@ -89,7 +89,7 @@ def _by_torch(
         return tuple(out.to(gradient.dtype) for out, gradient in pairs if gradient is not None)
 
     wanted: list[Any] = [inputs[place] for place in places]
-    if in_functorch():  # its transforms do not see the graph that is outside of them
+    if in_functorch():  # transforms do not see the graph outside of them
         computed = torch.func.vjp(outputs, *wanted)[1](of_outs)
     else:
         with torch.enable_grad():

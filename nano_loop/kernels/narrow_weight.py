@@ -1,8 +1,8 @@
-"""Frozen weights in fp32 of which there are the bf16 numbers alone: ``frozen_dtype="bf16"``.
+"""Frozen fp32 weights that are stored in bf16 only: ``frozen_dtype="bf16"``.
 
-To the program such a weight is in fp32, as are its values. Products and embeddings read the bf16 numbers; what else
-reads it gets them in fp32 for the moment. Who writes to it, or asks for its address, gets a tensor in fp32, which has
-the numbers from then on.
+To the program, such a weight and its values are fp32. Products and embeddings read the bf16 values; other readers get a
+temporary fp32 copy. Code that writes to the weight or requests its address gets an fp32 tensor, which holds the values
+from then on.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from nano_loop.patching.torch_private import (
     without_memory,
 )
 
-_MOST = 1 << 23  # numbers of a weight that a product has in fp32 at a time
-_PARTS = 64  # of a weight that are compared one after the other
-#: Methods that are no operators, and take the address; those that copy; and what only one of our objects has.
+_MOST = 1 << 23  # elements of a weight that a product converts to fp32 at a time
+_PARTS = 64  # parts of a weight, compared one at a time
+#: Methods that are not operators and read the address, those that copy, and attributes of our objects only.
 _ADDRESS = frozenset(
     (
         *("data_ptr", "numpy", "__array__", "__dlpack__", "tolist", "apply_", "map_", "map2_", "set_", "resize_"),
@@ -45,7 +45,7 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class Scratch:
-    """Memory that stays for the fp32 numbers of one product after the other: a heap would have holes by theirs."""
+    """Reusable memory for the fp32 values of one product after another, which would otherwise fragment the heap."""
 
     def __init__(self) -> None:
         self._memory = empty(0)
@@ -53,7 +53,7 @@ class Scratch:
 
     @contextmanager
     def widened(self, narrow: Tensor) -> Iterator[Tensor]:
-        """Have a matrix in fp32 in the body. A second thread gets newly allocated memory."""
+        """Provide an fp32 copy of a matrix in the body. A second thread gets newly allocated memory."""
         if not self._lock.acquire(blocking=False):
             yield narrow.float()
             return
@@ -69,23 +69,23 @@ class Scratch:
 
 
 class Numbers:
-    """The numbers of a weight and of its views.
+    """The values of a weight and its views.
 
     Parameters
     ----------
     scratch : Scratch
-        The memory of products.
+        The memory for products.
     narrow, wide : torch.Tensor or None
-        The numbers in bf16, or in the dtype that they seem to have: one of the two.
+        The values in bf16 or in the apparent dtype: exactly one of the two.
     """
 
     def __init__(self, scratch: Scratch, narrow: Tensor | None, wide: Tensor | None = None) -> None:
         self.scratch, self.narrow, self.wide = scratch, narrow, wide
-        self._inexact: int | None = None  # the version of what bf16 could not hold
+        self._inexact: int | None = None  # the version of values that bf16 cannot represent
 
     @torch.inference_mode(False)
     def widened(self) -> Tensor:
-        """Return the memory in fp32 that has the numbers from now on."""
+        """Return the fp32 memory that holds the values from now on."""
         if self.wide is None:
             assert self.narrow is not None
             self.wide, self.narrow = self.narrow.to(torch.float32), None
@@ -93,7 +93,7 @@ class Numbers:
 
     @torch.inference_mode(False)
     def narrow_again(self) -> None:
-        """Keep the numbers in bf16, unless somebody else has the memory, or bf16 cannot hold them."""
+        """Store the values in bf16 again, unless the memory is shared or bf16 cannot represent them."""
         wide = self.wide
         if wide is None or version(wide) == self._inexact or not has_lone_storage(wide):
             return
@@ -106,14 +106,14 @@ class Numbers:
 
 
 class NarrowWeight(Tensor):
-    """A weight in fp32 without memory, or a view of it.
+    """An fp32 weight without memory, or a view of one.
 
     Attributes
     ----------
     numbers : Numbers
-        Its numbers, which its views have, too.
+        Its values, shared with its views.
     products : dict
-        What computes products that round, by the operator.
+        Functions for products that round, by operator.
     """
 
     products: ClassVar[Mapping[str, Override]] = {}
@@ -121,27 +121,27 @@ class NarrowWeight(Tensor):
 
     @staticmethod
     def of(numbers: Numbers, like: Tensor) -> NarrowWeight:
-        """Return a tensor of numbers, which lie as those of another tensor."""
+        """Return a tensor with these values and the layout of another tensor."""
         dtype = torch.float32 if numbers.wide is None else numbers.wide.dtype
         result: Any = without_memory(NarrowWeight, like.shape, like.stride(), dtype, int(like.storage_offset()))
         result.numbers = numbers
         return result  # type: ignore[no-any-return]
 
     def narrow_numbers(self) -> Tensor | None:
-        """Return the numbers in bf16, or None if they are in fp32."""
+        """Return the bf16 values, or None if they are in fp32."""
         return None if self.numbers.narrow is None else self._part_of(self.numbers.narrow)
 
     def read(self) -> Tensor:
-        """Return the numbers in fp32, in memory that may not be written to."""
+        """Return the values in fp32, in memory that must not be written to."""
         narrow = self.narrow_numbers()
         return self.written() if narrow is None else narrow.float()
 
     def written(self) -> Tensor:
-        """Return the numbers in memory that is theirs from now on."""
+        """Return the values in memory that holds them from now on."""
         return self._part_of(self.numbers.widened())
 
     def plain(self) -> Tensor:
-        """Return a copy that is a plain tensor, or a plain parameter."""
+        """Return a copy as a plain tensor or a plain parameter."""
         with as_plain_tensors():
             copy = self.read().clone()
             return nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
@@ -177,7 +177,7 @@ class NarrowWeight(Tensor):
             if func is torch.ops.aten.embedding.default and narrow is not None:
                 return func(narrow, *args[1:], **kwargs).float()
             if func.is_view and isinstance(first, NarrowWeight):
-                if any(isinstance(argument, torch.dtype) for argument in args):  # it shows the bits
+                if any(isinstance(argument, torch.dtype) for argument in args):  # reinterprets the bits
                     return func(first.written(), *args[1:], **kwargs)
                 views = func(first.written() if narrow is None else narrow, *args[1:], **kwargs)
                 return map_tensors(lambda view: NarrowWeight.of(first.numbers, view), views)
@@ -185,19 +185,19 @@ class NarrowWeight(Tensor):
 
 
 def can_be_narrowed(weight: Tensor) -> bool:
-    """Whether a weight is a matrix or more, without gaps, and nobody else has its memory."""
+    """Whether a weight has at least two dimensions, is dense, and does not share its memory."""
     is_shared = weight.untyped_storage().is_shared()
     return weight.dim() > 1 and is_dense(weight) and has_lone_storage(weight) and not is_shared
 
 
 def narrowed(weight: nn.Parameter, scratch: Scratch) -> bool:
-    """Give up the fp32 numbers of a frozen weight. Return whether that is possible: somebody may refer to it weakly."""
+    """Drop the fp32 values of a frozen weight. Return whether this succeeded: weak references prevent it."""
     numbers = Numbers(scratch, weight.data.to(torch.bfloat16))
     return _exchanged(weight, nn.Parameter(NarrowWeight.of(numbers, weight), requires_grad=False))
 
 
 def made_plain(weight: NarrowWeight) -> bool:
-    """Make a plain parameter in fp32 of a weight, for good. Return whether that is possible: a graph may hold it."""
+    """Turn a weight into a plain fp32 parameter for good. Return whether this succeeded: a graph may hold it."""
     return _exchanged(weight, nn.Parameter(weight.written(), requires_grad=False))
 
 
@@ -222,7 +222,7 @@ def _set_data(func: Any, tensor: Tensor, value: Tensor) -> None:
 
 
 def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Multiply by the bf16 numbers, if the model's products round, or by parts of them in fp32; None: neither."""
+    """Multiply by the bf16 values if the model's products round, or by parts of them in fp32. None: neither applies."""
     *added, a, b = args
     narrow, rules = b.narrow_numbers() if isinstance(b, NarrowWeight) else None, rules_now()
     if narrow is None or type(a) is not Tensor or a.dtype is not torch.float32:
@@ -255,7 +255,7 @@ def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator with numbers in fp32: copies of what it only reads."""
+    """Call an operator with fp32 values: with copies of those that it only reads."""
     weights: dict[int, tuple[Tensor, NarrowWeight]] = {}
 
     def written(tensor: Any) -> Any:

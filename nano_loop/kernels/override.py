@@ -1,8 +1,8 @@
-"""Replaces one of torch's kernels during a run: calls of set-up models are computed by one of several algorithms.
+"""Replaces one of torch's kernels during a run: calls from set-up models use one of several algorithms.
 
-There is one dispatcher function. Of a call that is large enough, it asks in this order: does it belong to a set-up
-model; in which numbers may that model's `Policy` compute it; which algorithm has been measured to be the fastest, or is
-the first guess. Otherwise, and where an algorithm does not take the tensors, torch's own kernel computes.
+There is one dispatcher function. For a call that is large enough, it checks in this order: whether the call belongs to
+a set-up model, which precisions that model's `Policy` allows, and which algorithm was measured to be the fastest or is
+the default. Otherwise, and if an algorithm does not support the tensors, torch's own kernel computes.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from nano_loop.patching.operators.operators import Kernel, overridden
 from nano_loop.patching.ownership import Rules, rules_now
 from nano_loop.policy.product_precision import is_large
 
-#: The names of algorithms: torch's kernel; a function in C; and one that rounds the inputs of a product in fp32.
+#: The names of algorithms: torch's kernel, a C function, and one that rounds the inputs of an fp32 product.
 TORCH, COMPILED, ROUNDED = "torch", "compiled", "rounded"
-#: The name of what is no algorithm to choose, but computes in fp32 what others have to be as near to as torch's.
+#: The name of the fp32 reference. It is not a choice: algorithms must be as close to it as torch's own kernel is.
 REFERENCE = "reference"
 BF16, FP32 = (torch.bfloat16,), (torch.float32,)
-#: Maximum number of elements of a tensor that is measured: algorithms take memory several times its size.
+#: Maximum number of elements in a measured tensor: algorithms need memory several times its size.
 MOST_ELEMENTS = 1 << 24
-#: The largest exponent of a factor that is no denormal number in fp32, and neither is one divided by it.
+#: Maximum exponent of a factor such that neither it nor its reciprocal is a denormal fp32 number.
 _MOST_EXPONENT = 126
 
 
 class Call(NamedTuple):
-    """A call of an operator. Algorithms take it.
+    """A call of an operator, the argument of algorithms.
 
     Attributes
     ----------
     operator : str
-        What is computed, in a word.
+        A short name of the computation.
     tensors : tuple of torch.Tensor or None
-        The tensors. What is rounded stands first.
+        The tensors. Those to be rounded come first.
     numbers : tuple
-        What else the time depends on. Factors, in float, change nothing but whether they are 0.
+        Other arguments that affect the time. Of float factors, it only matters whether they are 0.
     kernel : callable or None
-        torch's own, without the dispatch key set.
+        torch's own kernel, without the dispatch key set.
     multiplications : int
-        How many there are, of a product.
+        The number of multiplications of a product.
     details : Any
-        What algorithms need besides, and the time does not depend on.
+        Other data for algorithms that does not affect the time.
     leaves : int
-        Number of the first tensors whose gradients the time counts, too.
+        The number of leading tensors whose gradients are included in the time.
     numbers_in : {"", "bf16", "fp32", "rounded"}
-        How exact algorithms have to be, where the dtype of the first tensor does not say that.
+        The required precision of algorithms, if the dtype of the first tensor does not determine it.
     rough : tuple of int
-        The dimensions of the first tensor that may be those of a batch, which share a result with others of about their
-        size. By default the outermost one in memory.
+        The dimensions of the first tensor that may be batch dimensions. Calls with similar sizes in these share a
+        result. By default, the outermost dimension in memory.
     timed : callable or None
-        Takes a call, and returns it as it is measured: smaller where it is large, without random numbers, and so that
-        it changes nothing that others see. None if it is not measured. By default a call is measured as it is, unless
-        a tensor has more than `MOST_ELEMENTS`.
+        Accepts a call and returns the call to measure: smaller if it is large, without random numbers, and without side
+        effects. Returns None if it should not be measured. By default, a call is measured unchanged unless a tensor has
+        more than `MOST_ELEMENTS`.
     """
 
     operator: str
@@ -74,38 +74,38 @@ class Call(NamedTuple):
 
     @property
     def is_measurable(self) -> bool:
-        """Whether the tensors are neither empty nor so large that algorithms would take too much memory."""
+        """Whether no tensor is empty or so large that algorithms would need too much memory."""
         arguments = (*self.tensors, *self.numbers)
         sizes = [argument.numel() for argument in arguments if isinstance(argument, torch.Tensor)]
         return 0 < max(sizes, default=0) <= MOST_ELEMENTS
 
 
-#: Computes a call. Returns None where torch has to.
+#: Computes a call. Returns None if torch must compute it.
 Compute = Callable[[Call], Any]
 
 
 class Algorithm(NamedTuple):
-    """One way to compute an operator.
+    """An algorithm for an operator.
 
     Attributes
     ----------
     name : str
-        The name by which it is chosen.
+        Its name, used to choose it.
     compute : callable
         Computes a call.
     dtypes : tuple of torch.dtype
-        Those of the first tensor of a call.
+        The supported dtypes of the first tensor.
     is_exact : bool
-        Whether it rounds no more than torch's. Others, which round the inputs of products, are for models whose policy
-        says so.
+        Whether it rounds no more than torch does. Other algorithms round the inputs of products, and are only used if
+        the model's policy allows it.
     supports : callable
-        Whether it computes a call, whose tensors have such a dtype.
+        Whether it supports a call whose first tensor has one of the dtypes.
     kernel : str or None
-        The C file that a model's rules have to name, so that it computes tensors in fp32.
+        The C file that a model's rules must name to allow it for fp32 tensors.
     is_raced : bool
-        Whether it has to be the first guess or the fastest. Else it computes every call that it supports.
+        Whether it must be the default or the fastest. If False, it computes every call that it supports.
     has_reference : bool
-        Whether torch's kernel computes from fp32 what algorithms have to be as near to as torch's own. Else that is it.
+        Whether torch's fp32 kernel is the reference for the error of algorithms. If False, torch's own kernel is.
     """
 
     name: str
@@ -119,46 +119,46 @@ class Algorithm(NamedTuple):
 
 
 def compiled_default(call: Call) -> str:
-    """Return the first guess where nothing is measured: functions in C on CPUs with AVX-512, where they were timed."""
+    """Return the unmeasured default: C functions on CPUs with AVX-512, where they were timed; torch otherwise."""
     return _default_in_fp32()
 
 
 def by_kernel(call: Call) -> Any:
-    """Compute a call by torch's kernel, which takes its tensors and numbers."""
+    """Compute a call by torch's kernel, passing its tensors and numbers."""
     assert call.kernel is not None
     return call.kernel(*call.tensors, *call.numbers)
 
 
 class Override(NamedTuple):
-    """What replaces one of torch's kernels.
+    """A replacement of one of torch's kernels.
 
     Attributes
     ----------
     operator : str
         The ATen operator with its overload, such as ``addmm.out``.
     algorithms : tuple of Algorithm
-        The algorithms, besides torch's. The first one that is allowed and chosen computes.
+        The algorithms other than torch's. The first one that is allowed and chosen is used.
     supports : callable
-        Takes torch's kernel, and the operator's arguments. Returns the call, or None where torch computes it in any
-        case. It is asked first: most calls of small models are too small, and have to cost little.
+        Accepts torch's kernel and the operator's arguments. Returns the call, or None if torch should always compute
+        it. It is called first and must be cheap, because most calls of small models are too small.
     default : callable
-        Takes a call. Returns the name of the algorithm that is taken without a measurement.
+        Accepts a call and returns the name of the algorithm to use if there is no measurement.
     by_torch : callable
         Computes a call by torch's kernel.
     dispatch_key : str
         The dispatch key of the kernel.
     product : str
-        A key of `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS`, if it is a product.
+        The key in `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS` if the operator is a product.
     factors : int
-        How many of the first tensors a product multiplies.
+        The number of leading tensors that a product multiplies.
     packs : bool
-        Whether an algorithm that rounds does so without a cast.
+        Whether a rounding algorithm needs no separate cast.
     in_fp16 : callable or None
-        Takes a call and its factors rounded to fp16's numbers, if `by_torch` does not compute it from these.
+        Accepts a call and its factors rounded to fp16 values, if `by_torch` cannot compute the call from these.
     rules : callable
-        Takes a call. Returns the rules of the model that it belongs to, or None.
+        Accepts a call and returns the rules of the model that it belongs to, or None.
     otherwise : callable or None
-        Computes what the operator does, where torch does not return its kernel (before 2.9). None: then it is torch's.
+        Computes the operator if torch does not return its kernel (before 2.9). None: it is not replaced then.
     """
 
     operator: str
@@ -188,14 +188,14 @@ class Override(NamedTuple):
 
         def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             call = supports(functools.partial(torchs, keys), *args, **kwargs)
-            # A backward may be called without a gradient, of what the program has cut off.
+            # The gradient may be None if the program has detached the result.
             result = None if call is None or call.tensors[0] is None else self.computed(call)
             return torchs(keys, *args, **kwargs) if result is None else result
 
         return dispatched
 
     def computed(self, call: Call) -> Any:
-        """Compute a call as its model's rules say, or return None where torch has to."""
+        """Compute a call by its model's rules, or return None if torch must compute it."""
         rules = self.rules(call)
         if rules is None:
             return None
@@ -251,17 +251,17 @@ class Override(NamedTuple):
 
 
 def choose(rules: Rules, call: Call, algorithms: Callable[[], Mapping[str, Compute]], guess: str) -> str:
-    """Return the name of the algorithm that computes a call by a model's rules: a guess, where nothing is measured.
+    """Return the name of the algorithm for a call by a model's rules: the default if nothing was measured.
 
-    `algorithms` returns them by name, and `REFERENCE` where torch's kernel is not it.
+    `algorithms` returns them by name, including `REFERENCE` if torch's kernel is not the reference.
     """
     return guess if rules.chooser is None else rules.chooser.algorithm(call, algorithms, guess)
 
 
 def to_fp16s_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in fp32 whose numbers are those of fp16, times the power of two of the largest finite one.
+    """Round an fp32 tensor to fp16 precision, relative to the power of two of its largest finite value.
 
-    So none overflows, and small gradients are not zero: those are that are 2⁻²⁵ of the largest, or less.
+    So no value overflows, and small gradients do not become zero unless they are at most 2⁻²⁵ of the largest.
     """
     largest = float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if tensor.numel() else 0.0
     exponent = math.frexp(largest)[1] - 1 if largest else 0

@@ -1,10 +1,10 @@
-"""Replaces attributes of classes and modules during a run, and restores them exactly.
+"""Replaces attributes of classes and modules during a run and restores them exactly.
 
-The user's objects are unchanged (`type(layer) is nn.Linear`, `copy.deepcopy`, `pickle`) only if nothing is attached to
-the objects themselves. So the replacement is attached to the class, once, and looks the object up in a table.
+The user's objects stay unchanged (`type(layer) is nn.Linear`, `copy.deepcopy`, `pickle`) only if nothing is attached to
+them. So the replacement is attached to the class, once, and looks the object up in a table.
 
-A method of the user's classes is replaced for instances alone. Its class returns the original: `pickle` looks that up
-by name, and cloudpickle and dill send it with a class of the script.
+Methods of the user's classes are replaced for instances only. The class returns the original, because `pickle` looks it
+up by name, and cloudpickle and dill pickle it with a class of the script.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class _Replacement(NamedTuple):
 
 
 class _ReplacedMethod:
-    """A class attribute that binds a replacement to instances, and that is the original for the class and for picklers.
+    """A class attribute that binds a replacement to instances but returns the original for the class and picklers.
 
     Parameters
     ----------
     original, replacement : function
-        `torch.compile` traces the replacement only where it is a plain function.
+        `torch.compile` traces the replacement only if it is a plain function.
     """
 
     def __init__(self, original: FunctionType, replacement: FunctionType) -> None:
@@ -63,10 +63,10 @@ class _ReplacedMethod:
         return MethodType(self.replacement, instance)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return itemgetter(0), ((self.original,),)  # another process may be without nano_loop
+        return itemgetter(0), ((self.original,),)  # nano_loop may not be installed where it is unpickled
 
 
-# What torch makes of it alone gets the bound method by calling it again, without an end.
+# Compiled separately, torch would call it again to get the bound method, recursing infinitely.
 never_compiled(_ReplacedMethod.__get__)
 
 _suspension = threading.RLock()
@@ -80,10 +80,10 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractConte
     owner : type or module
         Subclasses of a class inherit the replacement.
     name : str
-        The name of the attribute. If a class inherits it, the replacement is set on the class itself. A class of the
-        user's returns the original of a method, as in ``Net.score(model, x)``.
+        The name of the attribute. If a class inherits it, the replacement is set on the class itself. For methods, a
+        user's class returns the original, as in ``Net.score(model, x)``.
     make : callable
-        Takes the attribute, as returned by ``getattr(owner, name)``, or None if there is none, and returns the
+        Accepts the attribute, as returned by ``getattr(owner, name)``, or None if it does not exist, and returns the
         replacement. It is called for the first user only, so use the same `make` for all replacements of an attribute.
     """
     return shared_change((owner, name), lambda: _replaced(owner, name, make))
@@ -91,36 +91,36 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractConte
 
 @contextmanager
 def suspended(base: type) -> Iterator[None]:
-    """Restore the attributes of `base` and its subclasses for the body, in all threads, for code that reads them."""
+    """Restore the attributes of `base` and its subclasses during the body, in all threads, for code that reads them."""
     with _suspension:
         restored = [replacement for replacement in _replacements_in(base) if replacement.restore()]
         try:
             yield
         finally:
-            for replacement in _replacements_in(base):  # without those whose last user exited in the meantime
+            for replacement in _replacements_in(base):  # except those whose last user has since exited
                 if any(replacement is other for other in restored):
                     replacement.put()
 
 
 def defined_in(owner: type) -> Mapping[str, Any]:
-    """Return the attributes that a class itself has, without their replacements."""
+    """Return a class's own attributes, with the originals of replaced ones."""
     values = vars(owner).items()
     return {name: value.original if isinstance(value, _ReplacedMethod) else value for name, value in values}
 
 
 def module_of(function: Any) -> str:
-    """Return the name of the module where a function was defined. `functools.wraps` copies that of another one."""
+    """Return the name of the module that defines a function, even if `functools.wraps` set another name."""
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
 def has_own(kind: type, *names: str) -> bool:
-    """Whether methods of a class and its bases, as far as there are such, are their own: the program has put none."""
+    """Whether the given methods of a class and its bases are the ones they define, not patched by the program."""
     defined = ((base, vars(base)[name]) for base in kind.__mro__ for name in names if name in vars(base))
     return all(module_of(method) == base.__module__ for base, method in defined)
 
 
 def library(owner: type) -> str:
-    """Return the name of the package that a class is from."""
+    """Return the name of the top-level package that defines a class."""
     return owner.__module__.partition(".")[0]
 
 
@@ -134,7 +134,7 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Any
     original, current = vars(owner).get(name, _ABSENT), getattr(owner, name, None)
     value = make(current)
     if isinstance(owner, type) and isinstance(current, FunctionType) and isinstance(value, FunctionType):
-        # What torch's classes define is called by their subclasses as `nn.Conv2d.forward(self, x)`, too.
+        # Subclasses also call methods of torch's classes as `nn.Conv2d.forward(self, x)`.
         value = value if library(owner) == "torch" else _ReplacedMethod(current, value)
     made = _Replacement(owner, name, original, value)
     made.put()

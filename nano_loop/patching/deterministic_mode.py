@@ -1,6 +1,6 @@
-"""Says whether measured times may decide how something is computed, which torch's deterministic mode forbids.
+"""Checks whether measured times may affect how results are computed, which torch's deterministic mode forbids.
 
-The mode is of the process, and a loop may switch it on at any time, so each choice asks.
+The mode is process-wide, and a loop may enable it at any time, so every choice checks it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from nano_loop.patching.torch_private import SETTER_OF_DETERMINISM
 
 
 def may_depend_on_times() -> bool:
-    """Whether what is computed may depend on measured times now, also on those of earlier runs."""
+    """Whether results may depend on measured times, including those of earlier runs."""
     return not torch.are_deterministic_algorithms_enabled()
 
 
 def told_when_deterministic(listener: Callable[[], object]) -> AbstractContextManager[None]:
-    """Call a function when the mode is switched on: what holds for many steps is then to be as before measurements."""
+    """Call a function when the mode is enabled, to reset choices that otherwise persist over many steps."""
     return listening(told_when_deterministic, listener, _telling)
 
 

@@ -1,4 +1,4 @@
-"""Undos about one of the user's objects, which runs hold weakly: what the loop drops is freed."""
+"""Cleanup tied to the user's objects. Runs hold these weakly, so an object that the loop drops is freed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Owner = TypeVar("Owner")
 
 
 class _IdRef(weak.WeakIdRef):
-    """A weak reference that reads no attribute of what it refers to, as torch's does: a model's code may raise."""
+    """A weak reference that, unlike torch's, reads no attribute of its referent: a model's code may raise."""
 
     __slots__ = ()
 
@@ -22,23 +22,23 @@ class _IdRef(weak.WeakIdRef):
 
 
 class WeakIdKeyDictionary(weak.WeakIdKeyDictionary):
-    """A dictionary by the identity of objects other than tensors, held weakly. None of their code is called."""
+    """A dictionary keyed weakly by the identity of non-tensor objects. It calls none of their code."""
 
     def __init__(self) -> None:
         super().__init__(ref_type=_IdRef)
 
 
 def undone_with(owner: object, undoing: ExitStack) -> ExitStack:
-    """Return a stack of undos that is closed when `owner` is freed, or with `undoing` before that.
+    """Return an exit stack that is closed when `owner` is freed, or with `undoing` before that.
 
-    Tables by the id of an object need it: the id may be that of another object afterwards.
+    Tables keyed by object id need this, since ids are reused.
 
     Parameters
     ----------
     owner : object
-        A model, an optimizer or a loader. What the stack has may not hold it.
+        A model, an optimizer or a loader. The stack must not keep it alive.
     undoing : contextlib.ExitStack
-        The undos of the run.
+        The exit stack of the run.
     """
     stack = ExitStack()
     finalizer = weakref.finalize(owner, stack.close)

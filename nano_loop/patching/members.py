@@ -1,4 +1,4 @@
-"""The parameters and buffers of a module, whatever its class has made of the methods that return them."""
+"""The parameters and buffers of a module, even if its class overrides the methods that return them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch.nn.parameter import is_lazy
 def named_parameters_of(
     module: nn.Module, *, recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the names and parameters of a module, also where its class overrides `named_parameters`."""
+    """Yield the names and parameters of a module, even if its class overrides `named_parameters`."""
     return nn.Module.named_parameters(module, recurse=recurse, remove_duplicate=remove_duplicate)
 
 
 def parameters_of(module: nn.Module, *, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a module, also where its class overrides `parameters`, as to return groups of them."""
+    """Yield the parameters of a module, even if its class overrides `parameters`, for example to return groups."""
     return (parameter for _, parameter in named_parameters_of(module, recurse=recurse))
 
 
 def named_buffers_of(
     module: nn.Module, *, recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and buffers of a module, also where its class overrides `named_buffers`."""
+    """Yield the names and buffers of a module, even if its class overrides `named_buffers`."""
     return nn.Module.named_buffers(module, recurse=recurse, remove_duplicate=remove_duplicate)
 
 
 def buffers_of(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor]:
-    """Yield the buffers of a module, also where its class overrides `buffers`."""
+    """Yield the buffers of a module, even if its class overrides `buffers`."""
     return (buffer for _, buffer in named_buffers_of(module, recurse=recurse))
 
 
 def has_shapes(module: nn.Module) -> bool:
-    """Whether all parameters of a module have a shape. Those of lazy modules get it in their first call."""
+    """Whether all parameters of a module have shapes. Lazy modules determine them in their first call."""
     return not any(map(is_lazy, parameters_of(module)))
 
 

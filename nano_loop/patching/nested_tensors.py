@@ -27,7 +27,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     Parameters
     ----------
     function : callable
-        Takes a tensor and returns a tensor, or the same object for no change.
+        Accepts a tensor and returns a tensor, or the same object for no change.
     value : object
         A tensor, or arbitrarily nested tuples (including named tuples), lists, sets, mappings, dataclasses and
         namespaces of tensors. Other objects are returned unchanged.
@@ -35,8 +35,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     Returns
     -------
     object
-        `value` itself if no tensor changed. Otherwise, the containers of changed tensors are copied, with their class.
-        `value` is never changed.
+        `value` itself if no tensor changed. Otherwise, the containers of changed tensors are copied, preserving their
+        classes. `value` is never modified.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -47,7 +47,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def _rebuilt(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return a container that cannot be changed in place with what has become of its items: itself if none changed."""
+    """Return an immutable container with its items mapped, or the container itself if no item changed."""
     if isinstance(value, tuple):
         return _map_tuple(change, value)
     if isinstance(value, frozenset):
@@ -64,20 +64,20 @@ def _rebuilt(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _map_tuple(change: Callable[[Any], Any], value: tuple[Any, ...]) -> Any:
-    old = tuple.__getitem__(value, slice(None))  # without the code of a subclass, which may raise
+    old = tuple.__getitem__(value, slice(None))  # bypasses a subclass's code, which may raise
     items = [change(item) for item in old]
     if all(map(operator.is_, items, old)):
         return value
     try:
         new = tuple.__new__(type(value), items)
-    except TypeError:  # one of torch's, made in C
+    except TypeError:  # a torch struct sequence, implemented in C
         return type(value)(items)
     getattr(new, "__dict__", {}).update(getattr(value, "__dict__", {}))
     return new
 
 
 def _with_items(value: Any, changed: list[tuple[Any, Any]]) -> Any:
-    """Return a copy of a container with other items at some keys, or the container itself if there are none."""
+    """Return a copy of a container with some items replaced, or the container itself if there are none."""
     if not changed:
         return value
     result = copy.copy(value)
@@ -87,7 +87,7 @@ def _with_items(value: Any, changed: list[tuple[Any, Any]]) -> Any:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """Return the keys and items of a list, set, mapping, dataclass or namespace; nothing for other objects."""
+    """Return the keys and items of a list, set, mapping, dataclass or namespace; empty for other objects."""
     if isinstance(value, _LEAVES):
         return []
     if isinstance(value, list):
@@ -107,24 +107,24 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 
 class Substitution:
-    """Substitutes tensors in a value, and restores the originals with what was written meanwhile.
+    """Substitutes tensors in a value, and restores the originals including data written in the meantime.
 
-    Lists, sets, mappings, dataclasses, namespaces, and the defaults and variables that a function has from around it,
-    are changed in place, since others may hold them and write into them. Tuples and other frozen containers are copied.
-    Other objects are not looked into.
+    Lists, sets, mappings, dataclasses, namespaces, and the defaults and closure variables of functions are changed in
+    place, because other code may hold references and write to them. Tuples and other frozen containers are copied.
+    Other objects are not traversed.
 
     Parameters
     ----------
     function : callable
-        Takes a tensor and returns its substitute, or the same object for no change.
+        Accepts a tensor and returns its substitute, or the same object for no change.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._function = function
-        #: Each value and what has become of it, by its id: an object at two places stays one, and may hold itself.
+        #: Each value and its substitute, by id, which preserves shared references and cycles.
         self._seen: dict[int, tuple[Any, Any]] = {}
         self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # the original, its substitute, its version
-        #: What was changed in place: a container, a key, the original item, and its substitute.
+        #: In-place changes: the container, key, original item and substitute.
         self._items: list[tuple[Any, Any, Any, Any]] = []
 
     def __call__(self, value: Any) -> Any:
@@ -155,12 +155,12 @@ class Substitution:
         return value
 
     def restore(self) -> None:
-        """Replace the remaining substitutes by the originals, and copy what was written to a substitute."""
+        """Restore the originals of the remaining substitutes, and copy data written to a substitute."""
         for container, key, original, substitute in reversed(self._items):
             if _holds_item(container, key, substitute):
                 _put_item(container, substitute if isinstance(container, set) else key, original)
         for tensor, substitute, before in self._tensors:
-            changed = version(substitute) != before or substitute.is_inference()  # these have no version counter
+            changed = version(substitute) != before or substitute.is_inference()  # they have no version counter
             if changed and not shares_memory(tensor, substitute):
                 with torch.no_grad():
                     tensor.copy_(substitute)
@@ -173,13 +173,13 @@ class Substitution:
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share memory. Empty ones have none: their address is 0."""
+    """Whether two tensors share memory. Empty tensors have none: their address is 0."""
     address = one.untyped_storage().data_ptr()
     return address != 0 and address == other.untyped_storage().data_ptr()
 
 
 def _holds_item(container: Any, key: Any, item: Any) -> bool:
-    """Whether a container has an item at a key, or an object as an attribute."""
+    """Whether a container has this item at a key, or an object has it as an attribute."""
     if isinstance(container, (list, deque)):
         return key < len(container) and container[key] is item
     if isinstance(container, set):
@@ -190,7 +190,7 @@ def _holds_item(container: Any, key: Any, item: Any) -> bool:
 
 
 def _put_item(container: Any, key: Any, item: Any) -> None:
-    """Set an item of a container, or an attribute of an object, without the code of its class."""
+    """Set an item of a container or an attribute of an object without running code of its class."""
     if isinstance(container, (list, deque, MutableMapping)):
         container[key] = item
     elif isinstance(container, set):

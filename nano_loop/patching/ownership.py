@@ -1,11 +1,11 @@
-"""Says whether what torch computes at this moment belongs to a model that was set up.
+"""Tracks whether the operation that torch is computing belongs to a set-up model.
 
-In a forward it does while the thread is inside a call into such a model. In a backward it does where the graph was
-made inside such a call. torch numbers the autograd nodes of a thread in the order in which they are made, so the nodes
-of one call are those between two numbers, and the number of the running node shows whether it is one of them.
+During a forward, it does if the thread is inside a call into such a model. During a backward, it does if the graph was
+recorded inside such a call. torch numbers a thread's autograd nodes in order of creation, so the nodes of one call form
+a range of sequence numbers, and the number of the running node shows which call it belongs to.
 
-A graph whose backward runs in another thread than its forward is taken for one that does not belong, and so is the
-graph of a call that lies more than 65,536 calls back: torch's own kernels are always right.
+A graph whose backward runs in a different thread than its forward is treated as not belonging, and so is the graph of a
+call that is more than 65,536 calls old: using torch's own kernels is always correct.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _MOST_CALLS = 1 << 16
 
 NONE: Mapping[int, Callable[..., Any]] = {}
 
-#: Computes a call of an operator. Takes torch's or our function, the dispatch key set, and the operator's arguments.
+#: Computes an operator call. Accepts torch's or our function, the dispatch key set, and the operator's arguments.
 OperatorRule = Callable[..., Any]
 
 
 class ProductPolicy(Protocol):
-    """Decides which products of fp32 tensors round their inputs: `nano_loop.policy.product_precision.Policy`."""
+    """Decides which fp32 products round their inputs: `nano_loop.policy.product_precision.Policy`."""
 
     dtype: torch.dtype
     tried: set[str]
 
     def may_round(self, kind: str, multiplications: int) -> bool:
-        """Return whether a product is large enough to be measured, or to round."""
+        """Return whether a product is large enough to be measured or rounded."""
 
     def note(self, kind: str, multiplications: int, packed: int) -> None:
-        """Note a product that rounds."""
+        """Record a product that rounds its inputs."""
 
 
 class Chooser(Protocol):
-    """Chooses one of the algorithms of a call: `nano_loop.autotune.generation.Generation`."""
+    """Chooses among the algorithms for a call: `nano_loop.autotune.generation.Generation`."""
 
     def algorithm(
         self,
@@ -58,22 +58,22 @@ class Chooser(Protocol):
 
 
 class Rules(NamedTuple):
-    """What holds in the calls into one model, and in their backward.
+    """The rules for the calls into one model, and for their backward.
 
     Attributes
     ----------
     operators : mapping of str to callable
-        How listed operators are computed under autocast, by their names.
+        How listed operators are computed under autocast, by operator name.
     policy : ProductPolicy or None
-        Which products of fp32 tensors round. None: none do.
+        Decides which fp32 products round their inputs. None: none of them.
     kernels : frozenset of str
         The C files whose functions may compute fp32 tensors.
     takes_kernels : bool
-        Whether these do wherever they can: in reduced precision, where tensors in fp32 are few.
+        Whether these functions are used wherever possible: in reduced precision, where few tensors are fp32.
     chooser : Chooser or None
-        What has measured the algorithms. None: the first guesses are taken.
+        Chooses the measured algorithms. None: the default choices apply.
     owner : int
-        The id of the interceptor whose rules these are.
+        The id of the interceptor that owns these rules.
     """
 
     operators: Mapping[str, OperatorRule] = {}
@@ -88,53 +88,53 @@ NO_RULES = Rules()
 
 
 class _Graphs:
-    """The numbers of the first node of each call of a thread, of the first one behind it, and the call's rules."""
+    """For each call of a thread, the sequence numbers of its first node and of the end of its range, and its rules."""
 
     def __init__(self) -> None:
         self.starts, self.ends = array("Q"), array("Q")
         self.rules: list[Rules] = []
-        #: The first nodes and the ends of what is computed without the policy in a call that has not ended.
+        #: Node ranges computed without the policy in a call that has not ended.
         self.without_policy: list[tuple[int, int]] = []
 
 
 class CallState(threading.local):
-    """What surrounds the modules' calls and operators of the call that this thread is in.
+    """The state of the intercepted call that this thread is in.
 
     Attributes
     ----------
     in_call : bool
-        Whether the thread is inside a call that is intercepted.
+        Whether the thread is inside an intercepted call.
     accelerated : bool
-        Whether that call is into a set-up model, and not into one that is to compute as the plain loop does.
+        Whether that call is into a set-up model, rather than one that should run like the plain loop.
     interceptors : dict
-        Of all threads, the interceptors of a module, by its id. There are several if runs of several threads, or nested
-        runs, have set it up.
+        The interceptors of a module, by module id, shared by all threads. A module has several if several threads or
+        nested runs have set it up.
     watchers : list
-        Of all threads, what calls into modules that have no interceptors go through: called with the function, the
-        module and the arguments.
+        Functions around calls into modules without interceptors, shared by all threads. They are called with the
+        function, the module and the arguments.
     watched : bool
-        Whether the thread is inside a call that has gone through a watcher.
+        Whether the thread is inside a call that went through a watcher.
     graphs : _Graphs
-        Where the graphs of this thread's calls are.
+        The graphs of this thread's calls.
     at_end : list or None
-        What the outermost backward of this thread is to do at its end, while an inner one runs; None outside of that.
+        Callbacks to run at the end of this thread's outermost backward while an inner one runs; None otherwise.
     """
 
     interceptors: dict[int, tuple[Any, ...]] = process_wide("interceptors of calls, by module", {})
     watchers: list[Callable[..., Any]] = process_wide("watchers of calls", [])
 
     def __init__(self) -> None:
-        self.in_call = False  # on the object: `torch.compile` guards on whether it is there
+        self.in_call = False  # on the object: `torch.compile` guards on its presence
         self.accelerated = False
-        self.modules = NONE  # by the id of a module
+        self.modules = NONE  # by module id
         self.rules = NO_RULES
         self.watched = False
-        self.has_no_policy = False  # whether products are in fp32 now, whatever the rules say
+        self.has_no_policy = False  # whether products are currently in fp32 regardless of the rules
         self.graphs = _Graphs()
         self.at_end: list[Callable[[], None]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a state in which nothing is intercepted, for cloudpickle sends a bound method with its globals."""
+        """Pickle an empty state, because cloudpickle pickles a bound method with its globals."""
         return SimpleNamespace, (), {"in_call": False, "interceptors": {}, "watchers": (), "watched": False}
 
 
@@ -142,12 +142,12 @@ call_state = CallState()
 
 
 def belongs_to_set_up_model() -> bool:
-    """Return whether torch computes for a set-up model now: in a call into it, or in the backward of one."""
+    """Return whether torch is computing for a set-up model: in a call into it, or in the backward of a call."""
     return call_state.accelerated or _place_of_current_node() is not None
 
 
 def rules_now() -> Rules | None:
-    """Return the rules of the call that torch computes now, or whose backward: None outside of set-up models."""
+    """Return the rules of the current call, or of the call whose backward is running; None outside of set-up models."""
     if call_state.accelerated:
         rules = call_state.rules
     else:
@@ -160,7 +160,7 @@ def rules_now() -> Rules | None:
 
 @contextmanager
 def without_policy() -> Iterator[None]:
-    """Compute all products of the body in fp32, and those of the backward of what is computed in it."""
+    """Compute all products in the body, and those in their backward, in fp32."""
     before, start = call_state.has_no_policy, next_node_number()
     call_state.has_no_policy = True
     try:
@@ -173,7 +173,7 @@ def without_policy() -> Iterator[None]:
 
 @contextmanager
 def by_rules(rules: Rules) -> Iterator[None]:
-    """Compute the body as in a call into a set-up model by these rules."""
+    """Run the body as a call into a set-up model with these rules."""
     before = call_state.accelerated, call_state.rules
     call_state.accelerated, call_state.rules = True, rules
     try:
@@ -183,7 +183,7 @@ def by_rules(rules: Rules) -> Iterator[None]:
 
 
 def note_graph(start: int, end: int, rules: Rules = NO_RULES) -> None:
-    """Note that the nodes from `start` to before `end` were made inside a call into a set-up model, by these rules."""
+    """Record that the nodes in ``range(start, end)`` were created in a call into a set-up model with these rules."""
     if call_state.has_no_policy:
         rules = rules._replace(policy=None)
     parts, call_state.graphs.without_policy = call_state.graphs.without_policy, []
@@ -212,7 +212,7 @@ def _note_nodes(start: int, end: int, rules: Rules) -> None:
 
 
 def _place_of_current_node() -> int | None:
-    """Return the place of the call that has made the node whose backward this thread is running, or None."""
+    """Return the index of the call that created the node whose backward this thread is running, or None."""
     number = current_node_number()
     return None if number is None else _place_of(number)
 
@@ -224,7 +224,7 @@ def _place_of(number: int) -> int | None:
 
 
 def rules_of_node(number: int) -> Rules | None:
-    """Return the rules of the call of this thread that has made the node of this number, or None."""
+    """Return the rules of this thread's call that created the node with this number, or None."""
     place = _place_of(number)
     return None if place is None else call_state.graphs.rules[place]
 

@@ -1,7 +1,7 @@
-"""The process-wide state of runs: patches, each of which ends with its last user, and tables that patches look into.
+"""Process-wide state shared by runs: patches, which are undone when their last user exits, and lookup tables.
 
-Runs in several threads may overlap and end in any order. So no run undoes a change that another run still uses, and the
-original state is captured once, before the first user, so that it never includes another run's change.
+Runs in several threads may overlap and end in any order, so no run undoes a change that another run still uses. The
+original state is captured once, before the first user, so it never includes another run's change.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _tables: dict[str, dict[Any, Any] | list[Any] | set[Any]] = {}
 
 
 def process_wide(name: str, table: Table) -> Table:
-    """Register a table of what runs share in this process, and return it. Between runs it is empty.
+    """Register and return a table of process-wide state, which is empty when no run is active.
 
     Parameters
     ----------
     name : str
-        What it holds.
+        A description of its contents.
     table : dict, list or set
-        A plain one, which costs no more than without the registration, and which `torch.compile` can trace.
+        A plain container: access costs nothing extra, and `torch.compile` can trace it.
     """
     _tables[name] = table
     return table
 
 
 def left_by_runs() -> dict[str, int]:
-    """Return how many entries there are in the tables, by their names. Outside of runs there are none."""
+    """Return the number of entries in each non-empty table, by table name. Empty when no run is active."""
     return {name: len(table) for name, table in _tables.items() if table}
 
 
@@ -43,10 +43,10 @@ class _Change:
     users: int = 0
 
 
-# Reentrant, since a change may make other changes.
+# Reentrant because making a change may make other changes.
 _lock = threading.RLock()
 _changes: dict[Hashable, _Change] = process_wide("changes, by key", {})
-#: What the program itself undoes by another call, by the function that has made it.
+#: Changes that the program undoes by a separate call, by the function that made them.
 until_undone: dict[Callable[..., Any], ExitStack] = process_wide("changes that the program undoes", {})
 
 
@@ -72,7 +72,7 @@ def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value
             context = make()
             change = _changes[key] = _Change(context, context.__enter__())
         change.users += 1
-    del make  # which may hold an object of the user's
+    del make  # it may hold a user's object
     try:
         yield change.value
     finally:
@@ -91,7 +91,7 @@ def _no_listeners() -> AbstractContextManager[list[Any]]:
 def listening(
     key: Hashable, listener: Any, make: Callable[[], AbstractContextManager[list[Any]]] = _no_listeners
 ) -> Iterator[None]:
-    """Have an entry in the list that a change has as its value, by default a change of nothing else."""
+    """Add a listener to the list that is the value of a change; the default change only holds the list."""
     with shared_change(key, make) as listeners:
         listeners.append(listener)
         try:
@@ -103,18 +103,18 @@ def listening(
 def values_in_force() -> list[Any]:
     """Return the values of all changes."""
     with _lock:
-        return [change.value for change in [*_changes.values()]]  # an object that is freed meanwhile ends changes
+        return [change.value for change in [*_changes.values()]]  # a list: freeing objects may end changes
 
 
 def value_in_force(key: Hashable) -> Any:
-    """Return the value of a change, or None if it is not in force."""
+    """Return the value of an active change, or None if it is not active."""
     with _lock:
         return _changes[key].value if key in _changes else None
 
 
 @contextmanager
 def listed(table: set[Any], entry: Any) -> Iterator[None]:
-    """Have an entry in a table; by `shared_change` if there may be several users."""
+    """Keep an entry in a table while the context is active. Use `shared_change` if there may be several users."""
     table.add(entry)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A flag of each thread that is set in the body of a ``with`` statement, which may be nested."""
+"""A per-thread flag that is set in the body of a ``with`` statement, which may be nested."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import threading
 
 
 class ThreadDepth(threading.local):
-    """Counts the bodies that this thread is in.
+    """Counts the nested bodies that this thread is in.
 
     Attributes
     ----------
     depth : int
-        How many there are; 0 outside of all.
+        The nesting depth; 0 outside of all bodies.
     """
 
     depth = 0

@@ -1,7 +1,7 @@
-"""All uses of private names, of torch and of what comes with it, each with its reason.
+"""All uses of private names of torch and its dependencies, each with the reason for its use.
 
-Those of `torch.compile`, autograd, loaders and optimizers are in the modules ``torch_private_…`` beside it. The tests
-of these modules fail if one of the names is missing.
+Names of `torch.compile`, autograd, loaders and optimizers are in the ``torch_private_…`` modules next to this one. The
+tests of these modules fail if a name is missing.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
 
-#: What all public functions that switch the deterministic mode call, also where a script has imported them by name.
+#: Called by all public functions that switch deterministic mode, even if a script imported them by name.
 SETTER_OF_DETERMINISM = (torch._C, "_set_deterministic_algorithms")
 
-#: Operators without public names: attention by blocks on the CPU, and bags of rows with a gradient.
+#: Operators without public names: block-wise attention on the CPU, and embedding bags with a gradient.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 BAGS_KERNEL = "_embedding_bag"
 
 
-#: The hooks of a module, and what it is compiled to; at once, for that is asked in each call.
+#: A module's hooks and compiled call, read by one call because each module call checks them.
 _hooks = operator.attrgetter(
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
 )
 
 
-#: The hooks of all modules.
+#: The global hooks of all modules.
 _hooks_of_all = tuple(
     getattr(nn.modules.module, f"_global_{name}_hooks")
     for name in ("forward", "forward_pre", "backward", "backward_pre")
@@ -39,11 +39,11 @@ _hooks_of_all = tuple(
 
 
 def calls_only_forward(module: nn.Module) -> bool:
-    """Whether a call of a module is one of its class's `forward`, without hooks. torch has no public check."""
+    """Whether calling a module only calls its class's `forward`, without hooks. torch has no public check."""
     return not any(_hooks(module)) and not any(_hooks_of_all) and "forward" not in vars(module)
 
 
-#: Whether `torch.jit.trace` records this thread's operators. The public function costs two more frames, in each call.
+#: Whether `torch.jit.trace` is recording in this thread. The public function costs two more frames per call.
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
@@ -53,27 +53,27 @@ def in_functorch() -> bool:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is batched, as a gradient is under ``is_grads_batched``. Such a tensor has no memory."""
+    """Whether a tensor is batched, such as a gradient with ``is_grads_batched``. Such tensors have no memory."""
     functorch = torch._C._functorch
     return bool(functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor))
 
 
 def in_mode() -> bool:
-    """Whether a mode of torch sees the functions or operators of this thread. torch has no public check."""
+    """Whether a torch function or dispatch mode is active in this thread. torch has no public check."""
     return in_dispatch_mode() or bool(torch._C._len_torch_function_stack())
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a mode sees the operators of this thread, as one that traces does. torch has no public check."""
+    """Whether a dispatch mode, such as a tracer, is active in this thread. torch has no public check."""
     return bool(torch._C._len_torch_dispatch_stack())
 
 
 def without_memory(
     kind: type[torch.Tensor], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, offset: int = 0
 ) -> torch.Tensor:
-    """Return a tensor of a subclass on the CPU that has no memory. What asks for its address to write gets an error.
+    """Return a tensor of a subclass on the CPU without memory. Requesting a writable data pointer raises an error.
 
-    What a subclass does not answer itself reaches its ``__torch_dispatch__``. There is no public way to make one.
+    Calls that the subclass does not handle reach its ``__torch_dispatch__``. There is no public way to create one.
     """
     device = torch.device("cpu")
     tensor: torch.Tensor = torch.Tensor._make_wrapper_subclass(
@@ -84,12 +84,12 @@ def without_memory(
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
-    """Return a context in which subclasses of tensors do not see functions, as in their base class's own."""
+    """Return a context that bypasses ``__torch_function__`` of tensor subclasses, as in their base class's own."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether hooks pack what this thread's operators save for their backward, as an activation checkpoint's."""
+    """Whether hooks pack the tensors that this thread saves for backward, as in activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -98,47 +98,47 @@ VERSION = "_version"
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return the version counter of a tensor, which in-place changes increment. Inference tensors have none: 0."""
+    """Return the version counter of a tensor, which in-place changes increment; 0 for inference tensors."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def shared_until_written(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that shares memory with another one until somebody writes to one of them, which is copied first.
+    """Return a copy-on-write tensor: it shares memory with another one until either is written to.
 
-    What reads the address counts as a write, as do numpy and DLPack. Raises a `RuntimeError` for memory that is not
-    torch's own, as that of a mapped file.
+    Reading the data pointer counts as a write, as numpy and DLPack do. Raises a `RuntimeError` for memory that torch
+    did not allocate, such as that of a mapped file.
     """
     return torch._lazy_clone(tensor)
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether nobody has written to a strided tensor since it began to share memory by `shared_until_written`."""
+    """Whether a strided tensor has not been written to since `shared_until_written`."""
     return bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage. `Tensor.data_ptr` would copy what is shared until it is written."""
+    """Return the address of a tensor's storage. `Tensor.data_ptr` would copy copy-on-write memory."""
     return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
 
 
 def python_library() -> str:
-    """Return the path of the library by which Python uses torch. No public name has it."""
+    """Return the path of torch's Python binding library. There is no public name for it."""
     return torch._C.__file__
 
 
 def has_lone_storage(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor has the memory of this one, nor DLPack this one. torch has no public counts."""
+    """Whether no other tensor or DLPack capsule shares this tensor's memory. torch has no public counts."""
     is_alone: bool = tensor._use_count() == 1  # type: ignore[attr-defined]
     return is_alone and users_of_storage(tensor) == 1
 
 
 def users_of_storage(tensor: torch.Tensor) -> int:
-    """Return how many tensors, and other objects, have the memory of a tensor. torch has no public count."""
+    """Return the number of tensors and other objects that share a tensor's memory. torch has no public count."""
     return _count_of_users(tensor) - _count_of_a_lone_user() + 1
 
 
 def _count_of_users(tensor: torch.Tensor) -> int:
-    storage = tensor.untyped_storage()  # which is another user
+    storage = tensor.untyped_storage()  # counts as another user
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
@@ -148,33 +148,33 @@ def _count_of_a_lone_user() -> int:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that another one is a view of, or the tensor itself. torch documents no public name."""
+    """Return the base of a view, or the tensor itself if it is not a view. torch documents no public name."""
     base: torch.Tensor | None = tensor._base
     return tensor if base is None else base
 
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-#: The operators by which `torch.distributions` samples `Gamma`, `Beta` and `Dirichlet`.
+#: The operators that `torch.distributions` uses to sample `Gamma`, `Beta` and `Dirichlet`.
 SAMPLING = ("_standard_gamma", "_sample_dirichlet")
 
 
 def below_torch_functions() -> AbstractContextManager[None]:
-    """Return a context in which no `TorchFunctionMode` of the user's or of `disable_casts` sees a call."""
-    # There is no public way past a mode that somebody else has entered.
+    """Return a context in which no `TorchFunctionMode`, the user's or `disable_casts`, sees a call."""
+    # There is no public way to bypass a mode that other code entered.
     return torch._C.DisableTorchFunction()
 
 
 def below_autocast() -> AbstractContextManager[None]:
     """Return a context in which operators skip autocast, as in torch's own autocast kernels.
 
-    Twice as fast as leaving autocast by its public context manager.
+    Twice as fast as disabling autocast by its public context manager.
     """
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
 def as_without_autocast_kernel(operator: Any, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator as if it had no kernel for autocast; the operators that it is composed of have theirs."""
-    # While a compiler traces, Python's dispatcher comes first, and would begin with all keys again: autocast's, too.
+    """Call an operator as if it had no autocast kernel; operators that it calls still use theirs."""
+    # During tracing, Python's dispatcher comes first and would restart with all keys, including autocast's.
     for key in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.PythonDispatcher):
         keys = keys.remove(key)
     return operator.redispatch(keys, *args, **kwargs)
@@ -189,7 +189,7 @@ def has_kernel(operator: str, dispatch_key: str) -> bool:
 
 
 def is_operator(name: str) -> bool:
-    """Whether this torch has an ATen operator, such as ``softmax.int``. torch has no public check without an error."""
+    """Whether this torch has an ATen operator, such as ``softmax.int``. Public lookups raise an error if not."""
     return bool(torch._C._dispatch_has_kernel(full_name(name)))
 
 
@@ -220,12 +220,12 @@ def sums_of_bags(weight: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def destroy_library(library: torch.library.Library) -> None:
-    """Unregister the kernels of a library immediately. torch does it when the library is garbage-collected."""
+    """Unregister the kernels of a library immediately, rather than when it is garbage-collected."""
     library._destroy()  # type: ignore[no-untyped-call]
 
 
 def copy_as_torch(target: torch.Tensor, source: Any, non_blocking: bool) -> torch.Tensor:
-    """Do what ``aten::copy_`` does on a CPU, also while its kernel for the CPU is replaced."""
+    """Run the original CPU kernel of ``aten::copy_``, even while it is replaced."""
     kernel = torch.ops.aten.copy_.default._op_dk
     copied: torch.Tensor = kernel(torch._C.DispatchKey.CompositeExplicitAutograd, target, source, non_blocking)
     return copied
@@ -237,22 +237,22 @@ def bytes_of(storage: torch.TypedStorage) -> torch.UntypedStorage:
 
 
 def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors into those of another list. A loop over `copy_` takes 1 µs more for each."""
+    """Copy tensors from one list into another. A loop over `copy_` takes 1 µs more per tensor."""
     if targets and not any(map(torch.Tensor.is_conj, targets)) and not any(map(torch.Tensor.is_neg, targets)):
         torch._foreach_copy_(targets, sources)
         return
-    for target, source in zip(targets, sources, strict=True):  # it refuses lazy signs, and an empty list
+    for target, source in zip(targets, sources, strict=True):  # the operator rejects lazy signs and empty lists
         target.copy_(source)
 
 
 def forget_group_count() -> None:
-    """Let torch number process groups from 0 again, as after `destroy_process_group`.
+    """Make torch number process groups from 0 again, as after `destroy_process_group`.
 
-    It counts a group whose creation fails, and ranks that count differently do not find each other.
+    torch also counts failed groups, and ranks whose counts differ cannot find each other.
     """
     distributed_c10d._world.group_count = 0
 
 
 def put_back_signal_handlers(trainer: Any) -> None:
-    """Let a Trainer of Lightning put back the handlers of signals that it has found. It has no public name for it."""
+    """Make a Lightning Trainer restore the signal handlers that it replaced. There is no public method for it."""
     trainer._signal_connector.teardown()

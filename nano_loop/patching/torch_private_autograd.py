@@ -14,63 +14,63 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def in_forward_mode() -> bool:
-    """Whether this process computes derivatives in forward mode. torch has no public check."""
+    """Whether forward-mode differentiation is active in this process. torch has no public check."""
     return forward_ad._current_level >= 0
 
 
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
-    """Whether hooks of ``register_hook`` are on a tensor. torch can register them, but not list them."""
+    """Whether a tensor has hooks from ``register_hook``. torch has no public way to list them."""
     return bool(tensor._backward_hooks)
 
 
 def in_backward() -> bool:
-    """Whether this thread is running a backward, as when an activation checkpoint recomputes its forward."""
+    """Whether this thread is running a backward, including one that recomputes the forward of a checkpoint."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def graph_task() -> int:
-    """Return the unique number of the backward that this thread is running, or -1 outside a backward."""
+    """Return the unique id of the backward that this thread is running, or -1 outside a backward."""
     return int(torch._C._current_graph_task_id())
 
 
 def reaches(leaf: Any) -> bool:
-    """Whether the backward that this thread is running reaches a leaf of its graph.
+    """Whether the current backward of this thread reaches a leaf of the graph.
 
-    torch has no public name for it.
+    torch has no public check.
 
     Parameters
     ----------
     leaf : torch.autograd.graph.Node
-        The node that accumulates the gradient of a leaf which no call of the backward names.
+        The node that accumulates the gradient of a leaf. The leaf must not be in the ``inputs`` of the backward.
     """
     return bool(torch._C._will_engine_execute_node(leaf))
 
 
-#: Returns the number of the next autograd node of this thread. The numbers are increasing.
+#: Returns the sequence number of the next autograd node of this thread. Numbers increase monotonically.
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def current_node_number() -> int | None:
-    """Return the number of the autograd node whose backward this thread is running, or None outside a backward."""
+    """Return the sequence number of the node whose backward this thread is running, or None outside a backward."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
 
 
 def node_number(node: Any) -> int:
-    """Return the number of an autograd node."""
+    """Return the sequence number of an autograd node."""
     return int(node._sequence_nr())
 
 
 def queue_callback(function: Callable[[], object]) -> None:
     """Run `function` at the end of the current backward of this thread, before ``backward()`` returns.
 
-    It does not run if the backward raises. Its own exceptions are raised by ``backward()``. torch's FSDP uses the same.
+    It does not run if the backward raises. ``backward()`` propagates its exceptions. torch's FSDP does the same.
     """
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[arg-type]
 
 
 def has_accumulation_hook(parameter: torch.Tensor, handle: RemovableHandle) -> bool:
-    """Whether a parameter has the hook of this handle, which `torch.utils.swap_tensors` gives to the other tensor."""
+    """Whether a parameter has the hook of this handle. `torch.utils.swap_tensors` moves hooks to the other tensor."""
     return parameter._post_accumulate_grad_hooks is handle.hooks_dict_ref()
 
 

@@ -1,4 +1,4 @@
-"""The uses of private names of `torch.compile` and of what traces for it; see `nano_loop.patching.torch_private`."""
+"""The uses of private names of `torch.compile` and tracing; see `nano_loop.patching.torch_private`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import nn
 
 from nano_loop.patching.torch_private import full_name
 
-#: Whether `torch.compile` traces ``function.__get__``, and no `types.MethodType` that traced code makes. 2.8 and 2.11
-#: do the opposite.
-TRACES_BINDING = torch.__version__ >= "2.13"  # a `TorchVersion`, which compares numbers
-#: What `torch.compile` is in. Every optimizer imports it, which takes as long as to import torch.
+#: Whether `torch.compile` traces ``function.__get__`` but not `types.MethodType` in traced code. 2.8 and 2.11 do the
+#: opposite.
+TRACES_BINDING = torch.__version__ >= "2.13"  # a `TorchVersion`, which compares version numbers
+#: The package of `torch.compile`. Every optimizer imports it, which takes as long as importing torch.
 COMPILER_PACKAGE = "torch._dynamo"
 _COMPILER = "torch._dynamo.eval_frame"
 _ORIGINAL_FUNCTION = "_torchdynamo_orig_callable"
@@ -26,25 +26,25 @@ _ORIGINAL_FUNCTION = "_torchdynamo_orig_callable"
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether a model was compiled by `torch.compile` or `model.compile()`. torch has no public check."""
-    # To import it takes as long as to import torch, and without it nothing has been compiled.
+    # Importing it takes as long as importing torch, and nothing was compiled if it is not imported.
     compiled: Any = getattr(sys.modules.get(COMPILER_PACKAGE), "OptimizedModule", ())
     return isinstance(model, compiled) or model._compiled_call_impl is not None
 
 
 def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `torch.compile` call the function once, while it traces, and compile its result in.
+    """Make `torch.compile` call the function once, during tracing, and treat the result as a constant.
 
     The public `torch.compiler.assume_constant_result` does the same, but imports torch._dynamo, which takes as long as
-    to import torch.
+    importing torch.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def never_compiled(function: Callable[..., Any]) -> None:
-    """Keep `torch.compile` from tracing a function of Python, and all that it calls, where C++ code calls it.
+    """Prevent `torch.compile` from tracing a Python function that C++ code calls, and everything that it calls.
 
-    The public `torch.compiler.disable` imports torch._dynamo and puts a function around each call.
+    The public `torch.compiler.disable` imports torch._dynamo and adds a wrapper around each call.
     """
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if code is not None:
@@ -55,7 +55,7 @@ def never_compiled(function: Callable[..., Any]) -> None:
 
 @contextmanager
 def outside_graphs(function: Callable[..., Any]) -> Iterator[None]:
-    """Let a replacement of a function of torch break graphs in the body: Dynamo would trace the original."""
+    """Make a replacement of a torch function break graphs in the body; otherwise Dynamo traces the original."""
     from torch._dynamo import trace_rules
 
     trace_rules._disallowed_callable_ids.add(id(function))
@@ -71,31 +71,31 @@ def forget_compiled(model: nn.Module) -> None:
 
 
 def plain_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a module with its hooks, and not by what it is compiled to."""
+    """Call a module with its hooks but not its compiled call."""
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def call_compiled(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Have calls of a module call ``function(module, ...)``.
+    """Make calls of a module call ``function(module, ...)``.
 
-    The public ``module.compile()`` makes a function for each module, and those of several modules count as one towards
-    torch's limit of compilations.
+    The public ``module.compile()`` creates one function per module, all of which count towards the same recompile
+    limit.
     """
     module._compiled_call_impl = functools.partial(function, module)
 
 
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
-    """Return the options of a mode of `torch.compile`, which takes either a mode or options."""
-    from torch._inductor import list_mode_options  # as torch.compile's documentation has it
+    """Return the options of a mode of `torch.compile`, which accepts either a mode or options."""
+    from torch._inductor import list_mode_options  # as in torch.compile's documentation
 
     return {} if mode in (None, "default") else dict(list_mode_options(mode, dynamic))
 
 
 def forget_dispatch(operators: Collection[str], dispatch_key: str) -> None:
-    """Have torch's Python dispatcher, through which `torch.compile` traces, look up kernels of ATen operators anew.
+    """Make torch's Python dispatcher, which `torch.compile` traces through, look up kernels of ATen operators again.
 
-    It keeps for each operator what a dispatch key leads to, and torch forgets that only for kernels in Python's own
-    tables. What is traced after a run would be sent to a kernel of the run, which is gone.
+    It caches where a dispatch key leads for each operator, and torch only clears this for kernels in Python's own
+    tables. Tracing after a run would otherwise call a kernel of the run, which no longer exists.
     """
     names = {*map(full_name, operators)}
     key = getattr(torch._C.DispatchKey, dispatch_key)
@@ -116,7 +116,7 @@ def compile_call(module: nn.Module, context: Callable[[Any], Any]) -> None:
 
 def compile_context(compiled: Any) -> Any:
     """Return the picklable context by which `torch.compile` wrapped a function, or None for other functions."""
-    # Check where the function was defined, since functools.wraps copies torch's markers to other functions.
+    # Check where the function was defined, because functools.wraps copies torch's markers to other functions.
     made_by_torch = isinstance(compiled, FunctionType) and compiled.__globals__.get("__name__") == _COMPILER
     if not made_by_torch or _ORIGINAL_FUNCTION not in vars(compiled):
         return None
@@ -124,5 +124,5 @@ def compile_context(compiled: Any) -> Any:
 
 
 def uncompiled(function: FunctionType) -> Any:
-    """Return the original function of a compiled function that has a `compile_context`."""
+    """Return the original of a compiled function that has a `compile_context`."""
     return vars(function)[_ORIGINAL_FUNCTION]

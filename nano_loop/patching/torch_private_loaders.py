@@ -1,4 +1,4 @@
-"""Private names of torch's loaders, each with its reason."""
+"""Private names of torch's data loaders, each with the reason for its use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kept_iterator(loader: DataLoader[Any]) -> Any:
 
 
 def with_iterator(attributes: dict[str, Any], iterator: Any = None) -> dict[str, Any]:
-    """Return a loader's attributes for a copy with another such iterator; None: a copy that starts its own workers."""
+    """Return a loader's attributes with another kept iterator for a copy; None makes the copy start its own workers."""
     return {**attributes, _KEPT_ITERATOR: iterator}
 
 
@@ -47,13 +47,13 @@ def stop_kept_workers(loader: DataLoader[Any]) -> None:
     iterator = kept_iterator(loader)
     vars(loader)[_KEPT_ITERATOR] = None
     if iterator is not None:
-        iterator._shutdown_workers()  # as the iterator does when it is garbage-collected
+        iterator._shutdown_workers()  # as when the iterator is garbage-collected
 
 
 def default_collate_by(batch: Sequence[Any], of_arrays: Callable[[Sequence[Any]], torch.Tensor | None]) -> Any:
-    """Return what `default_collate` returns, with a function for numpy arrays that returns None where torch's has to.
+    """Return what `default_collate` returns, but try `of_arrays` first for numpy arrays; it may return None.
 
-    Functions that the user has registered for arrays or tensors apply instead.
+    Functions that the user has registered for arrays or tensors take precedence.
     """
     functions: dict[Any, Any] = dict(default_collate_fn_map)
     if (functions.get(np.ndarray), functions.get(torch.Tensor)) == (collate_numpy_array_fn, collate_tensor_fn):
@@ -67,18 +67,18 @@ def default_collate_by(batch: Sequence[Any], of_arrays: Callable[[Sequence[Any]]
 
 
 def is_default_collate(function: Any) -> bool:
-    """Whether this is torch's function, and none that the program has put in its place."""
+    """Whether a function is torch's own `default_collate`, not a replacement by the program."""
     return function is default_collate and getattr(function, "__globals__", None) is vars(_module)
 
 
 def collates_as_torch() -> bool:
-    """Whether `default_collate` collates as torch does, now: the program has registered no function with it."""
+    """Whether `default_collate` currently behaves as in torch: the program has registered no function with it."""
     return _module.collate is _collate and dict(default_collate_fn_map) == _TORCHS
 
 
 def shared_storage(size: int) -> torch.UntypedStorage:
-    """Return that many bytes of memory that processes share, as a loader's worker collates its batches into.
+    """Allocate shared memory of this size in bytes, like the memory that a loader's worker collates batches into.
 
-    The public `share_memory_` copies what is there, and there is nothing yet.
+    The public `share_memory_` copies the existing data, and there is no data yet.
     """
     return torch.UntypedStorage._new_shared(size)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,4 +1,4 @@
-"""The uses of private names of `torch.optim`, and of its kernels; see `nano_loop.patching.torch_private`."""
+"""The uses of private names of `torch.optim` and its kernels; see `nano_loop.patching.torch_private`."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ _STEP_HOOKS = "_optimizer_step_pre_hooks"
 def groups_prepared(
     kind: type[Optimizer], make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> AbstractContextManager[None]:
-    """Replace the method that makes lists of a group's tensors, which `step` then hands to the kind's function.
+    """Replace the method that builds the lists of a group's tensors, which `step` passes to its functional API.
 
-    It takes the group and the lists, of which the first is that of the parameters. Dynamo gives each class its own.
+    It receives the group and the lists, the parameters first. Dynamo gives each class its own method.
     """
     owner = next(base for base in kind.__mro__ if _INIT_GROUP in vars(base))
     return replaced(owner, _INIT_GROUP, make)
 
 
 def preparing(optimizer: Optimizer) -> Any:
-    """Return the method of an optimizer that makes these lists."""
+    """Return the method of an optimizer that builds these lists."""
     return getattr(optimizer, _INIT_GROUP)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks can be registered on an optimizer: its class has called ``Optimizer.__init__``."""
+    """Whether hooks can be registered on an optimizer, because its class called ``Optimizer.__init__``."""
     return _STEP_HOOKS in vars(optimizer)
 
 
 def hooks_before_step(optimizer: Optimizer) -> Iterator[Any]:
-    """Return the hooks that an optimizer's ``step()`` calls first. torch can register hooks, but not list them."""
+    """Return the pre-step hooks of an optimizer. torch has no public way to list them."""
     return chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
 
 
 def hooks_after_step(optimizer: Optimizer) -> Iterator[Any]:
-    """Return the hooks that it calls last."""
+    """Return the post-step hooks of an optimizer."""
     return chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
 
 
 def unhooked_step(step: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return what torch has wrapped to run hooks around it, or None where something else than torch has wrapped it.
+    """Return the function that torch wrapped to run hooks around it, or None if torch did not wrap it last.
 
-    torch wraps ``step`` of a class when the class's first optimizer is built, and marks what it has wrapped.
+    torch wraps the ``step`` of a class when its first optimizer is built, and marks the wrapper.
     """
     if not getattr(step, "hooked", False):
         return None
@@ -64,7 +64,7 @@ def unhooked_step(step: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of torch runs. The public names only start and stop one."""
+    """Whether a torch profiler is running. Public functions only start and stop one."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
@@ -78,7 +78,7 @@ def fused_adam(
     is_decoupled: bool,
     **numbers: Any,
 ) -> None:
-    """Call the kernel of Adam, or of AdamW, whose weight decay is decoupled. torch's public functions sort first."""
+    """Call the fused kernel of Adam, or AdamW if `is_decoupled`. torch's public functions group tensors first."""
     kernel = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
     kernel(parameters, gradients, means, squares, [], steps, amsgrad=False, **numbers)
 
@@ -89,7 +89,7 @@ def fused_sgd(
     momenta: Sequence[torch.Tensor] = (),
     **numbers: Any,
 ) -> None:
-    """Call the fused kernel of SGD for the steps after the first."""
+    """Call the fused kernel of SGD for all steps but the first."""
     torch._fused_sgd_(parameters, gradients, [*momenta], is_first_step=False, **numbers)
 
 
@@ -105,8 +105,8 @@ def fused_adagrad(
 
 
 def foreach_increment(counters: list[torch.Tensor]) -> None:
-    """Add 1 to each of the counters, which are not empty."""
-    torch._foreach_add_(counters, [_ONE] * len(counters))  # a number takes three times as long
+    """Add 1 to each counter of a non-empty list."""
+    torch._foreach_add_(counters, [_ONE] * len(counters))  # a Python number takes three times as long
 
 
 def sparse_adam(
@@ -117,10 +117,10 @@ def sparse_adam(
     steps: list[Any],
     **numbers: Any,
 ) -> None:
-    """Take the steps of `torch.optim.SparseAdam`, with these numbers, of parameters with sparse gradients."""
+    """Step parameters with sparse gradients as `torch.optim.SparseAdam` does, with these hyperparameters."""
     _functional.sparse_adam(parameters, gradients, means, squares, steps, **numbers)
 
 
 def is_watched_by_scheduler(step: Any) -> bool:
-    """Whether an optimizer's `step` is the wrapper by which a scheduler detects calls."""
+    """Whether an optimizer's `step` is the wrapper that a scheduler installs to detect calls."""
     return hasattr(step, "_wrapped_by_lr_sched")

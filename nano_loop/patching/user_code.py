@@ -1,4 +1,4 @@
-"""The line of the user's code in a call, past the frames of torch, Fabric and nano_loop, and warnings about it."""
+"""Finds the current line of the user's code, past the frames of torch, Fabric and nano_loop, and warns about it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from nano_loop.errors import NanoWarning
 _PACKAGES = Path(str(torch.__file__)).parents[1]
 _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_path("stdlib")
-#: What nano_loop calls for itself.
+#: Packages that nano_loop calls for its own purposes.
 _CALLED = tuple(str(_PACKAGES / name) for name in ("numpy", "psutil", "cloudpickle"))
 _MODULES = str(_PACKAGES / "torch" / "nn" / "modules")
 _NOT_THE_USERS = (
     *(str(_PACKAGES / name) for name in ("torch", "lightning_fabric", "lightning_utilities")),
     _PACKAGE,
-    str(contextlib.__file__),  # between two frames of nano_loop
+    str(contextlib.__file__),  # appears between two nano_loop frames
 )
 
 
@@ -36,15 +36,15 @@ def is_users(filename: str) -> bool:
 
 
 def users_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
-    """Return the innermost of the `frames`, outermost first, that is the user's; None if there is none."""
+    """Return the innermost of `frames` (outermost first) that is the user's, or None."""
     return next((frame for frame in reversed(frames) if is_users(frame.filename)), None)
 
 
 def users_traceback(traceback: TracebackType | None, *, keeps_last: bool = True) -> TracebackType | None:
-    """Return a traceback without the frames of nano_loop through which it leads to the user's code, or to a module.
+    """Return a traceback without the nano_loop frames that lead to the user's code or to a module.
 
-    Those below the last such frame stay: where nano_loop, or what it calls, has raised is seen. Without `keeps_last`
-    they go, too, as for an error that says what the user is to change.
+    Frames below the last such frame are kept, to show where nano_loop or its callee raised. If `keeps_last` is False,
+    they are removed as well, as for an error that tells the user what to change.
     """
     entries: list[TracebackType] = []
     while traceback is not None:
@@ -60,7 +60,7 @@ def users_traceback(traceback: TracebackType | None, *, keeps_last: bool = True)
 
 
 def trim_tracebacks(error: BaseException, *, keeps_last: bool = True) -> None:
-    """Take those frames of nano_loop out of the traceback of an error, and of the errors that have led to it."""
+    """Remove those nano_loop frames from the tracebacks of an error and of the errors that caused it."""
     error.__traceback__ = users_traceback(error.__traceback__, keeps_last=keeps_last)
     seen, before = {id(error)}, error.__cause__ or error.__context__
     while before is not None and id(before) not in seen:
@@ -70,7 +70,7 @@ def trim_tracebacks(error: BaseException, *, keeps_last: bool = True) -> None:
 
 
 def _is_led_to(file: str) -> bool:
-    """Whether nano_loop calls code of a file for the user: it calls the standard library and others for itself."""
+    """Whether nano_loop calls a file for the user, rather than for itself, as it calls the standard library."""
     if file.startswith(_MODULES):
         return True
     of_library = file.startswith((_STANDARD, "<frozen")) and _PACKAGES.name not in Path(file).parts
@@ -78,7 +78,7 @@ def _is_led_to(file: str) -> bool:
 
 
 def _is_between(files: Sequence[str], place: int) -> bool:
-    """Whether a file is nano_loop's, or contextlib's with one of nano_loop's before or behind."""
+    """Whether a file is nano_loop's, or is contextlib next to a nano_loop frame."""
     if files[place] != contextlib.__file__:
         return files[place].startswith(_PACKAGE)
     around: tuple[Iterable[str], ...] = (reversed(files[:place]), files[place + 1 :])
@@ -87,7 +87,7 @@ def _is_between(files: Sequence[str], place: int) -> bool:
 
 
 def users_line() -> str:
-    """Return the line of the user's code that is being executed, as a traceback shows it; empty if there is none."""
+    """Return the source line of the user's code being executed, as a traceback shows it, or an empty string."""
     frame = users_frame(traceback.extract_stack())
     return "" if frame is None else "".join(traceback.format_list([frame])).rstrip()
 
@@ -101,7 +101,7 @@ class Place(NamedTuple):
 
 
 def users_place() -> Place | None:
-    """Return the line of the user's code that is running in this thread, or None."""
+    """Return the place of the user's code that is running in this thread, or None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -111,7 +111,7 @@ def users_place() -> Place | None:
 
 
 def warn(message: str) -> None:
-    """Give a `NanoWarning` about the line of the user's code that is running."""
+    """Issue a `NanoWarning` at the current line of the user's code."""
     place = users_place()
     if place is None:
         warnings.warn(message, NanoWarning, stacklevel=2)
@@ -125,10 +125,10 @@ _warned: set[tuple[str, int, str]] = set()
 
 
 def warn_once(message: str) -> None:
-    """Give a `NanoWarning` about the line of the user's code that is running, unless this process has given it.
+    """Issue a `NanoWarning` at the current line of the user's code, once per process.
 
-    A function that is called once an epoch meets the same at each call, and a run changes the filters of warnings, by
-    which Python's own record is void.
+    Python's own record is not enough: a run changes the warning filters, which invalidates it, and a function called
+    once per epoch would warn each time.
     """
     place = users_place()
     line = (place.filename, place.number, message) if place else ("", 0, message)

@@ -1,4 +1,4 @@
-"""The bounded walk of the user's objects: from some of them to what they hold, each once, the nearest first."""
+"""A bounded breadth-first traversal of the user's objects that visits each object once."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ CONTAINERS = (list, tuple, set, frozenset, dict)
 def walk(
     start: Iterable[Any], contents: Callable[[Any], Iterable[Any]], *, depth: int = 1000, most: int = 1 << 20
 ) -> Iterator[Any]:
-    """Yield objects, then what these hold, and so on. What holds itself is no problem.
+    """Yield objects, then their contents, and so on. Cycles are allowed.
 
     Parameters
     ----------
     start : iterable
         The first objects.
     contents : callable
-        Takes an object, and returns what it holds; nothing for one that is not looked into.
+        Accepts an object and returns its contents; empty for objects that are not traversed.
     depth : int
-        How many steps an object may be away from the first ones.
+        The maximum distance of an object from the first ones.
     most : int
-        The number of objects after which the walk ends.
+        The maximum number of objects.
     """
     seen: dict[int, Any] = {}  # kept alive, so that their ids are not reused
     level = start
@@ -51,16 +51,16 @@ def find(kind: type | tuple[type, ...], value: Any) -> Iterator[Any]:
 
 
 def items_of(value: Any) -> Iterable[Any]:
-    """Return the items of a container, and the values of a dict; nothing for other objects.
+    """Return the items of a container, or the values of a dict; empty for other objects.
 
-    Subclasses are read as what they inherit from: their own code may compute the items, or raise.
+    Subclasses are read as their built-in base class, because their own code may compute the items or raise.
     """
     kind = _container(value)
     return () if kind is None else dict.values(value) if kind is dict else kind.__iter__(value)
 
 
 def length_of(value: Any) -> int:
-    """Return the number of items of a container, likewise; 0 for other objects."""
+    """Return the number of items of a container, read the same way; 0 for other objects."""
     kind = _container(value)
     return 0 if kind is None else kind.__len__(value)
 
@@ -70,13 +70,13 @@ def _container(value: Any) -> Any:
 
 
 def attributes_of(value: Any) -> Iterator[Any]:
-    """Yield the attributes of an object without calling its code, as properties are."""
+    """Yield the attributes of an object without running its code, such as properties."""
     return (attribute for _, attribute in named_attributes_of(value))
 
 
 def named_attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of the attributes of an object, without calling its code."""
-    with suppress(TypeError):  # it has slots alone
+    """Yield the names and values of an object's attributes without running its code."""
+    with suppress(TypeError):  # it has only slots
         yield from [*vars(value).items()]
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -85,12 +85,12 @@ def named_attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
                 continue
             is_private = name.startswith("__") and not name.endswith("__")
             attribute = f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
-            with suppress(AttributeError):  # not assigned
+            with suppress(AttributeError):  # the slot is unassigned
                 yield attribute, object.__getattribute__(value, attribute)
 
 
 def code_in(code: CodeType) -> Iterator[CodeType]:
-    """Yield code, and the code of the functions and classes that are defined in it."""
+    """Yield a code object and those of the functions and classes defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,14 +1,14 @@
-"""Copies of weights, such as rounded ones, each of which lasts until something may have written to the weight.
+"""Copies of weights, such as rounded ones, each valid until the weight may have been written to.
 
-torch can mark memory as what is to be copied before it is written to. Here nobody else has it, so that nothing is ever
-copied: whoever asks for the address to write only takes the mark away. Operators in place do so, also through ``.data``
-or from another thread, and so do numpy, DLPack, other libraries, and this package's functions in C. None of them has to
-be known, and no attribute is replaced. What only reads leaves the mark, except for a few that ask as if they wrote: the
-copy is then made again.
+torch can mark memory as copy-on-write. Here the memory has no second owner, so nothing is ever copied: a request for
+the writable address only removes the mark. In-place operators make such requests, even through ``.data`` or from
+another thread, and so do numpy, DLPack, other libraries, and this package's C functions. This works without knowing the
+writers or replacing any attribute. Reading keeps the mark, except for a few readers that request a writable address;
+the copy is then made again.
 
-An address that was taken before the copy was made is not asked for again. So there is no copy while anybody else has
-the memory, as an array does. Memory of others takes no mark: that of a mapped file, of numpy, or shared with other
-processes. What remains unseen is an address that a program keeps as a number.
+An address that was taken before the copy was made is not requested again. So no copy is made while anything else shares
+the memory, such as an array. Foreign memory cannot be marked: that of a mapped file, of numpy, or shared with other
+processes. Writes through an address that a program keeps as a number remain undetected.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from nano_loop.patching.torch_private import (
 
 
 class Unwritten(NamedTuple):
-    """What a weight was when it was marked.
+    """The state of a weight when it was marked.
 
     Attributes
     ----------
     memory : weakref.ref
-        Its storage. The weight is not held, not even weakly: `torch.utils.swap_tensors` refuses that.
+        Its storage. The weight itself is not referenced, not even weakly: `torch.utils.swap_tensors` rejects that.
     place : tuple
-        Where in the memory it lies, and its version.
+        Its location in the memory, and its version.
     """
 
     memory: weakref.ref[torch.UntypedStorage]
     place: tuple[Any, ...]
 
     def is_still(self, weight: Tensor) -> bool:
-        """Whether a weight is this one, and nobody may have written to it since."""
+        """Whether this is the same weight, and nothing may have written to it since."""
         return is_unwritten(weight) and _place_of(weight) == self.place
 
     def end(self) -> None:
-        """Take the mark away, which copies nothing."""
+        """Remove the mark, which copies nothing."""
         storage = self.memory()
         if storage is not None:
             storage.data_ptr()
 
 
 def takes_mark(weight: Tensor) -> bool:
-    """Whether the memory of a strided tensor is torch's own, so that a mark tells of writes. It has none afterwards."""
+    """Whether torch owns the memory of a strided tensor, so that a mark can detect writes. Removes any mark."""
     with torch.no_grad():
         try:
             shared_until_written(weight.detach())
@@ -68,38 +68,38 @@ def takes_mark(weight: Tensor) -> bool:
 
 
 def marked(weight: Tensor, freed: Callable[[Any], None] | None = None) -> Unwritten | None:
-    """Mark the memory of a weight, or return None where a write might not be seen.
+    """Mark the memory of a weight, or return None if writes could go undetected.
 
     Parameters
     ----------
     weight : torch.Tensor
-        A strided tensor of the CPU.
+        A strided CPU tensor.
     freed : callable, optional
-        Is called when the memory is freed.
+        Called when the memory is freed.
     """
     if not has_lone_storage(weight):
         return None
-    with torch.no_grad(), suppress(RuntimeError):  # of memory that is not torch's own
+    with torch.no_grad(), suppress(RuntimeError):  # torch does not own the memory
         shared_until_written(weight.detach())
         return Unwritten(weakref.ref(weight.untyped_storage(), freed), _place_of(weight))
     return None
 
 
 class WeightCopies:
-    """Copies of weights, each with the mark that tells whether it is still one.
+    """Copies of weights, each with a mark that shows whether it is still valid.
 
     Parameters
     ----------
     convert : callable
-        Makes a copy of a weight. It may only read it.
+        Copies a weight. It must only read it.
     """
 
     def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
         self._convert = convert
-        self._copies: dict[int, tuple[Unwritten, Tensor]] = {}  # by the id of the weight
+        self._copies: dict[int, tuple[Unwritten, Tensor]] = {}  # by weight id
 
     def find(self, weight: Tensor) -> Tensor | None:
-        """Return the copy of a weight, or None. One that is outdated is forgotten."""
+        """Return the copy of a weight, or None. An outdated copy is dropped."""
         entry = self._copies.get(id(weight))
         if entry is None:
             return None
@@ -110,9 +110,9 @@ class WeightCopies:
         return None
 
     def make(self, weight: Tensor) -> Tensor | None:
-        """Make a copy of a weight, and keep it. Return None where a write might not be seen.
+        """Make and keep a copy of a weight. Return None if writes could go undetected.
 
-        Not in an operator, whose arguments count as users of the memory.
+        Do not call this in an operator, whose arguments count as users of the memory.
         """
         key = id(weight)
         unwritten = marked(weight, lambda _: self._forget(key))
@@ -120,13 +120,13 @@ class WeightCopies:
             return None
         with torch.inference_mode(False), torch.no_grad(), below_autocast():
             copy = self._convert(weight)
-        if not unwritten.is_still(weight):  # another thread has written to it
+        if not unwritten.is_still(weight):  # another thread wrote to it
             return None
         self._copies[key] = unwritten, copy
         return copy
 
     def forget(self, weight: Tensor) -> None:
-        """Forget the copy of a weight, if there is one."""
+        """Drop the copy of a weight, if there is one."""
         self._forget(id(weight))
 
     def _forget(self, key: int) -> None:
@@ -134,7 +134,7 @@ class WeightCopies:
 
     @contextmanager
     def kept(self) -> Iterator[WeightCopies]:
-        """Keep the copies until the end of the body, which leaves no mark."""
+        """Keep the copies until the end of the body, then remove all marks."""
         try:
             yield self
         finally:

@@ -1,4 +1,4 @@
-"""Changes of modules that are made as soon as these have been imported."""
+"""Changes to modules that are made right after their import."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class WhenImported(MetaPathFinder):
-    """Does something with modules as soon as they have been imported, before their importers go on.
+    """Processes modules right after they are imported, before the importing code continues.
 
     Parameters
     ----------
     waiting : dict
-        What is to be done, by the names of the modules; each is taken out when it is done.
+        The value to pass to `do`, by module name. Entries are removed once processed.
     do : callable
-        Is called with a module, and with what was to be done with it.
+        Called with a module and its value in `waiting`.
     """
 
     def __init__(self, waiting: dict[str, Any], do: Callable[[ModuleType, Any], object]) -> None:

@@ -1,1 +1,1 @@
-"""In which numbers the calls of set-up models compute: kernels ask here, and a race of algorithms chooses within it."""
+"""The precision of products in set-up models: kernels query it, and measured algorithms are chosen within it."""

@@ -1,4 +1,4 @@
-"""The policy of a run: which products of fp32 tensors round their inputs, to bf16 or to fp16's numbers."""
+"""The policy of a run: which products of fp32 tensors round their inputs to bf16 or fp16."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from nano_loop.patching.ownership import without_policy
 from nano_loop.patching.patch_table import shared_change
 
 PRODUCT, CONVOLUTION, ATTENTION, LSTM = "product", "convolution", "attention", "lstm"
-#: Number of multiplications of a thread by the kind of product from which on it rounds. Below it, what surrounds the
-#: product usually exceeds the gain. It is a first guess where algorithms are measured.
+#: Minimum number of multiplications per thread, by kind of product, from which on it rounds. Below it, the overhead
+#: usually exceeds the gain. If algorithms are measured, this is only an initial guess.
 MIN_MULTIPLICATIONS = {PRODUCT: 1 << 23, CONVOLUTION: 1 << 25, ATTENTION: 1 << 23, LSTM: 1 << 21}
-#: Products of less than this share of these multiplications are fp32 without a measurement, which takes time too.
+#: Products below this fraction of the minimum are computed in fp32 without a measurement, which takes time too.
 _NEVER = 3 / 4
-#: How many multiplications a thread does in a second in fp32, about: what fp32 would cost, before it is measured.
+#: Approximate multiplications per second of a thread in fp32, to estimate the cost of fp32 before it is measured.
 _RATE = 5e10
 
 
 class Policy:
-    """Which products of a run's models round their inputs. Sums and results are fp32.
+    """Decides which products of a run's models round their inputs. Sums and results are fp32.
 
     Parameters
     ----------
     dtype : torch.dtype
-        To whose numbers the inputs are rounded: bfloat16 or float16.
+        The dtype to which inputs are rounded: bfloat16 or float16.
     record : callable
-        Is told of each product that rounds: the dtype, its kind, and how many numbers it packs without a cast.
+        Called for each product that rounds, with the dtype, its kind, and the number of values packed without a cast.
 
     Attributes
     ----------
     dtype : torch.dtype
-        The same.
+        The dtype to which inputs are rounded.
     has_rounded : bool
-        Whether any product has.
+        Whether any product has rounded.
     large, tried : set of str
-        The kinds of which a product was large enough, and of which there was an algorithm that rounds.
+        The kinds with a product that was large enough, and those with an algorithm that rounds.
     is_paused : bool
         Whether all products are in fp32 now.
     """
@@ -57,8 +57,8 @@ class Policy:
         self.watch()
 
     def may_round(self, kind: str, multiplications: int) -> bool:
-        """Return whether a product is large enough to be measured, or to round."""
-        if self.is_paused or (kind == LSTM and self.dtype is torch.float16):  # these round to bf16 alone
+        """Return whether a product is large enough to be measured or to round."""
+        if self.is_paused or (kind == LSTM and self.dtype is torch.float16):  # LSTMs round only to bf16
             return False
         least = self._least.get(kind)
         may_round = is_large(kind, multiplications / _NEVER) if least is None else multiplications >= least
@@ -67,11 +67,11 @@ class Policy:
         return may_round
 
     def may_any_round(self, kind: str) -> bool:
-        """Return whether a product of a kind may, while the policy is not paused."""
+        """Return whether products of a kind may round while the policy is not paused."""
         return self._least.get(kind, 0) < math.inf
 
     def note(self, kind: str, multiplications: int, packed: int) -> None:
-        """Note a product that rounds, and how many numbers it packs in bf16 without a cast."""
+        """Record a product that rounds, and the number of values that it packs in bf16 without a cast."""
         self.has_rounded = True
         self.tried.add(kind)
         self._fewest[kind] = min(self._fewest.get(kind, math.inf), multiplications)
@@ -79,28 +79,28 @@ class Policy:
         self._record(self.dtype, kind, packed)
 
     def watch(self) -> None:
-        """See which products round, from now on until `learn`."""
+        """Observe which products round, from now until `learn`."""
         self._fewest: dict[str, float] = {}
         self._multiplications, self._began = 0, time.perf_counter()
 
     def learn(self) -> float:
-        """Let products that have fewer multiplications than all that have rounded be fp32, without asking again.
+        """Compute products with fewer multiplications than all that have rounded in fp32, without further checks.
 
         Returns
         -------
         float
-            How long those that have rounded would take in fp32, about, in units of the time since `watch`.
+            The approximate fp32 time of the products that have rounded, in units of the time since `watch`.
         """
         self._least = {kind: self._fewest.get(kind, math.inf) for kind in MIN_MULTIPLICATIONS}
         seconds = self._multiplications / (_RATE * torch.get_num_threads())
         return seconds / (time.perf_counter() - self._began)
 
     def end(self) -> None:
-        """Let all products be fp32, without asking again."""
+        """Compute all products in fp32, without further checks."""
         self._least = dict.fromkeys(MIN_MULTIPLICATIONS, math.inf)
 
     def forget(self) -> None:
-        """Ask about all products again that are not too small."""
+        """Check all products again that are not too small."""
         self._least = {}
 
 
@@ -110,9 +110,9 @@ def is_large(kind: str, multiplications: float) -> bool:
 
 
 def line_searches_in_fp32() -> AbstractContextManager[None]:
-    """Return a context in which products are in fp32 in the steps of optimizers that require a closure.
+    """Return a context in which products are fp32 in steps of optimizers that require a closure.
 
-    Such steps compare losses, which differ by less than rounding does. A step has to begin in the context.
+    Such steps compare losses, whose differences are smaller than rounding errors. A step must begin in the context.
     """
     return shared_change("line searches in fp32", lambda: called_before_steps(_with_closure_in_fp32))
 

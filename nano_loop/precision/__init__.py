@@ -1,1 +1,1 @@
-"""The dtypes in which a model computes."""
+"""The precision in which a model computes."""

@@ -1,9 +1,9 @@
-"""The profile of a training step: where its time goes, by torch.profiler."""
+"""The profile of a training step: how it spends its time, measured by torch.profiler."""
 
-#: Steps before the first that is timed, and steps that are timed without the profiler.
+#: Steps before the first timed one, and steps that are timed without the profiler.
 WARMUP, TIMED = 4, 5
-#: Then steps are profiled. What the profiler takes breaks the memory of tensors into pieces, so the first steps take
-#: longer, and are not counted.
+#: Then steps are profiled. The profiler's allocations fragment the memory of tensors, so the first steps take longer
+#: and are not counted.
 UNCOUNTED, PROFILED = 3, 5
 #: All steps, with the one between the two profiles.
 STEPS = WARMUP + TIMED + UNCOUNTED + 1 + PROFILED

@@ -1,4 +1,4 @@
-"""The kinds of work among which the time of profiled steps is divided."""
+"""The kinds of work into which the time of profiled steps is divided."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products and convolutions", "attentio
 OPTIMIZER, CASTS, LOADER, PYTHON = "optimizer", "casts and layouts", "loader", "Python and the rest"
 AVERAGING = "averaging and waiting for ranks"
 KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, OPTIMIZER, CASTS, LOADER, AVERAGING, PYTHON)
-#: The names of what the recorder puts around the steps of optimizers, as torch does, and around their closures.
+#: The names of the recorder's events around optimizer steps, as in torch, and around their closures.
 OPTIMIZER_EVENT, CLOSURE_EVENT = "Optimizer.step", "nano_loop: closure"
 
-#: What allocates memory outside of layers.
+#: The name of memory that is allocated outside layers.
 OUTSIDE = "loss, batch and backward"
-_LAYERS = 10  # in the table of memory
+_LAYERS = 10  # maximum number of layers in the table of memory
 
-# Operators of ATen, without the underscore that some begin with. A softmax outside of torch's attention is nearly
-# always that of attention by hand.
+# ATen operators, without the leading underscore of some. A softmax outside torch's attention is nearly always part of
+# a hand-written attention.
 _ATTENTION = ("softmax", "softmax_backward_data")
 _CASTS = ("copy_", "to_copy", "to", "contiguous", "clone")
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "einsum")
-#: The functions of nano_loop that are no operators, by their names in a trace, without the "Backward" behind some.
+#: The functions of nano_loop that are not operators, by their names in a trace, without the suffix "Backward".
 FUNCTIONS = {
     **dict.fromkeys(("_RecurrentLayer", "_Chunked", "_Placed", "_Materialized"), PRODUCTS),
     **dict.fromkeys(("_Losses", "_Means", "_RmsNorm", "_Rows", "_Bags"), ELEMENTWISE),
@@ -36,8 +36,8 @@ _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 def times_of(events: Iterable[Any], wall: float) -> dict[str, float]:
     """Return the time of each kind of work in some steps, in the unit of the events.
 
-    The events are `torch.profiler`'s of the thread of the loop. What none covers of `wall`, the time of the steps, is
-    Python's.
+    The events are those of `torch.profiler` in the loop's thread. The part of `wall`, the time of the steps, that no
+    event covers is Python's.
     """
     times = dict.fromkeys(KINDS, 0.0)
     for event in events:
@@ -47,7 +47,7 @@ def times_of(events: Iterable[Any], wall: float) -> dict[str, float]:
 
 
 def kind_of(event: Any) -> str:
-    """Return the kind of work of an event: that of the loader and the optimizer hold all that is inside."""
+    """Return the kind of work of an event. Everything inside the loader or the optimizer has their kind."""
     names = [event.name]
     parent = event.cpu_parent
     while parent is not None:
@@ -63,7 +63,7 @@ def kind_of(event: Any) -> str:
         if name == AVERAGING_EVENT:
             return AVERAGING
     inside = [name.removeprefix("aten::") for name in names if name.startswith("aten::")]
-    if any("attention" in name.lower() for name in names):  # torch's operators, and the function of fast_attention
+    if any("attention" in name.lower() for name in names):  # torch's operators and the function of fast_attention
         return ATTENTION
     function = FUNCTIONS.get(event.name.removesuffix("Backward"))
     if function is not None:
@@ -72,7 +72,7 @@ def kind_of(event: Any) -> str:
 
 
 def kind_of_operator(name: str) -> str:
-    """Return the kind of work of an operator, whose name is given without ``aten::``, by itself."""
+    """Return the kind of work of a single operator, whose name is given without ``aten::``."""
     name = name.removeprefix("_")
     if name in _ATTENTION:
         return ATTENTION
@@ -93,7 +93,7 @@ def lines_of(profile: Mapping[str, Any]) -> Iterator[str]:
 
 
 def lines_of_memory(memory: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table of what `profiling.memory` has found as text."""
+    """Yield the table of the results of `profiling.memory` as text."""
     names = {"states": "optimizer states", "other": OUTSIDE}
     yield f"  {'memory at the peak of a step':<33}  {'size':>9}"
     for kind in ("parameters", "gradients", "states", "other", "activations"):

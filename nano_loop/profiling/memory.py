@@ -1,4 +1,4 @@
-"""The memory of a training step: what its tensors take at the peak, the activations by layer."""
+"""The memory of a training step: the tensors at the peak, with the activations by layer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.profiling.kinds import OUTSIDE
 from nano_loop.runtime.memory import bytes_of_states
 
-#: The name of what is around the call of a layer in a trace, before its name.
+#: The prefix of a layer's name in the trace event around its call.
 _LAYER = "nano_loop: layer "
 
 
 class LayerMarks:
-    """Marks the calls of modules for the profiler, from now on until `close`."""
+    """Marks the calls of modules for the profiler until `close`."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
@@ -48,7 +48,7 @@ class LayerMarks:
 
 
 def memory_of(profiled: Any, optimizers: Iterable[Optimizer]) -> dict[str, Any]:
-    """Return the bytes of each kind, and of activations by layer, from a profile with memory and `LayerMarks`."""
+    """Return the bytes of each kind, with activations by layer, from a profile with memory and `LayerMarks`."""
     optimizers = [*optimizers]
     held_by_all = [parameter for optimizer in optimizers for parameter in held_by(optimizer)]
     parameters = {id(parameter): parameter for parameter in held_by_all}.values()
@@ -67,9 +67,9 @@ def memory_of(profiled: Any, optimizers: Iterable[Optimizer]) -> dict[str, Any]:
 
 
 def held_at_peak(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
-    """Return the bytes that are there when most are, by the innermost layer in whose call they were allocated."""
+    """Return the allocated bytes at the peak, by the innermost layer in whose call they were allocated."""
     moments = [event for event in events if event["name"] == "[memory]" or event["name"].startswith(_LAYER)]
-    # The beginning and the end of each call, the outermost ones first, and between them what is allocated and freed.
+    # The start and the end of each call, outermost first, with the allocations and deallocations in between.
     ordered: list[tuple[float, float, Mapping[str, Any]]] = []
     for event in moments:
         ordered.append((event["ts"], -event.get("dur", 0.0), event))
@@ -92,7 +92,7 @@ def held_at_peak(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
             total += count
             if total > most:
                 most, peak = total, held.copy()
-        elif event["args"]["Addr"] in blocks:  # else it was there before the profile
+        elif event["args"]["Addr"] in blocks:  # otherwise it was allocated before the profile
             layer, count = blocks.pop(event["args"]["Addr"])
             held[layer] -= count
             total -= count

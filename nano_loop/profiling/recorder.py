@@ -1,4 +1,4 @@
-"""The recorder of `nano-loop profile`: it times steps of a loop, profiles the next ones, and then ends the process."""
+"""The recorder of `nano-loop profile`: times steps of a loop, profiles the next ones, and ends the process."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from nano_loop.profiling.kinds import CLOSURE_EVENT, KINDS, OPTIMIZER_EVENT, tim
 from nano_loop.profiling.memory import LayerMarks, memory_of
 from nano_loop.runtime.run import active_run
 
-_MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
-_FREED = b"Memory block of unknown size"  # of the first one that is freed in a profile of memory, and was there before
-#: After how many steps profiles begin and end. torch's own event of the optimizer's step is still open then. When it
-#: ends, torch writes to the profile that it began in if there is any, which has been freed: so no profile begins where
-#: another one ends.
+_MARK = b"USDT:"  # in the lines that torch 2.13 prints when a profile begins and ends
+_FREED = b"Memory block of unknown size"  # printed when memory from before a memory profile is first freed
+#: The steps after which profiles begin and end. torch's own event of the optimizer's step is still open at that time.
+#: When it ends while a profile is active, torch writes to the profile in which the event began, which has been freed.
+#: So a profile must not begin at the step where another one ends.
 _BEGINNINGS, _ENDS = (WARMUP + TIMED, STEPS - PROFILED), (WARMUP + TIMED + UNCOUNTED, STEPS)
 
 
 class Recorder:
-    """Profiles the steps of the first optimizer that steps in this thread, answers a command, and ends the process."""
+    """Profiles the first optimizer that steps in this thread, answers the command, and ends the process."""
 
     def __init__(self, command: Command) -> None:
         self._command = command
         self._place = os.getpid(), threading.get_ident()
         self._optimizer: Optimizer | None = None
         self._began = 0.0
-        self._seconds: list[float] = []  # of each step
+        self._seconds: list[float] = []  # the time of each step
         self._profile: Any = None
         self._marks: LayerMarks | None = None
         self._memory: dict[str, Any] = {}
-        self._optimizers: Any = WeakIdKeyDictionary()  # all that step
-        self._open: list[Any] = []  # a mark for each optimizer that steps
+        self._optimizers: Any = WeakIdKeyDictionary()  # all optimizers that step
+        self._open: list[Any] = []  # the open mark of each stepping optimizer
         self._hooks = ExitStack()  # never closed: the process ends
         self._hooks.enter_context(called_before_steps(self._mark))
         self._hooks.enter_context(called_after_steps(self._note))
@@ -53,9 +53,9 @@ class Recorder:
         return (os.getpid(), threading.get_ident()) == self._place
 
     def _mark(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let the profiler see a step of an optimizer: torch's own event ends after the hooks, when we have stopped.
+        """Mark a step of an optimizer for the profiler: torch's own event ends after the hooks, when we have stopped.
 
-        A closure of the step is forward and backward.
+        The closure of a step counts as forward and backward.
         """
         if not self._is_here():
             return None
@@ -87,11 +87,11 @@ class Recorder:
             for unwanted in (_MARK, _FREED) if taken in (*_BEGINNINGS, *_ENDS) else ():
                 stack.enter_context(without_lines(2, unwanted))
             if taken in _BEGINNINGS:
-                is_first = taken == _BEGINNINGS[0]  # whose times do not count
+                is_first = taken == _BEGINNINGS[0]  # its times do not count
                 self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=is_first)
                 before = torch.empty(1)
                 self._profile.start()
-                del before  # which torch warns of once in a thousand times: here no line of it is seen
+                del before  # torch warns about it once in a thousand times; the line is hidden here
                 self._marks = LayerMarks() if is_first else None
             elif taken in _ENDS:
                 self._profile.stop()
@@ -126,7 +126,7 @@ class Recorder:
 
 
 def _events_of_loop(profiled: Any) -> list[Any]:
-    """Return the events of the thread that has most of them."""
+    """Return the events of the thread with the most events."""
     events = profiled.events()
     threads = Counter(event.thread for event in events).most_common(1)
     return [event for event in events if event.thread == threads[0][0]]

@@ -1,1 +1,1 @@
-"""One run: its life cycle, its task and its settings."""
+"""A run: its life cycle, its task and its settings."""

@@ -1,14 +1,14 @@
-"""The ambient mode: models, optimizers and loaders are set up where a program trains with them, without a line of it.
+"""The ambient mode: models, optimizers and loaders are set up when a program trains with them, without code changes.
 
-A training shows by an optimizer of torch, or by parameters that have other values after a backward has reached them.
-Its models are the modules that the program calls, outside of calls of other modules and with gradients enabled, and
-that hold such parameters. So it does not matter how a model was made, and whether it is older than the mode. A loss
-that holds the model, and a model in several parts, are set up as they are called.
+Training is detected by a torch optimizer, or by parameters whose values change after a backward has reached them. Its
+models are the modules with such parameters that the program calls with gradients enabled, outside calls of other
+modules. So it does not matter how a model was created, or whether that was before the mode began. A loss that contains
+the model, and a model in several parts, are set up when they are called.
 
-Calls are watched from a new optimizer until its first step, or a later one if parameters of it that no gradient has
-reached are in no model yet. A state that is loaded into an optimizer begins again, and so does a module that another
-one gets, until an optimizer steps for the second time. Where no optimizer of torch is, calls are watched from the first
-backward on.
+Calls are watched from the creation of an optimizer until its first step, or until a later one if parameters without a
+gradient are not in a model yet. Loading state into an optimizer restarts this, and so does adding a module to another
+one, until an optimizer steps for the second time. Without a torch optimizer, calls are watched from the first backward
+on.
 """
 
 from __future__ import annotations
@@ -52,40 +52,40 @@ _modes: list[Ambient] = process_wide("ambient modes", [])
 
 
 class Ambient:
-    """Sets up what a program trains with, in the scope of a run, until `close`.
+    """Sets up the objects that a program trains with, in the scope of a run, until `close`.
 
-    Models that are trained together are set up by one run inside that run, which lasts as long as they do.
+    Models that are trained together are set up by one nested run, which lasts as long as they do.
 
     Parameters
     ----------
     run : Run
-        A run that has been entered. What is set up is in its report.
+        A run that has been entered. Its report lists the objects that are set up.
     finds_models : bool
-        Whether models are set up that nobody has passed to `Run.setup`. Else loaders alone are.
+        Whether to set up models that were not passed to `Run.setup`. Otherwise only loaders are set up.
     """
 
     def __init__(self, run: Run, *, finds_models: bool = True) -> None:
         self._run = run
         self._finds_models = finds_models
         self._lock = threading.RLock()
-        self._optimizers: Any = WeakIdKeyDictionary()  # that were seen
-        self._new: Any = WeakIdKeyDictionary()  # those of them whose modules are watched for
-        self._round: Any = None  # since a module has got another one: those that have stepped, until one does again
-        self._has_begun = False  # whether anything may be trained
-        self._is_watching = False  # whether calls of modules are looked at
-        self._watching = ExitStack()  # what is replaced for that
-        self._beginnings = 0  # how often there was something new
-        self._called: Any = WeakIdKeyDictionary()  # modules, with the beginning at which they were looked at
+        self._optimizers: Any = WeakIdKeyDictionary()  # optimizers that were seen
+        self._new: Any = WeakIdKeyDictionary()  # those whose modules are not found yet
+        self._round: Any = None  # after a module was added: those that have stepped, until one steps again
+        self._has_begun = False  # whether something may be trained
+        self._is_watching = False  # whether calls of modules are watched
+        self._watching = ExitStack()  # the replacements for watching
+        self._beginnings = 0  # how often watching began
+        self._called: Any = WeakIdKeyDictionary()  # modules, with the value of `_beginnings` when they were checked
         self._without_optimizer = ChangedValues()
-        self._trains_others = False  # whether a model was set up that no optimizer of torch trains
-        self._trainings: Any = WeakIdKeyDictionary()  # by the optimizer, and by each module of a model
+        self._trains_others = False  # whether a model was set up that no torch optimizer trains
+        self._trainings: Any = WeakIdKeyDictionary()  # by optimizer, and by module of a model
         self._postponed: Any = WeakIdKeyDictionary()  # optimizers
         self._loaders: Any = WeakIdKeyDictionary()
         self._loader_run: Run | None = None
         self._ending = ExitStack()
 
     def open(self) -> None:
-        """Begin to look at what the program does."""
+        """Start to watch the program."""
         self._ending.callback(self._end_runs)
         if not self._finds_models:
             self._watch_loaders()
@@ -93,23 +93,23 @@ class Ambient:
         _modes.append(self)
         self._ending.callback(_modes.remove, self)
         self._ending.callback(self._look_away)
-        for method in ("__init__", "__setstate__"):  # the second for state that is loaded, and for copies
+        for method in ("__init__", "__setstate__"):  # the second for loaded state and copies
             self._ending.enter_context(replaced(Optimizer, method, _noting))
         self._watching.enter_context(backwards_watched(_note_backward))
-        if self._run.options.kind.products is not None:  # a model may be set up in the midst of a step
+        if self._run.options.kind.products is not None:  # a model may be set up during a step
             self._ending.enter_context(line_searches_in_fp32())
         self._stepped.take = self._take
 
     def close(self) -> None:
-        """End the mode, and undo what was set up."""
+        """End the mode, and undo all setups."""
         self._ending.close()
 
     def is_here(self) -> bool:
-        """Whether the mode is active in this thread, and no run inside it is."""
+        """Whether the mode is active in this thread, outside nested runs."""
         return self._run.scope.is_here()
 
     def warn_of_unused_options(self) -> None:
-        """Warn of options that are True and have applied to nothing, once the runs inside have ended."""
+        """Warn about options that are True but did not apply to anything, once the nested runs have ended."""
         for name, reason, hint in self._run.unmet_inside if self._finds_models else ():
             warn(error_message(f"{name}=True", reason, hint))
 
@@ -120,14 +120,14 @@ class Ambient:
             self._begin()
 
     def note_backward(self) -> None:
-        """Watch for modules that are trained without an optimizer of torch: gradients arrive, then values change."""
+        """Watch for modules that are trained without a torch optimizer: gradients arrive, then values change."""
         with self._lock:
             if not self._has_begun:
                 self._begin()
             self._without_optimizer.note_backward()
 
     def note_module(self) -> None:
-        """Watch again: there may be a new model, or another part of one."""
+        """Watch again, since there may be a new model or a new part of one."""
         with self._lock:
             if self._has_begun:
                 self._round = WeakIdKeyDictionary()
@@ -144,13 +144,13 @@ class Ambient:
         if is_exporting() or in_functorch() or in_dispatch_mode():
             return
         with self._lock:
-            self._called[module] = self._beginnings if has_shapes(module) else None  # then it is looked at again
+            self._called[module] = self._beginnings if has_shapes(module) else None  # None: check it again
             self._set_up(module, by_others=self._without_optimizer.have_changed(module))
             if self._training_of([module]) is None and next(iter(parameters_of(module)), None) is not None:
                 self._without_optimizer.add(module)
 
     def _begin(self) -> None:
-        """Watch for modules. Before the first time nothing is replaced."""
+        """Watch for modules. Nothing is replaced before the first call."""
         self._beginnings += 1
         self._stepped.forget()
         if not self._has_begun:
@@ -170,22 +170,22 @@ class Ambient:
         self._watching.close()
 
     def _take(self, optimizer: Optimizer) -> bool:
-        """Set up an optimizer that steps. Return False to be called before its next step, too."""
+        """Set up an optimizer that steps. Return False to be called again before its next step."""
         with self._lock:
-            if optimizer not in self._optimizers:  # it is older than the mode
+            if optimizer not in self._optimizers:  # created before the mode
                 self.note(optimizer)
-            # In another dtype, the set-up adds hooks of all steps, which a step may not.
+            # In another dtype, the setup adds hooks for all steps, which is not allowed during a step.
             if self._training_of([optimizer]) is None and self._run.options.kind.parameters is None:
-                # Also those called with other parameters, the largest first.
+                # Include those called with other parameters, largest first.
                 for module in sorted(self._called, key=lambda module: -sum(1 for _ in module.modules())):
                     self._set_up(module)
             if self._training_of([optimizer]) is None:
                 if optimizer not in self._postponed:
-                    self._postponed[optimizer] = None  # until its model was called, as by the closure of this step
+                    self._postponed[optimizer] = None  # until its model is called, as by the closure of this step
                     return False
                 training = self._trainings[optimizer] = Training(self._run)
                 training.hold(optimizer)
-                detail = f"{type(optimizer).__name__} trains no module that is called"
+                detail = f"{type(optimizer).__name__} does not train a module that is called"
                 result = StepResult("model", "skipped", detail, code="no_module")
                 training.apply(TrainingObjects(optimizers=[optimizer]), result)
             if not self._may_train_more(optimizer):
@@ -197,7 +197,7 @@ class Ambient:
             return self._round is None and optimizer not in self._new
 
     def _may_train_more(self, optimizer: Optimizer) -> bool:
-        """Whether parameters that no gradient has reached yet are in no model."""
+        """Whether there are parameters without a gradient so far that are not in a model."""
         rest = {*map(id, held_by(optimizer))}.difference(map(id, trained_by(optimizer)))
         models = [model for training in {*self._trainings.values()} for model in [*training.models]] if rest else []
         return not rest.issubset(id(parameter) for model in models for parameter in parameters_of(model))
@@ -235,13 +235,13 @@ class Ambient:
         training.apply(TrainingObjects([module] if is_model else [*training.models], new), result)
 
     def _training_of(self, parts: Iterable[nn.Module | Optimizer]) -> Training | None:
-        """Return the training that one of the parts belongs to, unless it has ended."""
+        """Return the training that one of the objects belongs to, unless it has ended."""
         trainings = (self._trainings.get(part) for part in parts)
         return next((training for training in trainings if training is not None and not training.has_ended), None)
 
     @property
     def _stepped(self) -> SteppedOptimizers:
-        assert self._run.stepped is not None  # it is no run inside another one
+        assert self._run.stepped is not None  # not a nested run
         return self._run.stepped
 
     @property
@@ -253,13 +253,13 @@ class Ambient:
         self._ending.enter_context(implicit_loaders_changed(self._find_loader, in_all_threads=in_all_threads))
 
     def _find_loader(self, loader: DataLoader[Any]) -> None:
-        """Set up a loader that is used, where something may be trained."""
+        """Set up a loader that is used while something may be trained."""
         if loader in self._loaders or not self.is_here() or (self._finds_models and not self._may_train):
             return
         with self._lock:
             self._loaders[loader] = None
             if self._loader_run is None:
-                # One loader of many may be such that an option does not apply to it.
+                # An option need not apply to every loader.
                 names = [step.name for step in LOADER_STEPS if getattr(self._run.options, step.name, None) is True]
                 self._loader_run = self._run.inner(LOADER_STEPS, **dict.fromkeys(names, "auto"))
             self._loader_run.apply(TrainingObjects(loaders=[loader]))
@@ -302,7 +302,7 @@ def _note_module(*_: object) -> None:
 
 
 def _watched(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a module that is not set up, or set it up before."""
+    """Set up a module if necessary, and call it."""
     if torch.is_grad_enabled() and (mode := _mode_here()) is not None:
         mode.look_at(module)
         interceptors = call_state.interceptors.get(id(module))

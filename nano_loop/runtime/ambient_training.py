@@ -1,4 +1,4 @@
-"""What the ambient mode keeps of a training: its run, which lasts as long as the models, and values that change."""
+"""The ambient mode's record of a training: its run, which lasts as long as the models, and changes of values."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run
 
-#: Backwards by which a module may have a gradient, and parameters of one that are looked at.
+#: The number of backwards within which a module must get a gradient, and of its parameters that are compared.
 _CHANCES, _COPIED = 8, 16
 
 
 class Training:
-    """A run for models that are trained together, which ends when all that it holds, weakly, have been freed.
+    """A run for models that are trained together. It ends when all objects that it weakly references have been freed.
 
     Parameters
     ----------
     outer : Run or None
-        The run that it is inside of. None: nothing is set up.
+        The outer run. None if nothing is set up.
 
     Attributes
     ----------
     models : WeakIdKeyDictionary
         The models, as keys.
     has_ended : bool
-        Whether its run has.
+        Whether its run has ended.
     """
 
     def __init__(self, outer: Run | None) -> None:
@@ -42,13 +42,13 @@ class Training:
         self.has_ended = False
 
     def hold(self, owner: nn.Module | Optimizer) -> None:
-        """Last as long as `owner`, at the least."""
+        """Keep the run alive at least as long as `owner`."""
         finalizer = weakref.finalize(owner, self._release)
         finalizer.atexit = False
         self._owners.append(finalizer)
 
     def apply(self, parts: TrainingObjects, result: StepResult) -> None:
-        """Set up parts, with an entry of the report for them."""
+        """Set up objects, and add an entry for them to the report."""
         if self._run is None:
             return
         try:
@@ -58,7 +58,7 @@ class Training:
             raise
 
     def end(self) -> None:
-        """Undo what was set up."""
+        """Undo the setup."""
         self.has_ended = True
         for finalizer in self._owners:
             finalizer.detach()
@@ -71,23 +71,23 @@ class Training:
 
 
 class ChangedValues:
-    """Modules whose parameters may have other values after a backward has reached them: something trains them.
+    """Modules whose parameters may change after a backward, which shows that something trains them.
 
-    It is no optimizer of torch, or one that is not seen. Version counters do not see what is written through ``.data``.
-    No module is kept alive.
+    It is not a torch optimizer, or one that was not seen. Version counters do not count writes through ``.data``.
+    Modules are not kept alive.
     """
 
     def __init__(self) -> None:
-        self._left: Any = WeakIdKeyDictionary()  # how many backwards may still not reach a module
-        self._copies: Any = WeakIdKeyDictionary()  # of modules that a backward has reached
+        self._left: Any = WeakIdKeyDictionary()  # the remaining number of backwards for a module to be reached
+        self._copies: Any = WeakIdKeyDictionary()  # by modules that a backward has reached
 
     def __contains__(self, module: nn.Module) -> bool:
-        """Whether a backward has reached a module, so that its values are to be compared."""
+        """Whether a backward has reached a module, so that its values must be compared."""
         return bool(self._copies) and module in self._copies
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a module may be reached by a backward."""
+        """Whether a backward may still reach a module."""
         return bool(self._left)
 
     def add(self, module: nn.Module) -> None:
@@ -107,7 +107,7 @@ class ChangedValues:
                 self._copies[module] = [(parameter, parameter.detach().clone()) for parameter in smallest]
 
     def have_changed(self, module: nn.Module) -> bool:
-        """Whether parameters of a module have other values than their copies, which are forgotten."""
+        """Whether parameters of a module differ from their copies, which are dropped."""
         copies = self._copies.pop(module, [])
         return any(not torch.equal(parameter.detach().to(copy.dtype), copy) for parameter, copy in copies)
 

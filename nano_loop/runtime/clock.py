@@ -1,4 +1,4 @@
-"""The clock of a run: it counts the steps of the run's optimizers, times them, and tells others of each."""
+"""The clock of a run: it counts and times the steps of the run's optimizers, and notifies subscribers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
 
-#: Takes an optimizer and the arguments of its step. Returns None, or other arguments.
+#: Called with an optimizer and the arguments of its step. Returns None, or replacement arguments.
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 After = Callable[[Optimizer], object]
 #: Ends a subscription.
@@ -22,25 +22,25 @@ Cancel = Callable[[], object]
 
 
 class StepClock:
-    """Counts the steps of a run's optimizers. Whatever asks which step it is asks this clock.
+    """Counts the steps of a run's optimizers. All code that needs the step number uses this clock.
 
-    Each optimizer has one pair of hooks, which stands among the program's own hooks where the set-up was. Functions are
-    called in the order in which they have subscribed, in any thread. Steps of other threads than that of the run are
-    neither counted nor timed.
+    Each optimizer has one pair of hooks, registered among the program's own hooks at the time of the setup. Functions
+    are called in the order of their subscriptions, in any thread. Steps in threads other than the run's are neither
+    counted nor timed.
 
-    A step that raises has no end; the next one begins anew. Where a class overrides ``step`` and calls that of its
-    base, torch calls the hooks of both: such a step ends once, with the inner one.
+    A step that raises does not end; the next one starts over. If a class overrides ``step`` and calls its base's
+    ``step``, torch calls the hooks of both. Such a step ends once, with the inner one.
 
     Attributes
     ----------
     steps : int
-        How many steps have ended.
+        The number of steps that have ended.
     began : float
-        When the first one has, in seconds.
+        The time when the first step ended, in seconds.
     thread : int
         The thread whose steps count.
     shortest : float
-        The least seconds from the end of a step to the end of the next, of any optimizers.
+        The minimum seconds from the end of a step to the end of the next, of any optimizer.
     """
 
     def __init__(self) -> None:
@@ -49,17 +49,17 @@ class StepClock:
         self._ended = 0.0
         self.thread = threading.get_ident()
         self._optimizers: Any = WeakIdKeyDictionary()
-        # Tuples, which do not change while their functions are called.
+        # Tuples, so that they do not change while their functions are called.
         self._before: tuple[Before, ...] = ()
         self._after: tuple[After, ...] = ()
         self._due: dict[object, tuple[int, Callable[[], object]]] = {}
-        self._next: float = math.inf  # the least number of a step in `_due`
+        self._next: float = math.inf  # the smallest step number in `_due`
         self._open: set[int] = set()  # the ids of optimizers whose steps have begun
         self._undoing = ExitStack()
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers whose steps count, as far as the program has them."""
+        """The optimizers whose steps count and that the program still holds."""
         return [*self._optimizers]
 
     @property
@@ -68,7 +68,7 @@ class StepClock:
         return threading.get_ident() == self.thread
 
     def add(self, optimizers: Iterable[Optimizer]) -> None:
-        """Count the steps of these, too, until `close`."""
+        """Also count the steps of these optimizers until `close`."""
         for optimizer in optimizers:
             if optimizer not in self._optimizers:
                 self._optimizers[optimizer] = None
@@ -77,24 +77,24 @@ class StepClock:
                 undoing.callback(optimizer.register_step_post_hook(self._end).remove)
 
     def before(self, function: Before) -> Cancel:
-        """Call a function before each step, until the result of this is called."""
+        """Call a function before each step. Call the result to cancel."""
         self._before = (*self._before, function)
         return partial(self._cancel, "_before", function)
 
     def after(self, function: After) -> Cancel:
-        """Call a function after each step, until the result of this is called."""
+        """Call a function after each step. Call the result to cancel."""
         self._after = (*self._after, function)
         return partial(self._cancel, "_after", function)
 
     def in_steps(self, count: int, function: Callable[[], object]) -> Cancel:
-        """Call a function once, after so many steps from now."""
+        """Call a function once, after this many steps from now."""
         key = object()
         self._due[key] = self.steps + count, function
         self._next = min(self._next, self.steps + count)
         return partial(self._due.pop, key, None)
 
     def at_doublings(self, function: Callable[[], object], first: int = 1) -> Cancel:
-        """Call a function after so many steps from now, such as 8, and after 16, 32, and so on."""
+        """Call a function after `first` steps from now, such as 8, and after 16, 32, and so on."""
         stack, begun = ExitStack(), self.steps
 
         def call() -> None:
@@ -105,14 +105,14 @@ class StepClock:
         return stack.close
 
     def close(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self._undoing.close()
 
     def _cancel(self, name: str, function: Any) -> None:
         setattr(self, name, tuple(other for other in getattr(self, name) if other != function))
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Tell of a step that begins. torch takes what this hook returns as the arguments of the step."""
+        """Notify subscribers that a step begins. torch uses the return value as the arguments of the step."""
         self._open.add(id(optimizer))
         changed = None
         for function in self._before:
@@ -122,7 +122,7 @@ class StepClock:
         return changed
 
     def _end(self, optimizer: Optimizer, *_: Any) -> None:
-        """Count a step that has ended, and tell of it."""
+        """Count a step that has ended, and notify subscribers."""
         if id(optimizer) not in self._open:
             return
         self._open.discard(id(optimizer))
@@ -142,7 +142,7 @@ class StepClock:
     def _call_due(self) -> None:
         due = [key for key, (step, _) in self._due.items() if step <= self.steps]
         for key in due:
-            if key in self._due:  # one may cancel another
+            if key in self._due:  # one function may cancel another
                 _, function = self._due.pop(key)
                 function()
         self._next = min((step for step, _ in self._due.values()), default=math.inf)

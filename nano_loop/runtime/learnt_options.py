@@ -1,4 +1,4 @@
-"""The options that `nano-loop tune` has found to be the fastest for a script, which later runs of that script take."""
+"""The options that `nano-loop tune` has found to be the fastest for a script, for later runs of that script."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from nano_loop.distributed.launch_external.environment import without_launch
 from nano_loop.errors import NanoError
 from nano_loop.storage.cache_folder import cache_path
 
-#: Options that decide nothing about what is fastest.
+#: Options that do not affect which options are fastest.
 _IDLE = {*MEASURING, "verbose", "timeout"}
 
 
 def script_of_process() -> str | None:
-    """Return what tells the script of this process from others, and from its other versions; None without a file."""
+    """Return an identifier of this process's script and its version; None if it is not a file."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
@@ -33,7 +33,7 @@ def script_of_process() -> str | None:
 
 
 def learn(machine: Machine, script: str, options: Options, changes: Mapping[str, Any]) -> None:
-    """Keep what makes a script the fastest on a machine, for later runs of it with these options.
+    """Save the fastest options of a script on a machine, for later runs of it with these options.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def learn(machine: Machine, script: str, options: Options, changes: Mapping[str,
     options : Options
         The options of the script.
     changes : mapping
-        The other values of some of them.
+        The options whose values change.
     """
     choices = choices_for(machine, threads=0)
     choices.put(_key(script, options, machine), Choice(json.dumps(changes), "{}", {}))
@@ -52,10 +52,10 @@ def learn(machine: Machine, script: str, options: Options, changes: Mapping[str,
 
 
 def with_learnt(options: Options, machine: Machine, written: Collection[str]) -> Options:
-    """Return the options of a call, faster if `nano-loop tune` has found how.
+    """Return the options of a call, with the changes that `nano-loop tune` has found.
 
-    Each option that the program or the environment has set stays, unless to ``num_processes="auto"``, and so does the
-    precision: `learn` knows what is fastest in that one.
+    Options that the program or the environment has set do not change, except ``num_processes="auto"``. Neither does the
+    precision: `learn` saves the fastest options per precision.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def with_learnt(options: Options, machine: Machine, written: Collection[str]) ->
     """
     place, command = cache_path(), take_command()
     asked_for = {"num_processes"} if options.num_processes == "auto" else set()
-    # A script that is being tuned, and processes that may read other files, take what is written.
+    # A script that is being tuned, and processes that may read other files, use the options as written.
     is_as_written = (command is not None and command.name == "tune") or without_launch(os.environ) != os.environ
     if place is None or not place.is_dir() or is_as_written:
         return options
@@ -82,11 +82,11 @@ def with_learnt(options: Options, machine: Machine, written: Collection[str]) ->
         if ({*written, *options.set_by_environment} - asked_for) & changes.keys():
             return options
         return options.learnt_to(changes)
-    except (ValueError, AttributeError, TypeError, NanoError):  # somebody has edited the file
+    except (ValueError, AttributeError, TypeError, NanoError):  # the file was edited
         return options
 
 
 def _key(script: str, options: Options, machine: Machine) -> str:
     values = {name: value for name, value in options.as_dict().items() if name not in _IDLE}
-    values["cores"] = machine.num_threads  # with fewer, as in a container, something else is the fastest
+    values["cores"] = machine.num_threads  # with fewer, as in a container, other options are the fastest
     return f"tune {script} {hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Models that are left alone, since others have set them up: DDP, FSDP, Fabric, `torch.compile`, several processes."""
+"""Models that are not set up because they already are: by DDP, FSDP, Fabric, `torch.compile` or several processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nano_loop.patching.torch_private_compiler import is_compiled
 from nano_loop.steps.step import SkipReason
 
 _BY_PROCESSES = SkipReason("distributed", "several processes train it")
-#: Why modules of classes that others have wrapped them in are left alone, by the names of the classes.
+#: Why modules in wrappers of other libraries are not set up, by the class names of the wrappers.
 _WRAPPERS = {
     "DistributedDataParallel": _BY_PROCESSES,
     "FullyShardedDataParallel": _BY_PROCESSES,
@@ -18,7 +18,7 @@ _WRAPPERS = {
 
 
 def reason_to_leave(model: nn.Module) -> SkipReason | None:
-    """Return why a model is not set up, since others have set it up, or None."""
+    """Return why a model that is already set up is left unchanged, or None."""
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return _BY_PROCESSES
     for module in model.modules():

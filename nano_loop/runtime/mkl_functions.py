@@ -1,9 +1,9 @@
-"""Calls MKL's functions of vectors once, before several threads do it together.
+"""Calls MKL's vector functions once, before several threads call them concurrently.
 
-MKL chooses a function's code for this CPU at the function's first call. When two threads make that call at once, one of
-them may run code of half the precision, on its share of the tensor and without an error: tanh was off by 5e-5 in one
-process of six (torch 2.13 with MKL 2024.2; https://github.com/pytorch/pytorch/issues/188792). So the first step of a
-training would not be reproducible.
+MKL selects a function's code for this CPU at the function's first call. If two threads make that call concurrently, one
+of them may silently run code of half the precision on its part of the tensor: tanh was off by 5e-5 in one process of
+six (torch 2.13 with MKL 2024.2; https://github.com/pytorch/pytorch/issues/188792). The first training step would not be
+reproducible.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-#: What torch computes by MKL, in fp32 and fp64.
+#: The functions that torch computes with MKL in fp32 and fp64.
 FUNCTIONS = (
     *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin", "sqrt"),
     *("tan", "tanh", "trunc"),
@@ -21,7 +21,7 @@ FUNCTIONS = (
 
 @functools.cache
 def resolve_mkl_functions(dtype: torch.dtype) -> None:
-    """Call each of `FUNCTIONS` with one number, in one thread: 0.8 ms and 2.5 MB of code, once in a process.
+    """Call each of `FUNCTIONS` with one number in one thread: 0.8 ms and 2.5 MB of code, once per process.
 
     Parameters
     ----------

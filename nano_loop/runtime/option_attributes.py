@@ -1,4 +1,4 @@
-"""The options that `TorchNano` and the Trainer show as attributes, as BigDL-Nano's do."""
+"""The options that are attributes of `TorchNano` and the Trainer, as in BigDL-Nano."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nano_loop.runtime.settings import Settings
 
 
 def _option(name: str, doc: str) -> Any:
-    """Return a property with an option, for readers alone."""
+    """Return a read-only property for an option."""
     return property(lambda self: getattr(self._nano_settings.options, name), doc=doc)
 
 
@@ -25,7 +25,7 @@ class OptionAttributes:
 
     @property
     def cpu_for_each_process(self) -> list[list[int]] | int | None:
-        """The CPU ids of each process, how many CPUs each has, or None for even shares."""
+        """The CPU ids of each process, the number of CPUs per process, or None for even shares."""
         shares = self._nano_settings.options.cpu_for_each_process
         return shares if shares is None or isinstance(shares, int) else [list(cpus) for cpus in shares]
 

@@ -42,12 +42,12 @@ from nano_loop.runtime.settings import Settings
 from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import STEPS, WITNESS_STEPS, Step, StepContext
 
-#: The runs that are under way, the innermost last.
+#: The active runs, innermost last.
 _active: dict[Run, None] = process_wide("runs", {})
 
 
 def active_run() -> Run | None:
-    """Return the run that was begun last, of those that are under way; None outside of all runs."""
+    """Return the active run that was started last; None outside a run."""
     return next(reversed(_active), None)
 
 
@@ -64,9 +64,9 @@ class RunTask(Task):
 
     #: The steps of its run, in order.
     steps: tuple[type[Step], ...] = STEPS
-    #: How the user writes the options, around them.
+    #: The code around the options as the user writes them.
     written: tuple[str, str] = ("@nano(", ")")
-    #: How the user sets objects up.
+    #: A hint on how to set up objects.
     set_up: str = "Pass the models and optimizers as arguments"
 
     def __init__(self, settings: Settings, names: Mapping[str, Any], loop: Loop) -> None:
@@ -97,13 +97,13 @@ class Run:
     launcher : Launcher, optional
         Joins the ranks. By default, the options and the environment select it.
     printed : LastPrinted, optional
-        What the run before has printed of its report. The same is not printed again.
+        The report lines that the previous run printed. They are not printed again.
     outer : Run, optional
-        The run that this one is inside of, in the same process and with the same report.
+        The outer run, in the same process and with the same report.
     kinds : sequence of type, optional
         The classes of its steps, in order. By default, those of the task, or all.
     in_all_threads : bool
-        Whether it is for all threads, where they are in no other run; else for the one that enters it.
+        Whether it applies to all threads that are not in another run, and not only to the thread that enters it.
     """
 
     def __init__(
@@ -123,15 +123,15 @@ class Run:
         own = RunReport(settings.options, printed or LastPrinted())
         self._results: RunReport = own if outer is None else outer._results
         self._is_inner = outer is not None
-        self._is_set_up = False  # whether anything is
+        self._is_set_up = False  # True after the first setup()
         self._joined = nullcontext(slot) if slot else joined(settings.options, settings.machine, task, launcher)
         self._slot: RankSlot | None = None
-        # What is set up automatically, with no block that says how long, predicts as without nano_loop.
+        # Without a block that bounds the run, models that are set up automatically predict as without nano_loop.
         self._interceptors = CallInterceptors(self._is_inner and self.options.kind.parameters is None)
         self._kinds = _default_steps(task) if kinds is None else kinds
         self._steps: list[Step] = []
         self.in_all_threads = in_all_threads
-        #: Looks at steps of optimizers, from the entry on; None in a run inside another one.
+        #: Watches steps of optimizers from entry on; None in a nested run.
         self.stepped: SteppedOptimizers | None = None
         self._ending = ExitStack()
 
@@ -142,12 +142,12 @@ class Run:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of the run, from the view of this process."""
+        """The ranks of the run, as seen from this process."""
         return self._place.ranks
 
     @property
     def written(self) -> tuple[str, str]:
-        """How the user writes the options, around them."""
+        """The code around the options as the user writes them."""
         return ("nano_loop.accelerated(", ")") if self._task is None else self._task.written
 
     def __repr__(self) -> str:
@@ -166,7 +166,7 @@ class Run:
     def _enter(self, ending: ExitStack) -> None:
         slot = self._slot = ending.enter_context(self._joined)
         ending.callback(self._leave)
-        ending.callback(_active.pop, self, None)  # no line of Python, at which Ctrl-C may come
+        ending.callback(_active.pop, self, None)  # not in Python, where Ctrl-C may strike
         _active[self] = None
         accelerated = partial(accelerated_copy, Settings(self.options, slot.machine))
         self._clock = StepClock()
@@ -202,33 +202,33 @@ class Run:
         """Start the run, execute its task, end the run, and return the result of the task."""
         if self._task is None:
             raise NanoError(
-                error_message("complete() of a run without a task", "the task is what it executes", "Pass one")
+                error_message("complete() of a run without a task", "it executes the run's task", "Pass one")
             )
         try:
             with self:
                 return self._task.do(self)
         except BaseException as error:
-            # That of a rank is in the message: our lines, where this one has waited for it, say nothing about the loop.
+            # The message has the other rank's traceback. Our frames, where this rank waited for it, do not help.
             trim_tracebacks(error, keeps_last=not isinstance(error, (NanoConfigError, NanoWorkerError)))
-            raise error  # a bare raise has the whole traceback before Python 3.11
+            raise error  # before Python 3.11, a bare raise shows the whole traceback
         finally:
             self.end()
 
     def inner(self, kinds: Sequence[type[Step]] | None = None, **changes: Any) -> Run:
-        """Start a run inside this one, with its report, and return it. It lasts until it is exited.
+        """Start and return a nested run with the same report. It lasts until it is exited.
 
         Parameters
         ----------
         kinds : sequence of type, optional
             The classes of its steps, in order. By default, all.
         **changes
-            Other values of some options.
+            Options with changed values.
         """
         options = self.options.changed(changes) if changes else self.options
         return Run(Settings(options, self._place.machine), slot=self._place, outer=self, kinds=kinds).__enter__()
 
     def end(self) -> None:
-        """Undo what is not undone. Has an effect only where Ctrl-C came on the first line of `__exit__`."""
+        """Undo the remaining changes. Has an effect only if Ctrl-C interrupted the first line of `__exit__`."""
         self._ending.__exit__(*sys.exc_info())
 
     def setup(self, model: Any, optimizer: Any = (), *dataloaders: DataLoader[Any]) -> Any:
@@ -265,12 +265,12 @@ class Run:
         return model, optimizer, dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
 
     def apply(self, parts: TrainingObjects, first: Sequence[StepResult] = ()) -> None:
-        """Apply the steps to the parts of one ``setup`` call, and print the new entries of the report.
+        """Apply the steps to the objects of a ``setup`` call, and print the new entries of the report.
 
         Parameters
         ----------
         parts : TrainingObjects
-            What is set up.
+            The objects to set up.
         first : sequence of StepResult
             Entries of the report before those of the steps.
 
@@ -295,7 +295,7 @@ class Run:
 
     @property
     def unmet_inside(self) -> Iterable[tuple[str, str, str]]:
-        """What was asked for by True and applied to nothing in all runs inside this one: reasons and what to do."""
+        """Options set to True that did not apply to anything in any nested run, with reasons and hints."""
         return (self._results.unmet or {}).values()
 
     def note(self, result: StepResult) -> None:
@@ -349,7 +349,7 @@ class Run:
 
 
 def _default_steps(task: RunTask | None) -> tuple[type[Step], ...]:
-    """Return those of a task, or all; none in a script that `nano-loop tune` times without nano_loop."""
+    """Return the steps of a task, or all; none in a script that `nano-loop tune` times without nano_loop."""
     command = take_command()
     if command is not None and command.arguments.get("is_plain"):
         return ()
@@ -361,7 +361,7 @@ _SET_UP = "Call run.setup(model, optimizer) before the first step"
 
 @contextmanager
 def accelerated_copy(settings: Settings, model: nn.Module, **changes: Any) -> Iterator[Run]:
-    """Accelerate a copy of a model: in one process, with other values of some options, and without a printed report."""
+    """Accelerate a copy of a model in one process, with some options changed and without printing the report."""
     options = settings.options.for_nested_run(**changes)
     with Run(Settings(options, settings.machine), launcher=Alone(options)) as run:
         run.setup(model)

@@ -1,4 +1,4 @@
-"""The report of a run, from its title on, and what is printed of it."""
+"""The report of a run, including its title, and the lines that are printed."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupRe
 from nano_loop.steps.step import Step
 from nano_loop.version import __version__
 
-#: The command whose result ``num_processes="auto"`` takes.
+#: The command that finds the value of ``num_processes="auto"``.
 _MEASURE = "nano-loop tune --num-processes auto --split-batches SCRIPT"
-#: What a step misses where it has no line, by what it needs.
+#: The kind of object that was not set up, by `Step.needs`.
 _PARTS = {"models": "model", "optimizers": "optimizer", "trained": "model", "loaders": "DataLoader", None: "model"}
-_MUCH = 100 << 20  # bytes that a copy of the arguments takes, from which on the report says so
+_MUCH = 100 << 20  # the report lists copies of arguments from this number of bytes on
 
 
 class RunReport:
-    """The report of a run and of those inside it, which rank 0 prints.
+    """The report of a run and its nested runs, which rank 0 prints.
 
     Parameters
     ----------
     options : Options
         The options of the run.
     printed : LastPrinted
-        What the run before has printed.
+        The lines that the previous run printed.
 
     Attributes
     ----------
     report : SetupReport or None
-        None as long as nothing was added.
+        None until something is added.
     """
 
     def __init__(self, options: Options, printed: LastPrinted) -> None:
         self.report: SetupReport | None = None
         self._options = options
         self._printer = ReportPrinter(printed)
-        #: What applied to nothing in all runs inside that have ended, by the name of the option; None: none has.
+        #: Options that did not apply in any nested run that has ended, by name; None if no nested run has ended.
         self.unmet: dict[str, tuple[str, str, str]] | None = None
         self._final: set[tuple[str, str, str | None]] = set()  # names, statuses and codes
 
     def add(self, slot: RankSlot, results: list[StepResult]) -> None:
-        """Add results, and print those that are new: last those of steps that have nothing to do, in one line."""
+        """Add results, and print new ones, with steps that have nothing to do in one line at the end."""
         results = sorted(results, key=lambda result: bool(result.idle))
         new: Sequence[SetupReport | StepResult]
         if self.report is None:
@@ -60,18 +60,18 @@ class RunReport:
             self._printer.print(new)
 
     def add_final(self, slot: RankSlot, results: list[StepResult]) -> None:
-        """Add the final results of a run; of runs inside one, which may be many, the first of each kind."""
+        """Add the final results of a run. Of nested runs, which may be many, add only the first of each kind."""
         kinds = [(result.name, result.status, result.code) for result in results]
         self.add(slot, [result for result, kind in zip(results, kinds, strict=True) if kind not in self._final])
         self._final.update(kinds)
 
     def note_unmet(self, steps: Iterable[Step]) -> None:
-        """Note what was asked for by True and applied to nothing in a run inside, which has these steps."""
+        """Record the options set to True that did not apply to anything in a nested run with these steps."""
         unmet = self.unmet_of(steps)
         self.unmet = {entry[0]: entry for entry in unmet if self.unmet is None or entry[0] in self.unmet}
 
     def unmet_of(self, steps: Iterable[Step]) -> Iterator[tuple[str, str, str]]:
-        """Yield the steps that were asked for by True and apply to nothing that was set up: reasons and what to do."""
+        """Yield the steps set to True that do not apply to any set-up object, with reasons and hints."""
         results = [] if self.report is None else self.report.results
         in_use = {result.name for result in results if result.status != "skipped"}
         reasons = {result.name: result.detail for result in results}
@@ -86,13 +86,13 @@ class RunReport:
 
 
 def _empty_report(slot: RankSlot, options: Options) -> SetupReport:
-    """Return a report of the run in which this process has `slot`, with what was known before it."""
+    """Return a report for the run of `slot`, with the results known before it starts."""
     learnt = []
     if options.learnt:
-        detail = f"{', '.join(options.learnt.values())}, which nano-loop tune has found"
+        detail = f"{', '.join(options.learnt.values())}, found by nano-loop tune"
         learnt = [StepResult("tune", "applied", detail)]
     elif options.num_processes == "auto" and slot.ranks.size == 1:
-        detail = f"one process; this finds the fastest number: {_MEASURE}"
+        detail = f"one process; to find the fastest number, run {_MEASURE}"
         learnt = [StepResult("tune", "skipped", detail, code="not_measured")]
     return SetupReport(
         title=_title(slot),

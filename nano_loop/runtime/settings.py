@@ -33,17 +33,17 @@ class Settings:
         arguments : mapping
             The options by name.
         is_complete : bool
-            Whether they are all that there will be. If not, none is refused because it cannot act.
+            Whether these are all options. If not, options that have no effect are not an error.
 
         Raises
         ------
         NanoConfigError
-            If options are invalid, or cannot act. The message lists all of them.
+            If options are invalid or have no effect. The message lists all of them.
         NanoError
-            If the options ask for processes that were not started.
+            If the options request processes that were not started.
         """
         options, machine = Options.from_call(arguments), read_machine()
-        # All CPUs that are online: a worker process, which imports the program again, may use its share alone.
+        # All online CPUs: a worker process, which imports the program again, may use only its share.
         cpus = len(machine.logical_cpus) if machine.quota is None else math.ceil(machine.quota)
         if is_complete:
             options.refuse_idle(cpus, is_launched=without_launch(os.environ) != os.environ)
@@ -51,17 +51,17 @@ class Settings:
         return cls(with_learnt(options, machine, arguments), machine)
 
     def changed(self, **values: Any) -> Settings:
-        """Return settings with other values of some options."""
+        """Return settings with some options changed."""
         return replace(self, options=self.options.changed(values))
 
     def expected_ranks(self) -> Ranks:
-        """Return this process's place in its next run, as far as it is known before the run starts."""
+        """Return this process's place in its next run, as far as it is known in advance."""
         return expected_ranks(self.options)
 
     def prepare(self, caller: object) -> None:
-        """Start what the next run will need and what takes long, if `caller` is a function or a class of the script.
+        """Start slow preparations for the next run, if `caller` is a function or a class of the script.
 
-        In a module that is imported, it is not known whether there will be a run.
+        For an imported module, it is not known whether there will be a run.
         """
         if getattr(caller, "__module__", None) == "__main__":
             prepare(self.options, self.machine)

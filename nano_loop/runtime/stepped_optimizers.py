@@ -1,4 +1,4 @@
-"""The optimizers that step during a run: whether they were set up, and whether the options then apply to anything."""
+"""The optimizers that step during a run: whether they were set up, and whether the options apply to anything."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ _SEPARATE = "no model or optimizer was set up, so every rank trains a separate m
 
 
 class SteppedOptimizers:
-    """Looks at the first step of each optimizer in the scope of a run.
+    """Watches the first step of each optimizer in the scope of a run.
 
-    An optimizer that was not set up and that trains a model that was is set up then in one process; in several, the
-    clock counts its steps, since other ranks may not step it.
+    In one process, this sets up an optimizer that trains a set-up model but was not set up. In several, the clock
+    counts its steps, since other ranks may not step it.
 
     Parameters
     ----------
     ranks : Ranks
         The processes of the run.
     scope : RunScope
-        Where it is the innermost run.
+        The scope in which this is the innermost run.
     hint : str
-        What sets objects up.
+        A hint on how to set up objects.
     apply : callable
         Sets up objects.
     unmet : callable
-        Returns the options that were asked for by True and apply to nothing that was set up, with the reasons and what
-        to do. Called at the first step of the run.
+        Returns the options set to True that do not apply to any set-up object, with reasons and hints. Called at the
+        first step of the run.
     clock : StepClock
-        The run's.
+        The clock of the run.
 
     Attributes
     ----------
     take : callable or None
-        In the ambient mode, sets up an optimizer that trains nothing that was. It returns False to be called before the
-        next step, too.
+        In the ambient mode, sets up an optimizer that trains no set-up model. It returns False to be called again
+        before the next step.
     saw_inner_run : bool
-        Whether optimizers have stepped in a run inside this one.
+        Whether optimizers have stepped in a nested run.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class SteppedOptimizers:
         self.take: Callable[[Optimizer], bool] | None = None
         self.saw_inner_run = False
         self._ranks, self._scope, self._hint, self._apply, self._unmet = ranks, scope, hint, apply, unmet
-        self._is_set_up = False  # whether anything is
+        self._is_set_up = False  # True after the first setup
         self._models: Any = WeakIdKeyDictionary()
         self._optimizers: Any = WeakIdKeyDictionary()  # those that were set up
         self._clock = clock
-        # Those that were looked at, by their ids. Each of their steps asks for it, of which a weak dictionary makes
-        # several calls.
+        # Optimizers that were checked, by id. Each step looks this up, and a weak dictionary would make several calls
+        # for that.
         self._stepped: dict[int, weakref.ref[Optimizer]] = {}
-        self._idle: dict[int, str] = {}  # by the ids of those that have stepped without gradients, the report's line
+        self._idle: dict[int, str] = {}  # report lines by id, for those that have stepped without gradients
         self._remarks: dict[str, None] = {}
         self._is_first = True
 
     def add(self, parts: TrainingObjects) -> None:
-        """Note what one `setup` has set up."""
+        """Record the objects of a `setup`."""
         self._is_set_up = True
         for model in parts.models:
             self._models[model] = None
@@ -88,32 +88,32 @@ class SteppedOptimizers:
             self._optimizers[optimizer] = None
 
     def forget(self) -> None:
-        """Look at the next step of each optimizer as at its first."""
+        """Treat the next step of each optimizer as its first."""
         self._stepped.clear()
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Look at steps until the end of the body."""
+        """Watch steps until the end of the body."""
         try:
             with called_before_steps(self._before_step):
                 yield
         finally:
-            del self._unmet, self._apply  # of the run, which holds this object: a cycle would keep its models
+            del self._unmet, self._apply  # the run holds this object: a reference cycle would keep its models alive
             self.take = None
 
     def final_result(self) -> StepResult | None:
-        """Return a line about optimizers that were not set up, or have stepped without gradients, or None."""
+        """Return a line about optimizers that were not set up or stepped without gradients, or None."""
         detail = "; ".join(dict.fromkeys([*self._remarks, *self._idle.values()]))
         return StepResult("fused_optimizer", "skipped", detail, code="not_set_up") if detail else None
 
     def trains_set_up_model(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer was set up, or holds parameters of a model that was, which sets it up, too."""
+        """Whether an optimizer was set up, or is set up now because it holds parameters of a set-up model."""
         if optimizer in self._optimizers:
             return True
         if self._parameters().isdisjoint(map(id, held_by(optimizer))):
             return False
         self._apply(TrainingObjects(optimizers=[optimizer]))
-        self._optimizers[optimizer] = None  # also a wrapper, of which those inside were set up
+        self._optimizers[optimizer] = None  # also wrappers whose inner optimizers were set up
         return True
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -142,10 +142,10 @@ class SteppedOptimizers:
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
         parameters = held_by(optimizer) if has_closure else trained
         if self._models and self._parameters().isdisjoint(map(id, parameters)):
-            got = f"{name} trains no model that was set up"
+            got = f"{name} does not train a model that was set up"
             is_model = any(isinstance(weight, nn.Parameter) and weight.dim() > 1 for weight in parameters)
-            if is_model and optimizer in self._optimizers and self._ranks.size == 1:  # several are warned by their step
-                warn(error_message(got, "what it trains is not accelerated", f"{self._hint}, with that model"))
+            if is_model and optimizer in self._optimizers and self._ranks.size == 1:  # with several, a step warns
+                warn(error_message(got, "its training is not accelerated", f"{self._hint}, with that model"))
             else:
                 self._remarks[got] = None
         elif optimizer not in self._optimizers:
@@ -156,7 +156,7 @@ class SteppedOptimizers:
         return {id(parameter) for model in [*self._models] for parameter in parameters_of(model)}
 
     def _check(self, name: str) -> None:
-        """Warn or raise at the first step of the run where nothing was set up, or an option applies to nothing."""
+        """Warn or raise at the first step of the run if nothing was set up, or an option does not apply to anything."""
         unmet = [*self._unmet()]
         if self._is_set_up:
             messages = [error_message(f"{option}=True", reason, hint) for option, reason, hint in unmet]

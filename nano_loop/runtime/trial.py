@@ -1,4 +1,4 @@
-"""Tries a setting of the loop, such as the number of threads, by whole steps of the loop."""
+"""Tries a setting of the loop, such as the number of threads, in whole steps of the loop."""
 
 from __future__ import annotations
 
@@ -24,61 +24,61 @@ from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.patching.patch_table import shared_change, users
 
-#: How many times as fast the other setting has to be, by the medians, and how many times as long a step has to take
-#: for another measurement.
+#: The minimum speed-up of the other setting, by medians, and the slowdown of a step that triggers another
+#: measurement.
 PAYS, AGAIN = 1.1, 2.0
-#: How many rounds there are, at least and at most, and how many steps give the usual time of one.
+#: The minimum and maximum number of rounds, and the number of steps that determine the usual step time.
 _LEAST, _MOST, _USUAL = 3, 8, 9
-#: A measurement is given up after so many steps of others since the last one of its optimizer.
+#: A measurement is abandoned after this many steps of other optimizers without one of its own.
 PATIENCE = 64
 
 _Setting = TypeVar("_Setting", bound=Hashable)
 
 
 class StepTrial(Generic[_Setting]):
-    """A setting of a loop: the one that it has, until the other has been faster in the loop's own steps.
+    """A setting of a loop: the initial one, until the other is measured to be faster in the loop's own steps.
 
-    The steps of the first optimizer that steps are timed; of another one after it has not stepped for a long time. A
-    step that is slower than usual in the other setting counts as the cost. A measurement begins, and goes on, while the
-    budget has the time of such a step. What is found is kept for later runs on this machine that step parameters of the
-    same shapes in about the same time.
+    The steps of the first optimizer that steps are timed, or of another one if it has not stepped for a long time. The
+    extra time of slower steps in the other setting is the cost. A measurement begins and continues while the budget
+    covers such a step. Results are saved for later runs on this machine that step parameters of the same shapes in
+    about the same time.
 
     Parameters
     ----------
     name : str
-        What is tried.
+        The name of the setting.
     settings : tuple
-        That of the loop now, and the other.
+        The current setting of the loop, and the other one.
     take : callable
-        Lets the loop go on in a setting.
+        Applies a setting to the loop.
     budget : Budget
-        Says how many seconds may still be lost while steps are timed.
+        The seconds that timing steps may still cost.
     machine : Machine
-        The machine of which is known what was found before.
+        The machine, by which earlier results are looked up.
     longer : float
-        How much longer the first step in the other setting is taken to be, in units of the usual time.
+        The expected extra time of the first step in the other setting, in units of the usual time.
     settled : callable, optional
-        Called when a setting was found.
+        Called when a setting is chosen.
     present : callable, optional
-        Returns the setting in force, which the program may change. That ends the trial.
+        Returns the current setting. If the program changes it, the trial ends.
     pays, wins, most : float, float, int
-        How many times as fast the other setting has to be by the medians, in which share of the rounds it has to be
-        faster, and how many rounds there are at most.
+        The minimum speed-up of the other setting by medians, the minimum fraction of rounds in which it must be faster,
+        and the maximum number of rounds.
 
     Attributes
     ----------
     settings
-        The same.
+        The two settings.
     setting
-        The setting in which the loop goes on.
+        The chosen setting.
     medians : dict
-        The seconds of a step by the setting, as they were measured last. Empty before that.
+        The seconds of a step by setting, from the last measurement. Empty before the first.
     measured : int
-        How many measurements have ended.
+        The number of measurements that have ended.
     unsure : str
-        The remark about the last one, where other programs had the CPUs: it is not kept.
+        A remark if other programs used the CPUs during the last measurement, which is then not saved.
     is_under_way : bool
-        Whether steps take turns. In a thread, one setting is tried at a time: steps of one depend on another.
+        Whether a measurement is in progress. Each thread tries one setting at a time, since they affect each other.
     """
 
     def __init__(
@@ -98,21 +98,21 @@ class StepTrial(Generic[_Setting]):
     ) -> None:
         self.settings, self._now = settings, settings[0]
         self.is_under_way = False
-        self._turns = ExitStack()  # what other trials of the thread wait for
+        self._turns = ExitStack()  # blocks other trials of the thread
         self._go_on_in, self._budget, self._longer, self._call_settled = take, budget, longer, settled
         self._present, self._pays, self._wins, self._most = present, pays, wins, most
         self._choices, self._name = choices_for(machine), f"{name} {settings}"
         self._has_ended = False
-        self._optimizer: Callable[[], Optimizer | None] | None = None  # whose steps are timed
+        self._optimizer: Callable[[], Optimizer | None] | None = None  # the optimizer whose steps are timed
         self._waits: Waits | None = None
-        self._waited = 0  # steps of others since the last one of its optimizer
+        self._waited = 0  # steps of other optimizers since the last one of its own
         self._recent: deque[float] = deque(maxlen=_USUAL)
         self._usual = 0.0
-        self._end: float | None = None  # of its optimizer's last step
+        self._end: float | None = None  # end of its optimizer's last step
         self._reset()
 
     def note(self, optimizer: Optimizer) -> None:
-        """Note the end of a step of an optimizer."""
+        """Record the end of a step of an optimizer."""
         if self._has_ended or not self._budget.clock.is_here:
             return
         if self._present is not None and self._present() != self._now:
@@ -121,7 +121,7 @@ class StepTrial(Generic[_Setting]):
             self.forget()
         elif not self._is_timed(optimizer):
             self._waited += 1
-            if self._waited > PATIENCE:  # time the optimizer that steps next
+            if self._waited > PATIENCE:  # switch to the optimizer that steps next
                 self._optimizer, self._end, self._waited, self._times = None, None, 0, self._no_times()
                 self._wait()
         else:
@@ -131,17 +131,17 @@ class StepTrial(Generic[_Setting]):
                 self._take(seconds)
             elif self._end is not None:
                 self._watch(seconds)
-            self._end = time.perf_counter()  # to change the setting takes time, too
+            self._end = time.perf_counter()  # exclude the time to change the setting
 
     def forget(self) -> None:
-        """Go on in the first setting, as before any measurement, unless the program has changed it."""
+        """Return to the first setting, unless the program has changed it, and discard measurements."""
         is_ours = self._present is None or self._present() == self._now
         if self._budget.clock.is_here and is_ours and not self._has_ended:
             self._reset()
             self._wait()
 
     def end(self) -> None:
-        """Try nothing any more. The setting in force stays."""
+        """Stop the trial, and keep the current setting."""
         self._has_ended = True
         self._stop()
 
@@ -150,8 +150,8 @@ class StepTrial(Generic[_Setting]):
         self.medians: dict[_Setting, float] = {}
         self.measured, self.unsure = 0, ""
         self._end = None
-        self._power: int | None = None  # of 2, of the usual time for which the file was asked
-        self._settled: float | None = None  # the least usual time since a measurement
+        self._power: int | None = None  # the power of 2 of the usual time that was last looked up
+        self._settled: float | None = None  # the minimum usual time since a measurement
         self._times = self._no_times()
 
     def _is_timed(self, optimizer: Optimizer) -> bool:
@@ -159,7 +159,7 @@ class StepTrial(Generic[_Setting]):
         return self._optimizer() is optimizer
 
     def _watch(self, seconds: float) -> None:
-        """Begin a measurement, or go on with it, if there is a reason and time for it."""
+        """Begin or continue a measurement if there is a reason and time for it."""
         self._recent.append(seconds)
         if len(self._recent) < _USUAL:
             return
@@ -179,7 +179,7 @@ class StepTrial(Generic[_Setting]):
             self._set(self._next())
 
     def _take(self, seconds: float) -> None:
-        """Note the time of a step in a measurement, and choose the setting of the next step."""
+        """Record the time of a step in a measurement, and choose the setting of the next step."""
         self._times[self._now].append(seconds)
         if self._now == self._other:
             self._budget.spend(max(seconds - self._usual, 0.0))
@@ -196,7 +196,7 @@ class StepTrial(Generic[_Setting]):
         return self._budget.left(in_advance=False) > max(longest - self._usual, 0.0)
 
     def _next(self) -> _Setting:
-        """Return the setting of the next step: they take turns, in rounds whose order changes."""
+        """Return the setting of the next step. Settings alternate in rounds of changing order."""
         steps = sum(map(len, self._times.values()))
         return self._other if (steps + steps // 2) % 2 else self.setting
 
@@ -231,11 +231,11 @@ class StepTrial(Generic[_Setting]):
         return {setting: [] for setting in self.settings}
 
     def _known(self) -> tuple[_Setting, dict[_Setting, float]] | None:
-        """Return the better setting and the times that an earlier run has found, until this one has measured."""
+        """Return the better setting and the times from an earlier run, until this run has measured."""
         _, power = math.frexp(self._usual)
         if self.measured or power == self._power:
             return None
-        self._power = power  # it is looked up once
+        self._power = power  # look it up only once
         choice = self._choices.get(self._key())
         names = {str(setting): setting for setting in self.settings}
         if choice is None or choice.algorithm not in names or not names.keys() <= choice.milliseconds.keys():
@@ -243,14 +243,14 @@ class StepTrial(Generic[_Setting]):
         return names[choice.algorithm], {names[name]: choice.milliseconds[name] / 1e3 for name in names}
 
     def _key(self) -> str:
-        """Return by what the better setting is known: the shapes of the parameters, and about how long a step takes."""
+        """Return the key of saved results: the shapes of the parameters, and the approximate step time."""
         optimizer = None if self._optimizer is None else self._optimizer()
         shapes = repr([tuple(parameter.shape) for parameter in (held_by(optimizer) if optimizer is not None else [])])
         _, power = math.frexp(self._usual)
         return f"{self._name} {hashlib.sha256(shapes.encode()).hexdigest()[:16]} 2^{power} s"
 
     def _wait(self) -> None:
-        """Go on in the better setting, until there is a reason or time to measure."""
+        """Use the better setting until there is a reason or time to measure."""
         self._stop()
         self._recent.clear()
         self._set(self.setting)

@@ -30,36 +30,36 @@ from nano_loop.steps.verify import Verify
 
 #: Applied in this order and undone in reverse order.
 STEPS: tuple[type[Step], ...] = (
-    Verify,  # first, so that its layer surrounds all others, and sees inputs and outputs as the loop does
+    Verify,  # first, so that its wrapper is outermost and sees the inputs and outputs that the loop sees
     Allocator,  # before any allocation, since it affects later ones only
     Threads,  # before any computation
     Broadcast,  # before a step changes the layout of tensors that all ranks share
-    ParameterDtype,  # before a step looks at the parameters
-    ChannelsLast,  # before FusedOptimizer, which lays out optimizer state like the parameters
-    FrozenDtype,  # after ChannelsLast, and before Precision, which rounds no weight that is bf16
+    ParameterDtype,  # before steps that inspect the parameters
+    ChannelsLast,  # before FusedOptimizer, which gives optimizer state the layout of the parameters
+    FrozenDtype,  # after ChannelsLast, and before Precision, which does not round bf16 weights
     Ipex,  # before any computation, since it replaces kernels
-    OptimizerState,  # before FusedOptimizer, which leaves alone what this steps
+    OptimizerState,  # before FusedOptimizer, which skips optimizers that this step handles
     FusedOptimizer,  # after the layouts are final: its kernels need state and gradients with the parameters' strides
     Precision,  # after ChannelsLast, so that each input is converted once, in fp32
-    Products,  # in any place: it swaps kernels, not models
-    OperatorLists,  # in any place: it affects what is computed under autocast
-    GradientAveraging,  # in any place: it hooks gradients, not models
+    Products,  # anywhere: it replaces kernels, not models
+    OperatorLists,  # anywhere: it affects computations under autocast
+    GradientAveraging,  # anywhere: it hooks gradients, not models
     LearningRate,  # after FusedOptimizer: it restores the learning rate before that step's hooks run
     *KERNEL_STEPS,  # before TuneOperators, which chooses their algorithms
-    TuneOperators,  # after the kernels, whose choices by rules it replaces
-    Compile,  # after the steps above, whose layers surround the compiled call
-    FastFetch,  # in any place: it affects loaders only
-    FastImages,  # in any place: it affects loaders only
-    Sharding,  # likewise
-    NumThreads,  # after Threads, whose number it begins with
-    LogCasts,  # after the steps with hooks at the end of an optimizer's step, so that it sees what they do
+    TuneOperators,  # after the kernels, whose default choices it replaces
+    Compile,  # after the steps above, whose wrappers surround the compiled call
+    FastFetch,  # anywhere: it affects loaders only
+    FastImages,  # anywhere: it affects loaders only
+    Sharding,  # anywhere: it affects loaders only
+    NumThreads,  # after Threads, whose number of threads it starts with
+    LogCasts,  # after the steps with hooks at the end of an optimizer's step, so that it sees their casts
     StepTime,  # after all others: its result is the last line of the report
 )
 
-#: Those that only affect loaders.
+#: The steps that only affect loaders.
 LOADER_STEPS = tuple(step for step in STEPS if step.needs == "loaders")
 
-#: Those of the witness of ranks that share batches: it computes as the plain loop does, in the precision asked for.
+#: The steps of the witness of ranks that share batches. It computes as the plain loop does, in the run's precision.
 WITNESS_STEPS: tuple[type[Step], ...] = (ParameterDtype, FrozenDtype, Precision, OperatorLists, GradientAveraging)
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Makes the C library keep freed memory, so that a training step does not fault its pages in again.
 
-Processes that the training process forks do not keep it.
+Forked processes do not keep it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from nano_loop.steps.step import SkipReason, Step
 # 31 MB were 2 to 5 times as slow after a run as before it.
 _LEFT = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 64 << 20, TOP_PAD: 128 << 10}
 
-# The settings of the first steps. What is made there and stays, such as an optimizer's states, would lie between the
-# blocks that each step frees, and the next step's would not fit: the peak of an LSTM's training was 1.24 times plain
+# The settings of the first steps. Otherwise, long-lived memory allocated there, such as optimizer state, would lie
+# between the blocks that each step frees, and fragment the heap: the peak of an LSTM's training was 1.24 times plain
 # torch's, and is 1.04. So large blocks are mapped separately.
 _FIRST = SETTINGS | {MMAP_THRESHOLD: 1 << 20}
 
@@ -50,7 +50,7 @@ _LARGE = 1 / 8
 class Allocator(Step):
     """Sets glibc's thresholds with `mallopt(3)`.
 
-    They hold from the first step of each optimizer on, when its states are there.
+    They apply after the first step of each optimizer, when its state exists.
 
     Undoing the step sets the highest thresholds that glibc would choose itself, and trims the heap. glibc's dynamic
     adjustment stays disabled, since glibc has no call to enable it again.
@@ -71,14 +71,14 @@ class Allocator(Step):
             return None
         for variable in USERS_OWN:
             if variable in os.environ:
-                return SkipReason("users_setting", f"{variable} is set, and stays in force")
+                return SkipReason("users_setting", f"{variable} is set, and is kept")
         return None
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
         self.undoing.enter_context(shared_change(_trimmed_children, _trimmed_children))
         if keeps_freed_memory(os.environ):
-            return "glibc keeps freed memory, by its environment variables"
+            return "glibc keeps freed memory, as set by its environment variables"
         self.undoing.enter_context(shared_change(_kept_memory, _kept_memory))
         if parts.optimizers:
             _set(_FIRST)
@@ -88,7 +88,7 @@ class Allocator(Step):
 
 
 def give_back() -> None:
-    """Map large blocks separately from now on, as in the first steps: a limit leaves no room for what is kept."""
+    """Map large blocks separately from now on, as in the first steps: a limit leaves no room for kept memory."""
     if users(_kept_memory):
         _set(_FIRST)
 
@@ -106,7 +106,7 @@ def _set(values: dict[int, int]) -> None:
 
 
 def trim() -> None:
-    """Return freed memory to the kernel, also from the middle of the heap."""
+    """Return freed memory to the kernel, including from the middle of the heap."""
     if is_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -123,10 +123,10 @@ def _kept_memory() -> Iterator[None]:
 
 @contextmanager
 def _trimmed_children() -> Iterator[None]:
-    """Let processes that are forked meanwhile, such as a loader's workers, return the freed memory that they inherit.
+    """Let processes that are forked in this context, such as a loader's workers, return freed memory that they inherit.
 
     Otherwise the kernel copies each of these pages when the training process next writes to it, since parent and child
-    share them. With a ResNet-18, the first step of an epoch took half a second longer.
+    share it. With a ResNet-18, the first step of an epoch took half a second longer.
     """
     trim = _trim_after_fork()
     trim.is_on = True
@@ -138,8 +138,8 @@ def _trimmed_children() -> Iterator[None]:
 
 @functools.cache
 def _trim_after_fork() -> SimpleNamespace:
-    """Return a switch: while it is on, each process that this one forks returns freed memory."""
+    """Return a switch. While it is on, each process that this one forks returns freed memory."""
     switch = SimpleNamespace(is_on=False)
-    # There is no way to take it back.
+    # Python cannot unregister it.
     os.register_at_fork(after_in_child=lambda: trim() if switch.is_on else None)
     return switch

@@ -19,7 +19,7 @@ from nano_loop.steps.step import RanksStep
 
 
 class Broadcast(RanksStep):
-    """Overwrites parameters and buffers in place, and optimizer state, with the values of rank 0, once per run."""
+    """Overwrites parameters, buffers and optimizer state in place with the values of rank 0, once per run."""
 
     name = "broadcast"
     needs = "trained"  # an optimizer may be set up without a model, with separate parameters
@@ -33,7 +33,7 @@ class Broadcast(RanksStep):
         modules = [module for model in parts.models for module in model.modules()]
         known = [tensor for tensors in self._done.values() for tensor in tensors]
         known += [buffer for module in modules if module in self._done for buffer in buffers_of(module, recurse=False)]
-        done = set(map(id, known))  # buffers are changed by calls since, as caches whose sizes are the rank's
+        done = set(map(id, known))  # calls may have resized buffers, such as caches, on each rank
         named = [*named_parameters(parts.models, parts.optimizers), *named_buffers(parts.models)]
         new = [(name, tensor) for name, tensor in named if id(tensor) not in done]
         optimizers = [optimizer for optimizer in parts.optimizers if optimizer not in self._done]
@@ -48,7 +48,7 @@ class Broadcast(RanksStep):
             self._done[optimizer] = held_by(optimizer)
         for module in modules:
             self._done[module] = [*parameters_of(module, recurse=False), *buffers_of(module, recurse=False)]
-        return "every rank begins with rank 0's values"
+        return "every rank starts with rank 0's values"
 
     def _broadcast_state(self, optimizer: Optimizer) -> None:
         """Broadcast the optimizer's state if the ranks differ, as when only one rank loaded a checkpoint."""
@@ -63,7 +63,7 @@ class Broadcast(RanksStep):
 
 
 def _checksum(value: Any, start: int = 0) -> int:
-    """Return the CRC-32 of a value: of the data of tensors, also in dicts and lists, and of the repr of the rest."""
+    """Return the CRC-32 of a value: the data of tensors, also in dicts and lists, and the repr of other values."""
     if isinstance(value, dict):
         return _checksum([part for item in value.items() for part in item], start)
     if isinstance(value, (list, tuple)):

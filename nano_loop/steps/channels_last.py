@@ -1,4 +1,4 @@
-"""Converts images to NHWC (and volumes to NDHWC), the memory format that oneDNN's convolutions read and write."""
+"""Converts images to NHWC (and volumes to NDHWC), the native memory format of oneDNN's convolutions."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class ChannelsLast(Step):
 
     The outputs of the model are contiguous, as in the plain loop. Inside the model, `Tensor.view` is replaced: the
     common `x.view(batch, -1)` after a convolution needs the strides of NCHW, so on NHWC strides it falls back to
-    `reshape`. Group norms whose weights alone have gradients get their input in NCHW.
+    `reshape`. Group norms in which only the weights require gradients get their input in NCHW.
 
-    With ``"auto"``, a model begins in NHWC where the precision is reduced, and else in NCHW. Before the first step of
-    an optimizer, rank 0 times both layouts, and all ranks go on in the faster one.
+    With ``"auto"``, a model starts in NHWC in reduced precision, and otherwise in NCHW. Before the first step of an
+    optimizer, rank 0 times both layouts, and all ranks continue with the faster one.
     """
 
     name = "channels_last"
@@ -57,9 +57,9 @@ class ChannelsLast(Step):
     @override
     def begin(self) -> None:
         self._trials: list[LayoutTrial] = []
-        self._is_timed = False  # whether the clock tells of steps
-        self._chosen: list[tuple[int, bool]] = []  # the places of trials, and whether NHWC was faster
-        self._draws: list[None] = []  # what is in force for models in NHWC
+        self._is_timed = False  # whether it is subscribed to the clock
+        self._chosen: list[tuple[int, bool]] = []  # the indices of trials, and whether NHWC was faster
+        self._draws: list[None] = []  # contexts that are entered for models in NHWC
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -70,7 +70,7 @@ class ChannelsLast(Step):
         if not any(_takes_images(model) or (is_on and _may_take_images(model)) for model in models):
             return SkipReason("no_images", "the model has no layers for images", ABSENT)
         has_weights = any(parameter.dim() in _FORMATS for model in models for parameter in parameters_of(model))
-        if has_weights or is_on:  # pooling takes images, too
+        if has_weights or is_on:  # pooling layers take images and have no weights
             return None
         return SkipReason("no_images", "the model has no 4-D or 5-D parameters", ABSENT)
 
@@ -95,12 +95,12 @@ class ChannelsLast(Step):
         return f"{count or 'no'} convolution{'s' * (count != 1)}, {inputs} inputs"
 
     def _turn(self, model: nn.Module, to_nhwc: bool) -> int:
-        """Let a model compute in NHWC from now on, or in NCHW, and return how many convolutions it has."""
+        """Make a model compute in NHWC or NCHW from now on, and return its number of convolutions."""
         convolutions = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
         channels = frozenset(convolution.in_channels for convolution in convolutions)
         wrapper = _converting_inputs(_converted(parameters_of(model)), channels) if to_nhwc else _as_they_are
         self.interceptors.add(model, self.name, wrapper)
-        # Before torch 2.9 no mark tells which tensors are NHWC in the plain loop, too: those of such a model.
+        # Before torch 2.9, tensors are not marked as NHWC in the plain loop. We assume it if weights are NHWC.
         by_the_user = not gives_kernels() and any(map(_lies_as_nhwc, parameters_of(model)))
         if to_nhwc and not self._draws and not by_the_user:
             self._draws = [self.undoing.enter_context(context()) for context in (drawn_as_nchw, same_draws)]
@@ -118,7 +118,7 @@ class ChannelsLast(Step):
         trial = LayoutTrial(model, self.options, self.accelerated)
         if self.ranks.rank == 0 and trial.recorded is not None:
             undone_with(model, self.undoing).callback(trial.recorded.end)
-            self.interceptors.add(model, f"{self.name} trial", trial.recorded.layer)  # outside of the conversion
+            self.interceptors.add(model, f"{self.name} trial", trial.recorded.layer)  # outside the conversion
         self._turn(model, trial.guess)
         if not self._trials and self.ranks.size > 1:
             self.ranks.context.after_averaging.append(self._share)
@@ -126,7 +126,7 @@ class ChannelsLast(Step):
         self._trials.append(trial)
 
     def _time(self, *_: object) -> None:
-        """Time the layouts of the models whose outputs have had gradients."""
+        """Time both layouts of the models whose outputs received gradients."""
         models = [model for trial in self._trials if (model := trial.model()) is not None]
         for place, trial in enumerate(self._trials):
             in_nhwc = trial.run(itertools.chain(*([*parameters_of(model), *buffers_of(model)] for model in models)))
@@ -137,7 +137,7 @@ class ChannelsLast(Step):
             self._chosen = []
 
     def _share(self, averagings: int) -> None:
-        """Take over what rank 0 has chosen, after the averagings whose number is a power of two. Collective."""
+        """Adopt rank 0's choices after gradient averagings 1, 2, 4, 8, … Collective."""
         if averagings.bit_count() == 1:
             self._follow(self.ranks.broadcast(self._chosen))
             self._chosen = []
@@ -158,7 +158,7 @@ class ChannelsLast(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return how long a step takes in each layout, or why that was not measured."""
+        """Return the step time in each layout, or why it was not measured."""
         words = dict.fromkeys(str(trial) for trial in self._trials)
         return StepResult(self.name, "measured", "; ".join(words)) if words else None
 
@@ -168,36 +168,36 @@ def _unscripted(parts: TrainingObjects) -> list[nn.Module]:
 
 
 def _takes_images(model: nn.Module) -> bool:
-    """Whether a layer, or what the model calls, is named after images or volumes."""
+    """Whether the name of a layer, or of a function that the model calls, refers to images or volumes."""
     names = [*map(class_name, model.modules()), *names_called(model)]
     return any(word in name.lower() for name in names for word in ("2d", "3d", "convolution", "interpolate", "pixel_"))
 
 
 def _may_take_images(model: nn.Module) -> bool:
-    """Whether a model of linear layers may get images: not one that has layers for sequences."""
+    """Whether a model of linear layers may get images, which is unlikely if it has layers for sequences."""
     kinds = nn.Linear, _OF_SEQUENCES
     is_linear, is_of_sequences = (any(isinstance(layer, kind) for layer in model.modules()) for kind in kinds)
     return is_linear and not is_of_sequences
 
 
 def _converted(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
-    """Return how many dimensions the inputs have that are converted: those of the parameters, or of any images."""
+    """Return the dimensionalities of converted inputs: those of the parameters, or of all images."""
     formats = frozenset(_FORMATS)
     return frozenset(parameter.dim() for parameter in parameters) & formats or formats
 
 
 def in_channels_last(tensor: Tensor) -> Tensor:
-    """Return a 4-D or 5-D tensor with the strides of NHWC or NDHWC: itself, a view if possible, else a copy."""
+    """Return a 4-D or 5-D tensor with NHWC or NDHWC strides: the tensor itself, a view if possible, or a copy."""
     if in_functorch() or type(tensor) not in (Tensor, nn.Parameter):  # batched tensors have no strides
         return tensor
     if tensor.size(1) == 1 and tensor.is_contiguous():
-        # A tensor with one channel has both layouts. A convolution returns NHWC only if the strides are those of NHWC.
+        # A tensor with one channel has both layouts. A convolution returns NHWC only if the strides are NHWC strides.
         return tensor.reshape(tensor.size(0), *tensor.shape[2:], 1).movedim(-1, 1)
     return tensor.contiguous(memory_format=_FORMATS[tensor.dim()])
 
 
 def _in_plain_layout(tensor: Tensor) -> Tensor:
-    """Return an output that the model computed in NHWC in the layout that the plain loop returns."""
+    """Convert an output that was computed in NHWC to the layout of the plain loop."""
     return tensor.contiguous() if tensor.dim() in _FORMATS and _lies_as_nhwc(tensor) else tensor
 
 
@@ -227,7 +227,7 @@ def _as_they_are(call: Call) -> Call:
 
 
 def _converting_inputs(dimensions: frozenset[int], channels: frozenset[int]) -> Any:
-    """Convert what a convolution may take: other inputs, such as images that the model itself permutes, stay."""
+    """Convert the inputs that a convolution may take. Others, such as images that the model permutes, are unchanged."""
 
     def convert(tensor: Tensor) -> Tensor:
         images = tensor.dim() in dimensions and tensor.layout is torch.strided and tensor.is_floating_point()
@@ -252,7 +252,7 @@ def _converting_inputs(dimensions: frozenset[int], channels: frozenset[int]) -> 
 
 def _converting_its_input(forward: Call) -> Call:
     def convert_and_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # torch would compile what depends on a module's id anew for each block of a model.
+        # Code that depends on the id of a module would be compiled again for each block of a model.
         if (
             call_state.accelerated
             and (torch.compiler.is_dynamo_compiling() or id(self) in _converting)
@@ -267,7 +267,7 @@ def _converting_its_input(forward: Call) -> Call:
 
 
 def _marked(output: Tensor, input: Tensor, also_plainly: bool = False) -> Tensor:
-    """Note whether an output is NHWC because of the conversion alone: in the plain loop it lies as its input."""
+    """Mark whether an output is NHWC only because of the conversion. In the plain loop it has its input's layout."""
     if not (torch.compiler.is_compiling() or in_functorch()):
         mark(output, not (also_plainly or (_lies_as_nhwc(input) and not is_converted(input))))
     return output
@@ -295,13 +295,13 @@ def _view_or_reshape(view: Call) -> Call:
 def _in_nchw_without_gradient(group_norm: Call) -> Call:
     """Avoid a crash of the process: torch's backward of a group norm in NHWC whose input needs no gradient.
 
-    It holds for all code of the process, since what it changes would crash.
+    It applies to all code of the process, since the original call would crash.
     """
 
     def norm(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, *args: Any, **kwargs: Any) -> Tensor:
         trained = any(tensor is not None and tensor.requires_grad for tensor in (weight, bias))
         without_gradient = trained and not input.requires_grad and torch.is_grad_enabled()
-        # A stride of 1 is that of NHWC, also of single pixels, which are contiguous in both layouts.
+        # A channel stride of 1 means NHWC, also for single pixels, which are contiguous in both layouts.
         if without_gradient and input.dim() in _FORMATS and input.stride(1) == 1 and input.size(1) > 1:
             input = input.clone(memory_format=torch.contiguous_format)
         normed: Tensor = group_norm(input, num_groups, weight, bias, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Compiles the blocks that a model repeats, or else the model, in place with `torch.compile`."""
+"""Compiles the repeated blocks of a model, or the whole model, in place with `torch.compile`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _TRACING = r"torch\._"  # the modules of torch that trace
 class Compile(Step):
     """Compiles modules in place, which keeps their identity, their keys and their classes.
 
-    Of the blocks that a model repeats, such as the layers of a transformer, each kind is compiled once. A model without
-    them is compiled as a whole. What is compiled calls none of nano_loop's kernels.
+    Each kind of repeated block, such as the layers of a transformer, is compiled once. A model without repeated blocks
+    is compiled as a whole. Compiled code does not call nano_loop's kernels.
 
-    The step is disabled by default. On a CPU, compiling a training step takes from ten seconds to a minute, and is
-    seldom much faster than the other steps.
+    The step is disabled by default. On a CPU, compiling a training step takes ten seconds to a minute, and the result
+    is rarely much faster than with the other steps.
     """
 
     name = "compile"
@@ -38,14 +38,14 @@ class Compile(Step):
 
     @override
     def begin(self) -> None:
-        self._compiled: Any = WeakIdKeyDictionary()  # by models, what the report says
+        self._compiled: Any = WeakIdKeyDictionary()  # report lines by model
         self._arguments: dict[str, Any] | None = None
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if parts.models and all(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
             return SkipReason("scripted", "the model is scripted")
-        return None if self._uncompiled(parts) else SkipReason("compiled", "the model is compiled already")
+        return None if self._uncompiled(parts) else SkipReason("compiled", "the model is already compiled")
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
@@ -60,9 +60,9 @@ class Compile(Step):
         return f"torch.compile, at the first call: {', '.join(said)}"
 
     def _hide_what_torch_hides(self) -> None:
-        """Ignore a warning that torch causes where a block's input has a gradient.
+        """Ignore a warning that torch raises when a block's input has a gradient.
 
-        torch keeps it from being shown, but not from being raised where warnings are errors.
+        torch hides it, but does not prevent it from being raised if warnings are errors.
         """
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning, _TRACING)
         self.undoing.callback(_remove_filter, warnings.filters[0])
@@ -73,7 +73,7 @@ class Compile(Step):
         return [model for model in fitting if model in self._compiled or not is_compiled(model)]
 
     def _compile(self, model: nn.Module) -> str:
-        """Compile a model or its blocks, and return what the report says."""
+        """Compile a model or its blocks, and return the report line."""
         groups = [] if self.options.compile == "whole" else repeated_blocks(model)
         for group in groups or [[model]]:
             compiled = torch.compile(_caller(class_name(group[0])), **self._torchs_arguments())
@@ -92,8 +92,8 @@ class Compile(Step):
 def _caller(name: str) -> Callable[..., Any]:
     """Return a function that calls a module.
 
-    torch limits how often it compiles one code object, and takes sizes that differ between calls of one name and line
-    for variable ones. So each function is a separate object, with a separate name.
+    torch limits how often it compiles one code object, and treats sizes that differ between calls of the same name and
+    line as dynamic. So each function is a separate object with a separate name.
     """
     code = plain_call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
     return FunctionType(code, plain_call.__globals__, code.co_name)

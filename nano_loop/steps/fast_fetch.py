@@ -18,12 +18,12 @@ from nano_loop.patching.torch_private_loaders import collates_as_torch, is_defau
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
-#: What the report says of loaders that do not fetch whole batches.
+#: The report line of loaders that do not fetch whole batches.
 ONE_BY_ONE = "are fetched one by one"
 
 
 class FastFetch(Step):
-    """Iterates over a private copy of each loader, which fetches whole batches, or stacks arrays of samples at once.
+    """Iterates over a private copy of each loader, which fetches whole batches or stacks arrays of samples in one call.
 
     The copy shares the loader's samplers and generator and uses torch's own iterator, so the order, the random numbers
     and `len` do not change. The loader keeps its class, its dataset and its `collate_fn`.
@@ -51,7 +51,7 @@ class FastFetch(Step):
 
 
 class _Fetching(LoaderChange):
-    """Fetches whole batches instead of samples. The samplers are the loader's, since indices keep their meaning."""
+    """Fetches whole batches instead of samples. The samplers stay the loader's, since indices keep their meaning."""
 
     def attributes(self, loader: DataLoader[Any]) -> dict[str, Any]:
         # The loop may set another collate_fn or another number of workers on the loader.
@@ -78,13 +78,13 @@ def _refusal(loader: DataLoader[Any]) -> SkipReason | None:
 
 
 def _single_samples(loader: DataLoader[Any]) -> str | None:
-    """Return that samples are fetched one by one and why, or None if whole batches are."""
+    """Return why samples are fetched one by one, or None if whole batches are fetched."""
     if not collates_as_torch():
         return f"samples {ONE_BY_ONE}, because the program has registered a function with torch's collate"
     leaves = [*leaves_of(loader.dataset)]
     others = dict.fromkeys(type(leaf).__name__ for leaf in leaves if not is_supported(leaf))
     if others or not leaves:
-        return f"samples of {', '.join(others) or 'nothing'} {ONE_BY_ONE}, and their arrays stacked at once"
+        return f"samples of {', '.join(others) or 'nothing'} {ONE_BY_ONE}, with their arrays stacked in one call"
     if type(loader.batch_sampler) is not BatchSampler:
         return f"samples {ONE_BY_ONE}, because the loader has its own batch sampler"
     return None

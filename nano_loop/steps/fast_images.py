@@ -1,6 +1,6 @@
-"""Keeps decoded and resized images, so that only the first epoch decodes them.
+"""Caches decoded and resized images, so that only the first epoch decodes them.
 
-The rest of the room of images is imported where torchvision is: it needs Pillow, which nano_loop does not.
+The other image modules are imported only with torchvision, because they need Pillow, which nano_loop does not require.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 class FastImages(Step):
     """Iterates over a private copy of each loader of images, which fetches through a cache.
 
-    The cache has the results of the deterministic transforms at the beginning of torchvision's pipelines. Random
-    transforms run as they always do, so pixels and random draws are the same. It gains nothing where no image is read
-    a second time.
+    The cache stores the results of the deterministic transforms at the beginning of torchvision's pipelines. Random
+    transforms run as usual, so pixels and random draws are the same. There is no gain if no image is read twice.
     """
 
     name = "fast_images"
@@ -44,7 +43,7 @@ class FastImages(Step):
             return SkipReason("no_images", "torchvision is not imported", ABSENT)
         from nano_loop.data.images.folders import has_images, refusal
 
-        # Most loaders have no images, also where torchvision is imported.
+        # Most loaders have no images, even if torchvision is imported.
         reasons = [
             SkipReason("no_images", reason, "" if has_images(loader.dataset) else ABSENT) if reason else None
             for loader, reason in zip(parts.loaders, map(refusal, parts.loaders), strict=True)
@@ -75,7 +74,7 @@ class FastImages(Step):
         return StepResult("image_cache", "measured", "; ".join(lines))
 
     def _cache(self, loader: DataLoader[Any]) -> str | None:
-        """Change a loader, and return None, or why there is no cache for it."""
+        """Change a loader and return None, or return why it cannot be cached."""
         from nano_loop.data.images.folders import CachedImages, datasets_in
         from nano_loop.data.images.lifetime import store_for
 
@@ -85,7 +84,7 @@ class FastImages(Step):
             place: int | str | None = self.options.image_cache  # type: ignore[assignment]  # a path is a str by now
             store = store_for(datasets_in(loader.dataset), place, self.ranks)
         except OSError as error:
-            return f"the folder of the cache cannot be made ({error.strerror})"
+            return f"the folder of the cache cannot be created ({error.strerror})"
         except NanoError as error:
             return f"the folder of the cache cannot be used ({error})"
         self._changed[loader] = True
@@ -98,7 +97,7 @@ def _kept(loaders: list[DataLoader[Any]]) -> str:
     from nano_loop.data.images.folders import plans_in
 
     kept = [plan.first for loader in loaders for plan in plans_in(loader.dataset)]
-    texts = [f"kept after {type(first[-1]).__name__}" if first else "kept as decoded" for first in kept]
+    texts = [f"cached after {type(first[-1]).__name__}" if first else "cached as decoded" for first in kept]
     return ", ".join(dict.fromkeys(texts))
 
 

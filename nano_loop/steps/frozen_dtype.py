@@ -1,4 +1,4 @@
-"""Keeps frozen weights in bf16 alone, as those beside an adapter: ``frozen_dtype="bf16"``."""
+"""Stores frozen weights, such as those beside an adapter, only in bf16: ``frozen_dtype="bf16"``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nano_loop.steps.step import Step
 
 
 class FrozenDtype(Step):
-    """Gives the fp32 numbers of frozen weights up, one by one. After the run they have the rounded values in fp32.
+    """Frees the fp32 values of frozen weights, one by one. After the run they have the rounded values in fp32.
 
-    Weights that others hold stay as they are: those in memory of numpy or of other processes, and an LSTM's. What the
-    program has written is fp32 from then on, unless bf16 can hold it. See `nano_loop.kernels.narrow_weight`.
+    Weights with shared memory are unchanged: memory of numpy, of other processes, and of an LSTM. A weight that the
+    program writes to is fp32 from then on, unless bf16 represents it exactly. See `nano_loop.kernels.narrow_weight`.
     """
 
     name = "frozen_dtype"
@@ -42,7 +42,7 @@ class FrozenDtype(Step):
             raise self._error(expected, 'pass precision="auto" without these')
         freed, left, scratch = 0, 0, Scratch()
         for model in parts.models:
-            # From the smallest on, so that the largest is copied where memory was given up.
+            # Start with the smallest, so that the largest is copied after memory was freed.
             frozen = sorted(filter(is_frozen, parameters_of(model)), key=lambda weight: weight.numel())
             self._is_used |= bool(frozen) or any(isinstance(weight, NarrowWeight) for weight in parameters_of(model))
             narrow: list[nn.Parameter] = []
@@ -56,26 +56,26 @@ class FrozenDtype(Step):
             self.interceptors.add(model, self.name, _narrow_again(narrow))
         if not self._is_used:
             names = ", ".join(map(class_name, parts.models))
-            expected = f"no weight of {names} is fp32, has {FEWEST:,} numbers or more, and requires_grad=False"
+            expected = f"no weight of {names} is fp32, has {FEWEST:,} elements or more, and requires_grad=False"
             raise self._error(expected, "freeze weights before the setup")
         trim()
-        others = f"; {left} others stay, which somebody else holds" if left else ""
-        return f"frozen weights in bf16, {size(freed)} given up{others}"
+        others = f"; {left} others unchanged, since their memory is shared" if left else ""
+        return f"frozen weights in bf16, {size(freed)} freed{others}"
 
     def _error(self, expected: str, hint: str) -> NanoConfigError:
         got = self.options.as_written[self.name]
-        return NanoConfigError(error_message(got, expected, f'Leave it out, which means "32", or {hint}'))
+        return NanoConfigError(error_message(got, expected, f'Omit it, which means "32", or {hint}'))
 
 
 def _restore(weights: list[nn.Parameter]) -> None:
-    while weights:  # each is freed, if nobody else has it, before the next is in fp32
+    while weights:  # so that each is freed, if unreferenced, before the next is in fp32
         weight = weights.pop()
         if isinstance(weight, NarrowWeight):
             made_plain(weight)
 
 
 def _narrow_again(weights: list[nn.Parameter]) -> CallWrapper:
-    """Return a layer around calls of a model, before which bf16 numbers replace fp32 ones that were only looked at."""
+    """Return a wrapper around calls of a model that first replaces fp32 values that were only read by bf16 ones."""
 
     def layer(call: Call) -> Call:
         def with_narrow(function: Call, /, *args: object, **kwargs: object) -> object:

@@ -1,4 +1,4 @@
-"""Lets optimizers step by torch's fused kernels, which update a parameter in one pass."""
+"""Lets optimizers use torch's fused kernels, which update a parameter in one pass."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _HAVE_KERNELS = (AdamW, Adam, SGD, Adagrad)
 
 
 class FusedOptimizer(Step):
-    """Lets an optimizer step by torch's fused kernels, wherever they compute what its own loop over operators does.
+    """Lets an optimizer use torch's fused kernels if they compute the same as its own loop over operators.
 
-    That is asked at each step, for each group (see `nano_loop.optimizers.torch_fused_steps`); the program's flags stay
-    as they are. Where they can, steps of the optimizer call the kernels directly (see
+    This is checked at each step for each group (see `nano_loop.optimizers.torch_fused_steps`). The program's flags do
+    not change. If possible, steps of the optimizer call the kernels directly (see
     `nano_loop.optimizers.direct_steps`).
     """
 
@@ -32,7 +32,7 @@ class FusedOptimizer(Step):
 
     @override
     def begin(self) -> None:
-        self._fused: Any = WeakIdKeyDictionary()  # the optimizers, which it does not hold
+        self._fused: Any = WeakIdKeyDictionary()  # optimizers, by weak references
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -74,7 +74,7 @@ def _refusal(optimizer: Optimizer, sparse: set[int]) -> SkipReason | None:
 
 def _group_refusal(group: dict[str, Any], sparse: set[int]) -> SkipReason | None:
     if group.get("fused"):
-        return None  # the user has asked for it; only the layout has to be looked at
+        return None  # the user requested it; only the layout must be checked
     if group.get("fused") is not None or group.get("foreach") is not None:
         flag = "fused" if group.get("fused") is not None else "foreach"
         return SkipReason("users_flag", f"it was built with {flag}=")

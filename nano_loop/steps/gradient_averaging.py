@@ -1,4 +1,4 @@
-"""Averages gradients over the ranks at the end of each backward, between hosts during it."""
+"""Averages gradients over the ranks at the end of each backward, or during it between hosts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GradientAveraging(RanksStep):
         self._comparison: Comparison | None = None
         self._witness: Witness | None = None
         self._chunk = 0  # of the transport through shared memory
-        self._nbytes = 0  # of all parameters that were set up
+        self._nbytes = 0  # of all parameters of the setups
         self._route = ""
 
     @property
@@ -50,7 +50,7 @@ class GradientAveraging(RanksStep):
         if self.ranks.size == 1:
             self._send(parts)
             return "sent to rank 0"
-        # Here, since a run of one process needs none of it.
+        # Imported here, since a run with one process does not need it.
         from nano_loop.distributed.shared_memory.shared_ring import chunk_for
 
         self._nbytes += sum(
@@ -75,7 +75,7 @@ class GradientAveraging(RanksStep):
         if self._averaging is not None:
             self._averaging.compare_rest()
             if lines := ", ".join(self._averaging.drawn_alike):
-                remark = f"; not known to be by the batch, so drawn alike on all ranks: random numbers of {lines}"
+                remark = f"; random numbers not known to be per sample, so drawn identically on all ranks: {lines}"
                 code = "drawn_alike"
         if self._comparison is None:
             return None
@@ -85,11 +85,11 @@ class GradientAveraging(RanksStep):
             return result("skipped", detail, code=code or "not_compared")
         of_sum = _OF_SUM * (self._comparison.split.reduction == "sum")
         off = self._comparison.rounding
-        within = f" but for {off:.1g}, which rounding explains: losses are the same" if off else ""
-        return result("applied", f"gradients are those of whole batches{within}{of_sum}{remark}", code=code)
+        within = f" except for {off:.1g}, which rounding explains: losses are equal" if off else ""
+        return result("applied", f"gradients equal those of whole batches{within}{of_sum}{remark}", code=code)
 
     def _send(self, parts: TrainingObjects) -> None:
-        """Let rank 0 compare the gradients of these, in the process that is its witness."""
+        """Let rank 0 compare the gradients of these objects in the witness process."""
         from nano_loop.distributed.data_parallel.witness import Witness
 
         if self._witness is None:
@@ -132,7 +132,7 @@ class GradientAveraging(RanksStep):
         backend = self.options.process_group_backend
         folder = self.ranks.folder
         if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
-            with suppress(NanoError):  # raised on every rank if shared memory is too small, as in many containers
+            with suppress(NanoError):  # all ranks raise it if shared memory is too small, as in many containers
                 mapped, self._chunk = partial(map_together, self.ranks, folder / _FILE), chunk_for(self._nbytes)
                 transport = SharedMemoryTransport(self.ranks, mapped, chunk=self._chunk)
                 self._route = f"{_AT_END}, through shared memory"

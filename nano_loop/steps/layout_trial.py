@@ -20,15 +20,15 @@ from nano_loop.precision.verification.recorded_calls import RecordedCalls, loss_
 from nano_loop.precision.verification.traces import backward_into, random_states_kept, tensors_kept
 from nano_loop.runtime.objects.report import duration
 
-#: Seconds of steps in a layout that are enough, and how many steps there are at least and at most.
+#: The seconds of steps per layout, and the minimum and maximum number of steps.
 _ENOUGH, _FEWEST, _MOST = 0.2, 3, 9
 _DETERMINISTIC = "torch.use_deterministic_algorithms is on"
 
 
 class LayoutTrial:
-    """The layout of a model: a guess, until both have been timed with the loop's first batch.
+    """The layout of a model: a guess, until both layouts have been timed with the loop's first batch.
 
-    Random states, buffers and gradients of the loop stay as they are.
+    Random states, buffers and gradients of the loop do not change.
 
     Parameters
     ----------
@@ -37,14 +37,14 @@ class LayoutTrial:
     options : Options
         The options of the run.
     accelerated : callable
-        Takes a copy of the model and ``channels_last``, and accelerates the copy inside a context.
+        Called with a copy of the model and ``channels_last``. Returns a context in which the copy is accelerated.
 
     Attributes
     ----------
     model : weakref.ref
-        The model, as long as the loop has it.
+        The model, while the loop holds it.
     guess : bool
-        Whether the model begins in NHWC.
+        Whether the model starts in NHWC.
     recorded : RecordedCalls or None
         The calls of the loop's first step, which are repeated. None if nothing is timed.
     """
@@ -70,17 +70,17 @@ class LayoutTrial:
         Parameters
         ----------
         tensors : iterable of torch.Tensor
-            The parameters and buffers of the loop, which the copies may reach.
+            The parameters and buffers of the loop, which the copies may access.
 
         Returns
         -------
         bool or None
-            Whether NHWC is faster. None: there is nothing to time, or it has been timed, or that has failed.
+            Whether NHWC is faster. None if there is nothing to time, or it was already timed, or timing failed.
         """
         if self.recorded is None or not self.recorded.is_ready:
             return None
         model = self.model()
-        reason = "" if model is None else _reason_not_to_time(model, self._options)  # it may have hooks by now
+        reason = "" if model is None else _reason_not_to_time(model, self._options)  # hooks may have been added since
         if reason:
             self.forget(reason)
             return None
@@ -95,13 +95,13 @@ class LayoutTrial:
         return in_nhwc
 
     def forget(self, reason: str = _DETERMINISTIC) -> None:
-        """Time nothing, now and later, and say why."""
+        """Do not time the model, for this reason."""
         self._reason, self._result = reason, ""
         if self.recorded is not None:
             self.recorded.end()
 
     def _times(self) -> dict[bool, float]:
-        """Return the least seconds of forward and backward, by whether the layout is NHWC."""
+        """Return the minimum seconds of forward and backward, keyed by whether the layout is NHWC."""
         assert self.recorded is not None
         model, calls = self.recorded.take()
         copies: dict[bool, nn.Module] = {False: model, True: copy.deepcopy(model)}
@@ -109,7 +109,7 @@ class LayoutTrial:
         with random_states_kept(), ExitStack() as stack:
             for layout, duplicate in copies.items():
                 stack.enter_context(self._accelerated(duplicate, channels_last=layout))
-                # Kernels are compiled, and memory is taken.
+                # Warm up: compile kernels and allocate memory.
                 backward_into(duplicate, loss_of(duplicate, calls))
             while len(times[True]) < _FEWEST or (len(times[True]) < _MOST and sum(times[True]) < _ENOUGH):
                 for layout, duplicate in copies.items():
@@ -124,7 +124,7 @@ def _name(in_nhwc: bool) -> str:
 
 
 def _reason_not_to_time(model: nn.Module, options: Options) -> str:
-    """Return why a copy of a model is not to be called, or an empty string."""
+    """Return why a copy of a model must not be called, or an empty string."""
     if options.tune_operators is False:
         return "tune_operators is off"
     if options.compile:

@@ -3,7 +3,7 @@
 With N ranks, each step uses a batch N times as large. The usual rule is a learning rate N times as large, with a
 warm-up from the unscaled rate. In BigDL-Nano this is ``auto_lr``.
 
-The warm-up belongs to the optimizer: a function that is called once an epoch continues it at each call. It stands still
+The warm-up belongs to the optimizer: a function that is called once per epoch continues it at each call. It pauses
 while all ranks compute the same, since then the batch is not larger.
 """
 
@@ -26,7 +26,7 @@ from nano_loop.steps.step import RanksStep, SkipReason
 
 #: Number of steps over which the ratio grows from 1 to the number of ranks.
 WARM_UP = 1000
-#: The entry of checkpoints, in their first parameter group and never in a live one: the steps that the ramp has taken.
+#: The number of ramp steps in a checkpoint's first parameter group. Live parameter groups never have this entry.
 RAMP = "auto_lr_step"
 
 
@@ -39,7 +39,7 @@ class LearningRate(RanksStep):
     @override
     def begin(self) -> None:
         self._is_applied = False
-        self._ramps: dict[int, _Ramp] = {}  # by the optimizer's id; each keeps its optimizer alive
+        self._ramps: dict[int, _Ramp] = {}  # by optimizer id; each keeps its optimizer alive
         self._ddp: dict[int, nn.Parameter] = {}  # the parameters of the user's own DDP models, by id
 
     @property
@@ -55,7 +55,7 @@ class LearningRate(RanksStep):
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.ranks.context.split is not None:
-            return SkipReason("split_batches", "auto_lr has no effect: split batches are those of one process")
+            return SkipReason("split_batches", "auto_lr has no effect: split batches are the same as with one process")
         return SkipReason.of_all([self._refusal(optimizer) for optimizer in parts.optimizers])
 
     @override
@@ -82,7 +82,7 @@ class LearningRate(RanksStep):
             return SkipReason("lbfgs", "LBFGS searches its own step length")
         held = set(map(id, held_by(optimizer)))
         if held and self._ddp.keys() >= held:
-            return SkipReason("users_ddp", "the model is your own DistributedDataParallel, so the rate is yours, too")
+            return SkipReason("users_ddp", "the model is your own DistributedDataParallel, so the rate is left to you")
         return None
 
     @override
@@ -114,7 +114,7 @@ class LearningRate(RanksStep):
 
 
 class _Progress(NamedTuple):
-    """How far an optimizer was at the end of its last run."""
+    """The progress of an optimizer at the end of its last run."""
 
     groups: list[dict[str, Any]]
     step: int
@@ -126,8 +126,8 @@ _progress: WeakKeyDictionary[Optimizer, _Progress] = WeakKeyDictionary()
 def _pop_steps_taken(optimizer: Optimizer) -> int:
     """Return the step at which the ramp of an optimizer begins.
 
-    It is the one of a checkpoint that was loaded outside a run, which has left it in the groups; or else that of the
-    last run, unless a checkpoint was loaded since, which has replaced the groups.
+    A checkpoint that was loaded outside a run has left it in the groups. Otherwise it is the step of the last run,
+    unless a checkpoint loaded since has replaced the groups.
     """
     saved = _pop_entry(optimizer)
     before = _progress.pop(optimizer, None)
@@ -137,7 +137,7 @@ def _pop_steps_taken(optimizer: Optimizer) -> int:
 
 
 def _pop_entry(optimizer: Optimizer) -> Any:
-    """Remove the entry that a checkpoint has left in the groups of an optimizer. Return it, or None."""
+    """Remove and return the entry that a checkpoint has left in the groups of an optimizer, or None."""
     values = [group.pop(RAMP) for group in optimizer.param_groups if RAMP in group]
     return values[0] if values else None
 
@@ -194,7 +194,7 @@ class _Ramp:
         for group in self.optimizer.param_groups:
             if group.get("lr") is not None:
                 users = group["lr"]
-                group["lr"] = users * ratio  # out of place, also where it is a tensor
+                group["lr"] = users * ratio  # out of place, even if it is a tensor
                 self._scaled.append((group, users, group["lr"]))
 
     def _unscaled(self, closure: Closure) -> Any:

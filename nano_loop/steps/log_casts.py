@@ -1,4 +1,4 @@
-"""A step that logs the casts of one step of the loop: where they are, and what they cost."""
+"""A step that logs the casts of one step of the loop, with their locations and costs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nano_loop.runtime.objects.report import StepResult, print_lines
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import Step
 
-#: The first steps are not like the others: optimizers make their state, and products of new sizes are counted.
+#: The first steps are not representative: optimizers create their state, and products of new sizes are counted.
 _AFTER_STEPS = 2
 
 
 class LogCasts(Step):
     """Records the casts of the third step, from the end of ``optimizer.step()`` to the next, on rank 0.
 
-    With several optimizers, that is of the third step of all that the first set-up has.
+    With several optimizers, this is the third step of all optimizers of the first setup.
     """
 
     name = "log_casts"
@@ -30,7 +30,7 @@ class LogCasts(Step):
 
     @override
     def begin(self) -> None:
-        self._names: Any = WeakIdKeyDictionary()  # by the module
+        self._names: Any = WeakIdKeyDictionary()  # by module
         self._is_applied = False
         self._recorder: CastRecorder | None = None
         self._ending = ExitStack()
@@ -39,7 +39,7 @@ class LogCasts(Step):
     @override
     def observe(self, parts: TrainingObjects) -> None:
         if not self.enabled or self.options.compile:
-            return  # torch.compile compiles again where there are hooks
+            return  # hooks would make torch.compile recompile
         for model in parts.models:
             self._names.update({module: name or type(model).__name__ for name, module in model.named_modules()})
 
@@ -73,7 +73,7 @@ class LogCasts(Step):
         log, self._recorder = self._recorder.finish(), None
         try:
             self._result = StepResult(self.name, "measured", log.summary() + self._written(log), log)
-        except OSError as error:  # the training goes on without a log
+        except OSError as error:  # training continues without a log
             self._result = StepResult(self.name, "skipped", f"the log could not be written: {error}")
             return
         if self.options.log_casts is True and self.options.verbose:

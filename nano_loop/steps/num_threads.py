@@ -1,4 +1,4 @@
-"""Measures whether one compute thread is faster than several, by steps of the loop (``num_threads="auto"``)."""
+"""Measures in steps of the loop whether one compute thread is faster than several (``num_threads="auto"``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DETERMINISTIC = "torch.use_deterministic_algorithms is on"
 
 
 class NumThreads(Step):
-    """Lets steps of an optimizer be computed by one thread and by more in turn."""
+    """Alternates steps of an optimizer between one thread and several."""
 
     name = "num_threads"
     needs = "optimizers"
@@ -36,16 +36,16 @@ class NumThreads(Step):
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.options.exact:
-            return SkipReason("exact", "sums of other numbers of threads differ in bits, and exact is on")
+            return SkipReason("exact", "sums with another number of threads differ in bits, and exact is on")
         if not may_depend_on_times():
             return SkipReason("deterministic", _DETERMINISTIC)
         if self.ranks.size > 1:
-            # What each rank computes of all gradients, such as their norm, would differ in bits between ranks.
-            return SkipReason("several_processes", "ranks keep to one number, so that they compute the same")
+            # What each rank computes from all gradients, such as their norm, would differ in bits between ranks.
+            return SkipReason("several_processes", "all ranks use one number, so that they compute the same")
         if self.options.compile:
-            return SkipReason("compiled", "compiled code keeps the number with which it was compiled")
+            return SkipReason("compiled", "compiled code keeps its number of threads")
         if self._trial is None and users(_key()):
-            return SkipReason("other_run", "another run in this thread measures it")
+            return SkipReason("other_run", "another run in this thread is measuring")
         if self._trial is None and torch.get_num_threads() == 1:
             return SkipReason("one_thread", "there is one thread")
         return None
@@ -70,7 +70,7 @@ class NumThreads(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return the number with which the loop has gone on, and what steps have taken with both."""
+        """Return the chosen number of threads, and the step times with each."""
         trial = self._trial
         if trial is None:
             return None

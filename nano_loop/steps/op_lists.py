@@ -13,12 +13,12 @@ from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.step import SkipReason, Step
 
-#: How many names of a list the report shows.
+#: Maximum number of names of a list in the report.
 _MOST_NAMES = 4
 
 
 class OperatorLists(Step):
-    """Gives the calls into the models a rule for each listed operator; autocast is another step's."""
+    """Adds a rule for each listed operator to the calls into the models. Another step enables autocast."""
 
     name = "op_lists"
 
@@ -35,7 +35,7 @@ class OperatorLists(Step):
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.options.kind.autocast is not None:
             return None
-        detail = f'lists are for autocast, as precision="bf16" has it, and the precision is {self.options.precision}'
+        detail = f'lists apply to autocast, as with precision="bf16", and the precision is {self.options.precision}'
         return SkipReason("no_autocast", detail)
 
     @override
@@ -47,7 +47,7 @@ class OperatorLists(Step):
         for model in parts.models:
             if any(map(is_compiled, model.modules())):
                 got = f"{class_name(model)} is compiled, and there are bf16_ops or fp32_ops"
-                expected = "compiled models compute by torch's lists alone"
+                expected = "compiled models use only torch's lists"
                 raise NanoConfigError(error_message(got, expected, "Remove the lists, or pass the model uncompiled"))
             interceptor = self.interceptors.for_model(model, self.name)
             rules = {**interceptor.rules.operators, **self._lists.rules}

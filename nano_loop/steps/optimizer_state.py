@@ -1,4 +1,4 @@
-"""Steps optimizers over bf16 weights that keep every update, and with moments in bf16: ``optimizer_state="bf16"``."""
+"""Steps optimizers over bf16 weights without losing updates, and with bf16 moments: ``optimizer_state="bf16"``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from nano_loop.steps.allocator import give_back, trim
 from nano_loop.steps.step import Step
 
 _BF16 = "bf16"
-_NEEDED = 'parameters and gradients have to be dense, in fp32 or by precision="bf16-true", and only lr may be a tensor'
+_NEEDED = 'parameters and gradients must be dense, in fp32 or with precision="bf16-true", and only lr may be a tensor'
 
 
 class OptimizerState(Step):
-    """Steps SGD, Adam and AdamW in one pass over split weights, and other optimizers over fp32 weights meanwhile.
+    """Steps SGD, Adam and AdamW in one pass over split weights, and other optimizers over temporary fp32 weights.
 
     See `nano_loop.optimizers.split`. bf16 alone would lose each update that is smaller than 1/512 of the weight. It
-    cannot hold a running mean of squares with a decay of 0.999 either, unless that is rounded at random.
+    cannot hold a running mean of squares with a decay of 0.999 either, unless it uses stochastic rounding.
     """
 
     name = "optimizer_state"
@@ -42,7 +42,7 @@ class OptimizerState(Step):
 
     @override
     def begin(self) -> None:
-        self._wide: Any = WeakIdKeyDictionary()  # by the optimizer, which they do not hold
+        self._wide: Any = WeakIdKeyDictionary()  # by optimizer, with weak references
         self._is_applied = False
 
     @property
@@ -72,10 +72,10 @@ class OptimizerState(Step):
         if self._is_split:
             for model in parts.models:
                 self.interceptors.add(model, self.name, self._after_a_step_that_raised)
-        weights = "bf16 weights with 16 bits beside them" if self._is_split else "weights unchanged"
+        weights = "bf16 weights with 16 extra bits" if self._is_split else "weights unchanged"
         moments = f"moments in {_BF16 if self._is_narrow else 'fp32'}"
         reasons = filter(None, map(why_not, parts.optimizers))
-        others = [f"{reason}: weights in fp32 meanwhile" for reason in dict.fromkeys(reasons)]
+        others = [f"{reason}: weights in fp32 during its steps" for reason in dict.fromkeys(reasons)]
         return "; ".join([f"{weights}, {moments}", *others])
 
     def _take(self, optimizer: Optimizer) -> None:
@@ -104,7 +104,7 @@ class OptimizerState(Step):
         return NanoConfigError(error_message(got, reason, 'Omit optimizer_state: its default is "32"'))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        self._take(optimizer)  # it may not have been set up, in several processes
+        self._take(optimizer)  # with several processes, it may not have been set up
         return self._wide[optimizer].before_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -112,7 +112,7 @@ class OptimizerState(Step):
             self._wide[optimizer].narrow()
 
     def _surround_modes(self, optimizer: Optimizer, wide: WideWeights) -> None:
-        """Let the methods by which schedule-free optimizers exchange weights compute in fp32, too."""
+        """Let the methods with which schedule-free optimizers swap weights compute in fp32 as well."""
         _wide_of[id(optimizer)] = wide
         undone_with(optimizer, self.undoing).callback(_wide_of.pop, id(optimizer))
         for name in _MODES:
@@ -120,7 +120,7 @@ class OptimizerState(Step):
                 self.undoing.enter_context(replaced(type(optimizer), name, _in_fp32))
 
     def _after_a_step_that_raised(self, call: Call) -> Call:
-        """Split what such a step has left in fp32, before the model is called again."""
+        """Split the weights that such a step has left in fp32 before the model is called again."""
 
         def split_first(function: Call, /, *args: Any, **kwargs: Any) -> Any:
             for wide in [*self._wide.values()]:
@@ -150,16 +150,16 @@ def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class WideWeights:
-    """The split weights of an optimizer that are fp32 during its step, unless that is in C.
+    """The split weights of an optimizer, which are fp32 during its steps unless those run in C.
 
     Parameters
     ----------
     weights : SplitWeights or None
-        The run's. None: no weights are split.
+        The split weights of the run. None if no weights are split.
     steps : SplitSteps or None
-        Those in C.
+        The steps in C.
     error : callable or None
-        Returns the error about a step that is not in C, for an optimizer and a reason. None: it is none.
+        Returns the error for an optimizer whose step is not in C, and a reason. None if that is allowed.
     """
 
     def __init__(
@@ -169,18 +169,18 @@ class WideWeights:
         error: Callable[[Optimizer, str], NanoError] | None,
     ) -> None:
         self._weights, self._steps, self._error = weights, steps, error
-        # With their data and gradients in bf16, and gradients in fp32. Views and other processes may share the data.
+        # With the data and gradients in bf16, and gradients in fp32. Views and other processes may share the data.
         self._parameters: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
 
     def takes(self, optimizer: Optimizer) -> bool:
-        """Whether the next step is in C."""
+        """Whether the next step runs in C."""
         takes = self._steps is not None and self._steps.takes(optimizer)
         if self._error is not None and not takes:
             raise self._error(optimizer, _NEEDED)
         return takes
 
     def hooks(self, optimizer: Optimizer) -> list[Any]:
-        """Register hooks by which an optimizer saves and loads states of fp32, and return their handles."""
+        """Register hooks that make an optimizer save and load fp32 states, and return their handles."""
         handles = [
             # Loading casts state to the dtype of the parameters.
             optimizer.register_load_state_dict_pre_hook(lambda loaded, _: self.widen(loaded, all_of_them=True)),
@@ -196,7 +196,7 @@ class WideWeights:
         return handles
 
     def widen(self, optimizer: Optimizer, all_of_them: bool = False) -> None:
-        """Cast the parameters that have gradients, and these, to fp32."""
+        """Cast the parameters with gradients, and their gradients, to fp32."""
         if self._weights is None:
             return
         narrow = {
@@ -205,7 +205,7 @@ class WideWeights:
             if parameter.dtype is torch.bfloat16 and (all_of_them or parameter.grad is not None)
         }
         parameters = [*narrow.values()]
-        with below_torch_functions():  # the step may be in a `disable_casts` of the user's
+        with below_torch_functions():  # the step may run in the user's `disable_casts`
             before = [(parameter.data, parameter.grad) for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None
@@ -215,7 +215,7 @@ class WideWeights:
                 self._parameters.append((parameter, data, gradient, in_fp32))
 
     def narrow(self) -> None:
-        """Split them again."""
+        """Split the parameters again."""
         if self._weights is None or not self._parameters:
             return
         with below_torch_functions():
@@ -228,7 +228,7 @@ class WideWeights:
         self._parameters.clear()
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Cast for a step that is not in C, but not for its closure."""
+        """Cast for a step that does not run in C, but not for its closure."""
 
         def widen_unless_in_c() -> None:
             if not self.takes(optimizer):

@@ -62,11 +62,11 @@ class ParameterDtype(Step):
         return "; ".join([self.options.kind.summary, *(f"{name} has no parameters" for name in empty)])
 
 
-_MADE = "Make it with the dtype of another tensor, as by x.new_zeros(...)"
+_MADE = "Create it with the dtype of another tensor, as with x.new_zeros(...)"
 
 
 def _casting_inputs(dtype: torch.dtype) -> Call:
-    """Return a function around each call of a module, also one that a method of the model makes in its loop."""
+    """Return a wrapper around each call of a module, including calls that a method of the model makes in a loop."""
 
     def inward(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.dtype is not dtype and tensor.is_floating_point() else tensor
@@ -86,7 +86,7 @@ def _casting_outputs(conversion: Conversion) -> CallWrapper:
     dtype = conversion.dtype
 
     def outward(tensor: Tensor) -> Tensor:
-        # A parameter of the model that one of its methods returns is to stay the same object.
+        # A parameter that a method of the model returns must stay the same object.
         is_to_cast = tensor.dtype is dtype and not isinstance(tensor, nn.Parameter)
         return tensor.to(torch.float32) if is_to_cast else tensor
 
@@ -94,7 +94,7 @@ def _casting_outputs(conversion: Conversion) -> CallWrapper:
         def with_casts(function: Call, /, *args: Any, **kwargs: Any) -> Any:
             @functools.wraps(function)
             def converted_first(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-                conversion.convert_added(module)  # inside of what rounds the weights of a step that has raised
+                conversion.convert_added(module)  # inside the wrapper that splits weights after a failed step
                 return function(module, *args, **kwargs)
 
             try:

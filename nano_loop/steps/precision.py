@@ -44,9 +44,9 @@ from nano_loop.steps.step import SkipReason, Step
 class Precision(Step):
     """Enters autocast for each outermost call into a model, and exits it when the call returns.
 
-    Autocast's cache of bf16 weights is disabled: the model may change a weight between two uses. The layers that use
-    weights several times keep their casts during a call, and frozen weights are cast again once something may have
-    written to them.
+    Autocast's cache of bf16 weights is disabled, since the model may change a weight between two uses. Layers that use
+    weights several times keep their casts during a call. Frozen weights are cast again only after they may have been
+    written to.
     """
 
     name = "precision"
@@ -55,7 +55,7 @@ class Precision(Step):
     @override
     def begin(self) -> None:
         self._is_applied = False
-        self._interceptors_of: Any = WeakIdKeyDictionary()  # of `CallInterceptor`, by the model
+        self._interceptors_of: Any = WeakIdKeyDictionary()  # `CallInterceptor` by model
         self._missed: list[str] = []
 
     @property
@@ -70,7 +70,7 @@ class Precision(Step):
         dtypes = [_uncast_dtype(model) for model in parts.models]
         if dtypes and all(dtypes):
             detail = f"the model's parameters are {dtypes[0]}, which autocast does not cast"
-            got = f"{self.options.as_written['precision']} was asked for, and {detail}"
+            got = f"{self.options.as_written['precision']} was requested, and {detail}"
             hint = 'Pass model.float(), or precision="auto"'
             raise NanoConfigError(error_message(got, "it is for models with fp32 parameters", hint))
         return None
@@ -97,7 +97,7 @@ class Precision(Step):
             if once is not None:
                 rules = {**once.rules, **interceptor.rules.operators}
                 interceptor.rules = interceptor.rules._replace(operators=rules)
-            if not can_train_lstms(dtype):  # the model may get one
+            if not can_train_lstms(dtype):  # an LSTM may be added to the model
                 rules = {**interceptor.rules.operators, **self._rules_of_lstms()}
                 interceptor.rules = interceptor.rules._replace(operators=rules)
         remarks = [_remark(model, dtype) or self._remark_on_frozen(model) for model in parts.models]
@@ -105,11 +105,11 @@ class Precision(Step):
         return "; ".join([self.options.kind.summary, *dict.fromkeys(filter(None, remarks))])
 
     def _remark_on_frozen(self, model: nn.Module) -> str | None:
-        """Return what the report says of frozen weights: of none if IPEX or a compiler computes the model's layers."""
+        """Return the report line about frozen weights, or None, as when IPEX or a compiler computes the layers."""
         return None if self.options.use_ipex or self.options.compile else remark_on_frozen(model)
 
     def _rules_of_lstms(self) -> Mapping[str, OperatorRule]:
-        """Return the rules by which LSTMs run in fp32."""
+        """Return the rules that run LSTMs in fp32."""
         lists = OpLists((), ("lstm",))
         self.undoing.enter_context(lists.registered())
         return lists.rules
@@ -124,7 +124,7 @@ class Precision(Step):
         return StepResult(self.name, "skipped", detail, code="not_intercepted")
 
     def _look(self, optimizer: Optimizer) -> None:
-        """Warn about a model that this optimizer trains and whose calls were not intercepted."""
+        """Warn about a model that this optimizer trains but whose calls were not intercepted."""
         for model, interceptor in [*self._interceptors_of.items()]:
             name = type(model).__name__
             if interceptor.was_called or name in self._missed or not _is_trained(model, optimizer):
@@ -137,7 +137,7 @@ class Precision(Step):
             warnings.warn(error_message(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=3)
 
     def _is_part_of_called(self, model: nn.Module) -> bool:
-        """Whether a model lies in another one, whose calls were intercepted."""
+        """Whether a model is part of another one whose calls were intercepted."""
         called = (other for other, interceptor in self._interceptors_of.items() if interceptor.was_called)
         return any(module is model for other in called for module in other.modules())
 
@@ -145,7 +145,7 @@ class Precision(Step):
         got = f"{self.options.as_written['precision']} on {self.machine.name}"
         lack, hint = "this CPU has no bf16 instructions, so bf16 will be slower than fp32", 'Use precision="auto"'
         if "avx2" in self.machine.instruction_sets and "avx512bw" not in self.machine.instruction_sets:
-            # torch computes with bf16 numbers one by one there; with AVX-512, oneDNN converts them.
+            # torch computes bf16 values one by one there; with AVX-512, oneDNN converts them.
             lack = (
                 "this CPU has no bf16 instructions and no AVX-512, so products take up to 400 times as long as in fp32"
             )
@@ -159,7 +159,7 @@ _SETTINGS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.dev
 
 
 def _merges(method: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a method takes no tensors, as one that merges weights: autocast by hand is around the forward alone."""
+    """Whether a method takes no tensors, like one that merges weights: users put only the forward under autocast."""
     return not is_forward(method) and all(isinstance(value, _SETTINGS) for value in walk((args, kwargs), items_of))
 
 
@@ -169,7 +169,7 @@ def _is_meta(model: nn.Module) -> bool:
 
 
 def _uncast_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype of the weights of a model if autocast casts none of them, or None."""
+    """Return the dtype of a model's weights if autocast casts none of them, or None."""
     dtypes = [
         parameter.dtype for parameter in parameters_of(model) if parameter.is_floating_point() or parameter.is_complex()
     ]
@@ -178,7 +178,7 @@ def _uncast_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def _remark(model: nn.Module, autocast: torch.dtype) -> str | None:
-    """Return what the report says about one model, or None."""
+    """Return the report line about one model, or None."""
     if has_modules(model, (nn.LSTM,)) and not can_train_lstms(autocast):
         name = str(autocast).removeprefix("torch.")
         return f"LSTMs of {class_name(model)} in fp32, since torch cannot train them in {name} on this CPU"
@@ -202,7 +202,7 @@ def _low_state(model: nn.Module) -> list[Tensor]:
 
 
 def _outward(model: nn.Module) -> Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]:
-    """Return what makes of a cast one that leaves the low state of a model alone."""
+    """Return a function that makes a cast skip the low-precision state of a model."""
     state = _low_state(model)
 
     def outward(cast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

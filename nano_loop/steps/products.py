@@ -1,4 +1,4 @@
-"""Rounds the inputs of large products to bf16 or fp16. All that a user can see, and all other operators, are fp32."""
+"""Rounds the inputs of large products to bf16 or fp16. All visible tensors and all other operators are fp32."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from nano_loop.runtime.trial import StepTrial
 from nano_loop.steps.kernels.models import has_attention, has_convolutions, large_weights
 from nano_loop.steps.step import SkipReason, Step
 
-#: Minimum number of elements of a weight. The products of smaller ones would only lose the time of the replacement.
+#: Minimum number of elements of a weight. For smaller ones, the overhead of the replacement outweighs the gain.
 SMALLEST_WEIGHT = 1 << 15
 _MATRIX = 2
-#: Between which steps of optimizers it is seen which products round: after most measurements of the tuner. Large ones
-#: that were not measured by then round.
+#: The optimizer steps between which we observe which products round, after most measurements of the tuner. Large
+#: products that were not measured by then round.
 _WATCHES_FROM, LEARNS_AT = 24, 32
 #: See `StepTrial`.
 _PAYS, _WINS, ROUNDS = 1.03, 0.6, 16
 
 
 class _Kind(NamedTuple):
-    """Products that are computed alike.
+    """A kind of products, which are computed in the same way.
 
     Attributes
     ----------
     name : str
         A key of `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS`.
     overrides : tuple of Override
-        What replaces torch's kernels; those of no other kind. None for LSTMs, which `fast_rnn` replaces.
+        The replacements of torch's kernels, only for this kind. Empty for LSTMs, which `fast_rnn` replaces.
     is_for : callable
-        Whether a model may have such products that are large.
+        Whether a model may have large products of this kind.
     kernel : CompiledKernel or None
-        What has to be there to round to bf16; None: nothing.
+        The kernel that is required to round to bf16, or None.
     """
 
     name: str
@@ -86,7 +86,7 @@ def reason_against(options: Options, machine: Machine) -> SkipReason | None:
     if in_bf16 and not machine.has_fast_bf16:
         return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
     if not gives_kernels():
-        expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+        expected = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
         return SkipReason("old_torch", f"fp32, since {expected}")
     if in_bf16 and product.KERNEL.unavailable is not None:
         return SkipReason("no_kernel", f"fp32, since {for_report(product.KERNEL.unavailable)}")
@@ -94,13 +94,13 @@ def reason_against(options: Options, machine: Machine) -> SkipReason | None:
 
 
 class Products(Step):
-    """Gives set-up models a `Policy` by which products of fp32 tensors round their inputs, and replaces the kernels.
+    """Gives set-up models a `Policy` that rounds the inputs of fp32 products, and replaces the kernels.
 
-    Matrix products, convolutions, attention and LSTMs round their inputs to bf16, or all but LSTMs to fp16's numbers,
-    and sum and return fp32. Products that are too small for that are torch's. A replaced kernel takes some microseconds
-    to find that out, so after some steps products that are smaller than all that round are not looked at any more, and
-    a kind of which none rounds has torch's kernels again. Then steps in fp32 and in bf16 take turns, and where those in
-    fp32 are faster, all has torch's kernels. In a step that requires a closure, such as LBFGS', products are in fp32.
+    Matrix products, convolutions, attention and LSTMs round their inputs to bf16 (all except LSTMs also to fp16), and
+    accumulate and return fp32. torch computes products that are too small to gain. Since a replacement takes some
+    microseconds to detect this, after some steps it no longer checks products that are smaller than all that round, and
+    torch's kernels are restored for kinds of which none rounds. Then steps alternate between fp32 and bf16, and if
+    fp32 is faster, all of torch's kernels are restored. Steps that require a closure, as of LBFGS, compute in fp32.
     """
 
     name = "precision"
@@ -111,9 +111,9 @@ class Products(Step):
         self._policy = Policy(self.options.kind.products or torch.float32, record_product)
         self._kinds: set[_Kind] = set()
         self._in_force: dict[Override, ExitStack] = {}
-        self._looks = ExitStack()  # what the clock is to call
+        self._looks = ExitStack()  # subscriptions to the clock
         self._models: Any = WeakIdKeyDictionary()
-        self._names: dict[str, None] = {}  # of their classes
+        self._names: dict[str, None] = {}  # names of the models' classes
         self._all_round: bool | None = None
         self._trial: StepTrial[bool] | None = None
         self._medians: dict[bool, float] = {}  # see `_settle`
@@ -126,7 +126,7 @@ class Products(Step):
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
-        """Find out, once, whether products round on all ranks: hosts may differ in their CPUs. Collective."""
+        """Check once whether products can round on all ranks: hosts may differ in their CPUs. Collective."""
         if self._all_round is None:
             rounds = self.enabled and reason_against(self.options, self.machine) is None
             self._all_round = all(self.ranks.gather(rounds))
@@ -156,7 +156,7 @@ class Products(Step):
 
     @override
     def forget_times(self) -> None:
-        """Let all products round that are large, until it is seen again which do and whether that pays."""
+        """Let all large products round, until it is measured again which ones do and whether that is faster."""
         for model in [*self._models]:
             self._kinds |= {kind for kind in _KINDS if kind.is_for(model) and self._is_ready(kind)}
             interceptor = self.interceptors.for_model(model, self.name)
@@ -173,7 +173,7 @@ class Products(Step):
         return not in_bf16 or kind.kernel is None or kind.kernel.unavailable is None
 
     def _may_measure(self) -> bool:
-        """Whether measured times may decide: not in ranks, which would not compute alike, and not for fp16."""
+        """Whether measured times may decide: not with several ranks, which must compute the same, and not for fp16."""
         is_wanted = bool(self.options.tune_operators) and not self.options.compile
         return is_wanted and self.ranks.size == 1 and self._policy.dtype is torch.bfloat16
 
@@ -194,12 +194,12 @@ class Products(Step):
         self._looks.callback(self.clock.after(trial.note))
 
     def _let_round(self, rounds: bool) -> None:
-        """Let products round that may, or let all be fp32 for now."""
+        """Let products round if they may, or compute all in fp32 for now."""
         self._policy.is_paused = not rounds
         self._replace_kernels()
 
     def _settle(self) -> None:
-        """Let all products be fp32 from now on, if steps in fp32 were faster."""
+        """Compute all products in fp32 from now on if steps in fp32 were faster."""
         if self._trial is not None and not self._trial.setting:
             self._medians, self._unsure = self._trial.medians, self._trial.unsure
             self._policy.end()
@@ -210,7 +210,7 @@ class Products(Step):
         return any(self._policy.may_any_round(kind.name) for kind in self._kinds)
 
     def _replace_kernels(self) -> None:
-        """Have those kernels replaced whose products may round now, and no others."""
+        """Replace exactly the kernels whose products may round now."""
         kinds = [kind for kind in self._kinds if self._policy.may_any_round(kind.name) and not self._policy.is_paused]
         wanted = {replaced for kind in kinds for replaced in kind.overrides}
         for replaced in self._in_force.keys() - wanted:
@@ -223,22 +223,22 @@ class Products(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return why no product rounded at the end, or no convolution, or None."""
+        """Return why no product or no convolution rounded at the end, or None."""
         names = ", ".join(self._names)
         if self._medians:
             fp32, rounded = (duration(self._medians[setting]) for setting in (False, True))
-            detail = f"fp32 for {names}: {fp32} per step, and {rounded} with bf16 inside of products{self._unsure}"
+            detail = f"fp32 for {names}: {fp32} per step, and {rounded} with bf16 inside products{self._unsure}"
             return StepResult(self.name, "measured", detail, code="slower")
         untried = self._policy.large - self._policy.tried
         if CONVOLUTION in untried and not self.options.channels_last:
-            detail = f'convolutions of {names} are fp32, since they round in NHWC alone: pass channels_last="auto"'
+            detail = f'convolutions of {names} are fp32, since they round only in NHWC: pass channels_last="auto"'
             return StepResult(self.name, "measured", detail, code="nchw")
         if self._policy.has_rounded or not self._names:
             return None
         if self._policy.large - untried:
             why = SkipReason("not_faster", "no product that was tried is faster in bf16")
         elif untried:
-            why = SkipReason("untried", "no kernel that rounds takes its products")
+            why = SkipReason("untried", "no rounding kernel supports its products")
         else:
             why = SkipReason("too_small", "no product is large enough")
         return StepResult(self.name, "measured", f"fp32 for {names}: {why.detail}", code=why.code)

@@ -27,8 +27,8 @@ from nano_loop.steps.step import RanksStep, SkipReason
 class Sharding(RanksStep):
     """Assigns batches r, r+N, … of each loader's sampler to rank r. The loaders are not changed.
 
-    That holds for the loaders of ``setup``, and, once a model or an optimizer was set up, for all others that the loop
-    iterates: those that it makes itself, and global ones.
+    This applies to the loaders of ``setup``, and, once a model or an optimizer was set up, to all other loaders that
+    the loop iterates, whether it creates them itself or they are global.
     """
 
     name = "loaders"
@@ -37,15 +37,15 @@ class Sharding(RanksStep):
     @override
     def begin(self) -> None:
         self._models: Any = WeakIdKeyDictionary()
-        self._shardings: Any = WeakIdKeyDictionary()  # of `BatchSharding`, by the loader
-        self._number = 0  # of loaders that were set up
+        self._shardings: Any = WeakIdKeyDictionary()  # `BatchSharding` by loader
+        self._number = 0  # number of loaders that were set up
         self._finding = False
         self._known: Any = WeakIdKeyDictionary()  # see `OwnShares`
-        self._steps: Any = WeakIdKeyDictionary()  # how many a scheduler has taken in the run, by the scheduler
+        self._steps: Any = WeakIdKeyDictionary()  # number of steps in the run, by scheduler
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
-        """Note the models of a ``setup`` call, with or without loaders. Their mode shows whether the loop trains."""
+        """Record the models of a ``setup`` call, with or without loaders. Their mode shows whether the loop trains."""
         if self.ranks.size == 1:
             return
         for model in parts.models:
@@ -98,21 +98,21 @@ class Sharding(RanksStep):
         return StepResult(self.name, "applied", f"loaders that were not set up, {how}")
 
     def _warn_of_schedules(self) -> None:
-        """Warn of schedulers that have counted this rank's batches, and were built for those of all ranks."""
+        """Warn about schedulers that count this rank's batches but were built for the batches of all ranks."""
         size = self.ranks.size
         for scheduler, steps in [*self._steps.items()]:
             total = next((getattr(scheduler, name) for kind, name in _ENDS.items() if isinstance(scheduler, kind)), 0)
             counts_batches = steps * max(len(self.clock.optimizers), 1) >= self.clock.steps
             if counts_batches and abs(scheduler.last_epoch * size - total) <= _ABOUT * total:
                 got = f"{type(scheduler).__name__} is at step {scheduler.last_epoch} of {total} at the end of the run"
-                expected = f"each of {size} processes takes one of {size} batches, and as many steps"
-                advice = f"Build it for ceil(len(loader) / {size}) steps per epoch, or inside of the training function"
+                expected = f"each of {size} processes gets one of {size} batches, and so takes fewer steps"
+                advice = f"Build it for ceil(len(loader) / {size}) steps per epoch, or inside the training function"
                 warn(error_message(got, expected, advice))
 
     def _find(self, loader: DataLoader[Any]) -> BatchSharding | None:
-        """Return the change to a loader that the loop uses and that was not set up."""
+        """Return the change to a loader that the loop uses but that was not set up."""
         run = innermost()
-        # A dataset's own, or one of a run that each rank makes alone.
+        # A loader inside a dataset, or in a run that each rank starts alone.
         if serving.depth or (run is not None and run.size == 1):
             return None
         return self._sharding()
@@ -152,7 +152,7 @@ def _counting(steps: Any, original: Callable[..., None]) -> Callable[..., None]:
     return step
 
 
-#: Schedulers that end with a training, and the attribute that says when.
+#: Schedulers that end with the training, and the attribute that holds their total number of steps.
 _ENDS = {OneCycleLR: "total_steps", CosineAnnealingLR: "T_max", PolynomialLR: "total_iters"}
 _ABOUT = 0.1  # of all steps: batches that do not divide evenly, and gradients that are accumulated at the end of epochs
 _BY_BATCH = "by batch, in rank 0's order"
@@ -161,7 +161,7 @@ _WHOLE = "whole (shard=False)"
 _BY_USER = "sharded by their own samplers"
 _DIVIDED = "divided by the program"
 _DRAWN = "drawn differently on each rank"
-_ALL = "each rank takes all that it has"
+_ALL = "each rank reads all of its own"
 _SPLIT_INDICES = "split by the indices of each batch"
 _SPLIT = "read by every rank, which keeps its part of each batch"
 _KINDS = (_SPLIT_INDICES, _SPLIT, _BY_BATCH, _READ_BY_ALL, _WHOLE, _BY_USER)

@@ -22,7 +22,7 @@ from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
-#: See `SkipReason.idle`: there is nothing that the step is for, or only what is too small for a gain.
+#: See `SkipReason.idle`: there is nothing for the step to change, or everything is too small for a gain.
 ABSENT, SMALL = "nothing to do", "too small to gain"
 
 
@@ -32,12 +32,12 @@ class SkipReason(NamedTuple):
     Attributes
     ----------
     code : str
-        A short word that stays the same, such as "no_norm".
+        A short, stable identifier, such as "no_norm".
     detail : str
         The reason in one line, for the report.
     idle : str
-        Where the step is "auto", the line that names it together with others: `ABSENT`, `SMALL`, or of a precision.
-        Empty: none, it has its own.
+        The line that lists an "auto" step together with others: `ABSENT`, `SMALL`, or a precision. Empty if the step
+        has its own line.
     """
 
     code: str
@@ -56,7 +56,7 @@ class SkipReason(NamedTuple):
 
 @dataclass(frozen=True)
 class StepContext:
-    """The run as its steps see it.
+    """The view that steps have of a run.
 
     Parameters
     ----------
@@ -65,14 +65,14 @@ class StepContext:
     machine : Machine
         The machine, limited to the CPUs that this process may use.
     interceptors : CallInterceptors
-        Registers layers around the calls into a model.
+        Registers wrappers around the calls into a model.
     ranks : Ranks
         The processes of the run; a single one by default.
     accelerated : callable
-        Returns a context in which a copy of a model is accelerated as the run accelerates it, or with other values of
-        options that it gets by name.
+        Returns a context in which a copy of a model is accelerated with the options of the run, or with those passed by
+        name.
     clock : StepClock
-        Counts the steps of the run's optimizers, and tells of them.
+        Counts the steps of the run's optimizers, and calls subscribers.
     """
 
     options: Options
@@ -89,7 +89,7 @@ class StepContext:
 
     @cached_property
     def split_weights(self) -> SplitWeights:
-        """What the bf16 weights of the run lack of fp32 ones."""
+        """The low-order bits that the run's bf16 weights lack relative to fp32."""
         return SplitWeights()
 
 
@@ -99,13 +99,13 @@ class Step(ABC):
     To add a step, write a subclass in a new module and add it to `nano_loop.steps.STEPS`. A step defines when it does
     not apply, how it is applied, and how it is undone:
 
-    - `begin` sets what the step keeps during a run. It is called when the run begins, and again when it has ended.
+    - `begin` initializes the state of the step. It is called when a run begins, and again when it has ended.
     - `skip_reason` is called for each ``setup`` call and changes nothing.
     - `apply` changes the parts in place. With each change, it registers the inverse in ``self.undoing``, so that a step
       that fails halfway is also undone.
-    - What has to be done before or after steps of the run's optimizers subscribes to ``self.clock``.
-    - An object that the step has already changed in this run is not changed again, for example a model that is set up
-      with a second optimizer.
+    - Code that must run before or after steps of the run's optimizers subscribes to ``self.clock``.
+    - An object that the step has already changed in this run, such as a model that is set up with a second optimizer,
+      is not changed again.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class Step(ABC):
 
     #: The name of the step in the report, and of its option if it has one.
     name: ClassVar[str]
-    #: The kind of parts that the step needs; without any, it is not in the report. "trained": models or optimizers.
+    #: The kind of objects that the step needs. Without any, it is not in the report. "trained": models or optimizers.
     needs: ClassVar[Literal["models", "optimizers", "trained", "loaders"] | None] = "models"
     #: Whether the step changes the whole process, so that only the first ``setup`` of a run applies it.
     once: ClassVar[bool] = False
@@ -133,7 +133,7 @@ class Step(ABC):
         self.begin()
 
     def begin(self) -> None:  # noqa: B027
-        """Set what the step keeps during a run to what it is before the first ``setup``."""
+        """Set the state of the step to its value before the first ``setup``."""
 
     @property
     def enabled(self) -> bool:
@@ -148,7 +148,7 @@ class Step(ABC):
 
     @property
     def unused_because(self) -> str | None:
-        """Why the applied step changes no call of the models that were set up so far; None if it may."""
+        """Why the applied step changes no calls of the models that were set up so far; None if it may."""
         return None
 
     def is_relevant(self, parts: TrainingObjects) -> bool:
@@ -167,11 +167,11 @@ class Step(ABC):
         """Change `parts` in place, and return a description of the change, in one line for the report."""
 
     def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Return a context in which the step does not average the gradients of `models`, as most steps never do."""
+        """Return a context in which the step does not average the gradients of `models`. Most steps never do."""
         return nullcontext()
 
     def forget_times(self) -> None:  # noqa: B027
-        """Go on as before all measurements. Called when torch's deterministic mode is switched on during the run."""
+        """Discard all measurements. Called when torch's deterministic mode is enabled during the run."""
 
     def final_result(self) -> StepResult | None:
         """Return a final result for the report at the end of the run, before `undo`, or None."""
@@ -186,7 +186,7 @@ class Step(ABC):
 
 
 class RanksStep(Step):
-    """Base class of a step that is needed with several ranks only. It has no option."""
+    """Base class of a step that is needed only with several ranks. It has no option."""
 
     @property
     @override

@@ -16,15 +16,15 @@ from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import Step
 
-#: The first steps are not measured. They include warm-up costs: page faults, creation of oneDNN primitives, first reads
-#: of files.
+#: The first steps are not measured. They include warm-up costs: page faults, creation of oneDNN primitives, and first
+#: reads of files.
 _WARMUP, _ENOUGH, _LAST = 3, 5, 1000
 
 
 class StepTime(Step):
     """Reports the median time from the end of one ``optimizer.step()`` to the end of the next.
 
-    It gains nothing by itself. With several optimizers, the first one that is set up counts.
+    It does not accelerate anything. With several optimizers, it times the first one that is set up.
     """
 
     name = "step_time"

@@ -1,4 +1,4 @@
-"""Sets the number of compute threads to that of the option, or to the number of physical cores of this process.
+"""Sets the number of compute threads to the option's value, or to the number of physical cores of this process.
 
 torch counts the machine's cores and ignores cgroup quotas. In a container that may use 2 of 64 CPUs, its 64 threads
 wait for each other most of the time (xgboost#7653 measured 28 s instead of 0.3 s).
@@ -24,8 +24,8 @@ from nano_loop.steps.step import SkipReason, Step
 
 _BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_RAYS = "RAY_RAYLET_PID"  # which actors and tasks have: only Ray knows what else the node computes
-#: Seconds that a run takes at least of which the waits are judged.
+_RAYS = "RAY_RAYLET_PID"  # set in actors and tasks: only Ray knows the other load of the node
+#: Minimum seconds of a run for which CPU waits are reported.
 _LONG = 10.0
 
 
@@ -54,11 +54,11 @@ class Threads(Step):
         count, wanted = torch.get_num_threads(), self.machine.num_threads
         for variable in _USERS_OWN:
             if variable in os.environ and _is_users(variable):
-                return SkipReason("users_setting", f"{variable}={os.environ[variable]} is set, and stays in force")
+                return SkipReason("users_setting", f"{variable}={os.environ[variable]} is set, and is kept")
         for variable in _BINDING:
             if os.environ.get(variable, "false").lower() != "false" and count > wanted and not self.ranks.shares:
-                # OpenMP has bound this thread to one CPU, and binds the others elsewhere.
-                return SkipReason("bound_by_openmp", f"{variable} binds torch's {count} threads, which stay")
+                # OpenMP has bound this thread to one CPU, and binds the others to other CPUs.
+                return SkipReason("bound_by_openmp", f"{variable} binds torch's {count} threads, which are kept")
         if count < wanted and (_RAYS in os.environ or _is_users(_USERS_OWN[0])):
             return SkipReason("users_number", f"torch was set to {count}, fewer than the {wanted} physical cores")
         return None
@@ -67,11 +67,11 @@ class Threads(Step):
     def apply(self, parts: TrainingObjects) -> str:
         wanted_by_user, count = self._number_asked_for, torch.get_num_threads()
         wanted = wanted_by_user or self.machine.num_threads
-        words = f"{wanted}, " + ("as asked for" if wanted_by_user else "one per physical core")
+        words = f"{wanted}, " + ("as requested" if wanted_by_user else "one per physical core")
         key = "threads", threading.get_ident(), wanted
         if count == wanted and not users(key):
             return words
-        # A run that measures may have another number now, which is its own to put back.
+        # A run that is measuring may have another number now, and restores it itself.
         is_shared = count == wanted or not users(key) or self.options.num_threads == "auto"
         changed = shared_change(key, lambda: set_threads(wanted)) if is_shared else set_threads(wanted)
         self.undoing.enter_context(changed)
@@ -95,7 +95,7 @@ class Threads(Step):
 
 @contextmanager
 def set_threads(number: int) -> Iterator[None]:
-    """Let this thread compute on a number of threads. Runs that end in any order share it."""
+    """Set the number of compute threads of this thread. Runs share it, and may end in any order."""
     before, thread = torch.get_num_threads(), threading.get_ident()
     torch.set_num_threads(number)
     try:
@@ -114,8 +114,8 @@ def _advice(threads: int) -> str:
 def _is_users(variable: str) -> bool:
     """Whether the user chose the thread count, and not torchrun, Ray or `nano-loop env`.
 
-    With several processes, torchrun sets it to 1. Ray sets it to the CPUs of an actor or a task, which may be threads
-    of cores, or to 1. `nano-loop env` sets it to the cores of the whole host.
+    With several processes, torchrun sets it to 1. Ray sets it to the CPUs of an actor or a task, which may be hardware
+    threads, or to 1. `nano-loop env` sets it to the cores of the whole host.
     """
     if variable == "OMP_NUM_THREADS" and _RAYS in os.environ:
         return False

@@ -1,4 +1,4 @@
-"""Times algorithms of operators, such as products, LSTMs and norms, within the first steps."""
+"""Times algorithms of operators, such as products, LSTMs and norms, in the first steps."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SMALL, SkipReason, Step
 
-#: What computes without a choice.
+#: Kernels without a choice of algorithms.
 _NOT_MEASURED = frozenset((row_gradient.KERNEL.name,))
-#: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
+#: After this many averagings, and at each doubling, the ranks adopt the measurements of rank 0.
 _FIRST_SHARING = 4
 
 
 class TuneOperators(Step):
-    """Chooses algorithms of products, LSTMs, attention and convolutions' gradients, and of operators of fp32 tensors.
+    """Chooses algorithms for products, LSTMs, attention, gradients of convolutions, and operators on fp32 tensors.
 
-    The bounds of `nano_loop.kernels`, which are right for the CPUs on which they were measured, are first guesses then.
-    Rank 0 measures, and all ranks compute as it does.
+    The thresholds of `nano_loop.kernels`, which fit the CPUs on which they were measured, are only initial guesses.
+    Rank 0 measures, and all ranks use its choices.
     """
 
     name = "tune_operators"
@@ -40,8 +40,8 @@ class TuneOperators(Step):
         self._generation: Generation | None = None
         self._interceptors: weakref.WeakSet[CallInterceptor] = weakref.WeakSet()
         self._agreed_to: bool | None = None
-        self._share = 0.0  # the largest part of time for which threads have waited, between two that were saved
-        self._has_choices = False  # whether the models of a setup in fp32 have, on all ranks
+        self._share = 0.0  # the largest fraction of time that threads waited, between two saves
+        self._has_choices = False  # whether the models of an fp32 setup have choices, on all ranks
 
     @property
     def _is_in_fp32(self) -> bool:
@@ -49,7 +49,7 @@ class TuneOperators(Step):
 
     @property
     def _rounds_to_bf16(self) -> bool:
-        """Whether products may round where that is faster. Rounding to fp16's numbers never is."""
+        """Whether products may round if that is faster. Rounding to fp16 never is."""
         return self.options.kind.products is torch.bfloat16
 
     @property
@@ -58,14 +58,14 @@ class TuneOperators(Step):
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
-        """Find out, once, whether the step applies on all ranks: hosts may differ in their CPUs. Collective."""
+        """Check once whether the step applies on all ranks: hosts may differ in their CPUs. Collective."""
         if self._agreed_to is None:
             is_used = self.enabled and self._own_reason() is None
             self._agreed_to = all(self.ranks.gather(is_used)) if self.ranks.size > 1 else is_used
 
     @override
     def is_relevant(self, parts: TrainingObjects) -> bool:
-        """Return whether there is a model, and find out whether it has something to choose. Collective."""
+        """Return whether there is a model, and check whether it has choices. Collective."""
         if not super().is_relevant(parts):
             return False
         if self._is_in_fp32:
@@ -85,7 +85,7 @@ class TuneOperators(Step):
         return None
 
     def _chooses(self, model: nn.Module) -> bool:
-        """Whether steps before this one have given a model in fp32 kernels or a policy that choose."""
+        """Whether earlier steps have given an fp32 model kernels or a policy with choices."""
         rules = self.interceptors.rules_of(model)
         has_policy = self._rounds_to_bf16 and rules.policy is not None
         return has_policy or bool(rules.kernels - _NOT_MEASURED)
@@ -98,7 +98,7 @@ class TuneOperators(Step):
         if self.options.compile:
             return SkipReason("compiled", "compiled models are not measured")
         if self.options.log_casts:
-            return SkipReason("log_casts", "log_casts would list what is measured")
+            return SkipReason("log_casts", "log_casts would list the measured operators")
         if not may_depend_on_times():
             detail = "measured choices may differ between runs, and torch.use_deterministic_algorithms is on"
             return SkipReason("deterministic", detail)
@@ -112,23 +112,23 @@ class TuneOperators(Step):
         for model in parts.models:
             self._interceptors.add(self.interceptors.for_model(model))
         self._put_in_force()
-        return "measurements from the third step on"  # the same in each run, so that it is printed once
+        return "measurements from the third step on"  # the same text in each run, so that it is printed once
 
     def _put_in_force(self) -> None:
-        """Let calls that begin from now on be computed as this generation says."""
+        """Use the choices of this generation in calls that begin from now on."""
         for interceptor in self._interceptors:
             interceptor.rules = interceptor.rules._replace(chooser=self._generation)
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return how many shapes were measured, and what that gave."""
+        """Return the number of measured shapes, and the gain."""
         tuner = self._tuner
         if tuner is None or not tuner.measured:
             return None
         gain = sum(choice.gain for choice in tuner.new_choices)
         shapes = f"{tuner.measured} shape{'s' * (tuner.measured > 1)}"
         words = f"{shapes} timed in {duration(tuner.spent)}; {tuner.replaced} with another algorithm"
-        faster = f", {duration(gain / 1e3)} faster together" if gain else ""
+        faster = f", {duration(gain / 1e3)} faster in total" if gain else ""
         return StepResult(self.name, "applied", f"{words}{faster}{unsure(max(self._share, self._waits.share() or 0))}")
 
     def _open(self) -> Tuner:
@@ -136,13 +136,13 @@ class TuneOperators(Step):
         if self.ranks.rank == 0:
             self._waits = Waits()
             self.undoing.callback(self._save)
-            self.undoing.callback(self.clock.at_doublings(self._note_turn))  # now and then, for a run that is killed
+            self.undoing.callback(self.clock.at_doublings(self._note_turn))  # in case the run is killed
         else:
             self.undoing.callback(self.clock.at_doublings(self._begin_generation))
         return Tuner(choices, self.budget)
 
     def _note_turn(self) -> None:
-        """Save what was measured, and go on with choices for the number of threads that torch has now."""
+        """Save the measurements, and continue with the choices for torch's current number of threads."""
         self._save()
         self._begin_generation()
         tuner = self._tuner
@@ -150,20 +150,20 @@ class TuneOperators(Step):
             tuner.use(choices_for(self.machine))
 
     def _begin_generation(self) -> None:
-        """Ask again for what is only guessed, in calls that begin from now on."""
+        """Choose again where the choice was a guess, in calls that begin from now on."""
         if self._generation is not None:
             self._generation = self._generation.next()
             self._put_in_force()
 
     def _save(self) -> None:
-        """Save what was measured since this was called last, unless other programs had the CPUs meanwhile."""
+        """Save the measurements since the last save, unless other programs used the CPUs."""
         share, self._waits = self._waits.share(), Waits()
         if self._tuner is not None:
             self._tuner.choices.save(is_busy(share))
             self._share = max(self._share, share or 0.0)
 
     def _agreed(self, choices: Choices) -> Choices:
-        """Return rank 0's choices, which all ranks take over when it has measured more."""
+        """Return rank 0's choices, which all ranks adopt when it has measured more."""
         if self.ranks.size == 1:
             return choices
         choices_here = choices if self.ranks.rank == 0 else Choices(None)

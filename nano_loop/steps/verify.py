@@ -23,10 +23,10 @@ from nano_loop.steps.step import Step
 
 
 class Verify(Step):
-    """Notes the calls into each model, and compares them before the first step of an optimizer that they lead to.
+    """Records the calls into each model, and compares them before the first optimizer step after them.
 
-    The loss is the loop's own and cannot be computed again. So copies of the model run backwards from its outputs, each
-    with the gradient that reaches them in the loop. Rank 0 compares for all ranks.
+    The loop computes the loss, so it cannot be recomputed. Copies of the model therefore run backward from its outputs
+    with the gradients that reach them in the loop. Rank 0 compares for all ranks.
     """
 
     name = "verify"
@@ -56,7 +56,7 @@ class Verify(Step):
     def final_result(self) -> StepResult | None:
         if not self._recorded:
             return None
-        self._compare()  # a step with a closure has made its gradients after the hook
+        self._compare()  # a step with a closure computes its gradients after the hook
         if not self._verifications:
             reasons = dict.fromkeys(recorded.reason or NO_GRADIENT for recorded in self._recorded)
             return StepResult(self.name, "skipped", "; ".join(reasons), code="not_compared")
@@ -78,8 +78,8 @@ class Verify(Step):
         self._verifications[_another(name, self._verifications)] = verification
         if not verification.ok:
             got = f"{verification.fault} of {name} is off by more than rounding"
-            expected = "an accelerated model computes what the plain one does"
-            hint = "See the table: print(report['verify'].data). Remove options to find the one that it comes from"
+            expected = "an accelerated model computes the same as the plain one"
+            hint = "See the table: print(report['verify'].data). Remove options to find the one that causes it"
             warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -92,22 +92,22 @@ class Verify(Step):
 
 
 def _warn(reason: str) -> None:
-    expected = "copies of the model and of its inputs have to run in fp32 and in fp64"
+    expected = "copies of the model and of its inputs must run in fp32 and in fp64"
     message = error_message(f"verify: {reason}", expected, "Omit verify for this model")
     warnings.warn(message, NanoWarning, stacklevel=4)
 
 
 def _another(name: str, known: Container[str]) -> str:
-    """Return a name that is not known: the name itself, or with a number."""
+    """Return a unique name: the name itself, or with a number."""
     numbered = (f"{name} {number}" for number in count(2))
     return next(candidate for candidate in chain([name], numbered) if candidate not in known)
 
 
 class _Findings(dict[str, Verification]):
-    """What was found for each model, by the name of its class."""
+    """The results for each model, by class name."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the results as plain data for JSON."""
         return {name: verification.as_dict() for name, verification in self.items()}
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""Folders and files that outlive a run, and that no other user can change."""
+"""Folders and files that outlive a run and that no other user can change."""

@@ -1,4 +1,4 @@
-"""The folder for what later runs can use again: ``$XDG_CACHE_HOME/nano_loop``, by default ``~/.cache/nano_loop``."""
+"""The folder for data that later runs reuse: ``$XDG_CACHE_HOME/nano_loop``, by default ``~/.cache/nano_loop``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from nano_loop.errors import NanoError
 from nano_loop.storage.trusted_files import opened_folder, read_file, resolved, write_file
 
-_MOST_BYTES = 1 << 25  # of a JSON file that is read
+_MOST_BYTES = 1 << 25  # maximum size of a JSON file
 
 
 def cache_path() -> Path | None:
-    """Return where the cache folder is, or would be; None for a user without a home folder."""
+    """Return the path of the cache folder, which may not exist; None for a user without a home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nano_loop"
     except RuntimeError:
@@ -26,9 +26,9 @@ def cache_path() -> Path | None:
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder, which is made where there is none; None where it cannot be made.
+    """Return the cache folder, and create it if necessary; None if it cannot be created.
 
-    What is in it is trusted, so whoever reads or writes a file in it opens it by
+    Its content is trusted, so code that reads or writes its files must open it with
     `nano_loop.storage.trusted_files.open_folder`.
     """
     folder = cache_path()
@@ -41,11 +41,11 @@ def cache_folder() -> Path | None:
         return None
     with suppress(OSError, NanoError):
         return resolved(folder)
-    return folder  # `open_folder` raises what is wrong with it
+    return folder  # `open_folder` raises if something is wrong with it
 
 
 def inductor_folder() -> str:
-    """Return the cache folder of torch's compiler by default; an empty string for a user without a name."""
+    """Return the default cache folder of torch's compiler; an empty string for a user without a name."""
     try:
         return os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     except (KeyError, OSError):
@@ -53,14 +53,14 @@ def inductor_folder() -> str:
 
 
 class JsonFile:
-    """A JSON object in a file, which other processes may write too, and which may be damaged.
+    """A JSON object in a file that other processes may also write and that may be damaged.
 
     Parameters
     ----------
     path : pathlib.Path or None
-        The file. None: nothing is kept.
+        The file. None if nothing is stored.
     version : int
-        The version of the format. A file of another one counts as empty.
+        The version of the format. A file with another version counts as empty.
     """
 
     def __init__(self, path: Path | None, version: int) -> None:
@@ -68,7 +68,7 @@ class JsonFile:
         self._version = version
 
     def read(self) -> dict[str, Any]:
-        """Return the content. A file that is damaged, or that another user could change, counts as empty."""
+        """Return the content. Files that are damaged or that another user could change count as empty."""
         if self._path is None:
             return {}
         try:
@@ -79,7 +79,7 @@ class JsonFile:
         return content if isinstance(content, dict) and content.get("format") == self._version else {}
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Replace the file. One that cannot be written is left as it is, and so is one for what JSON does not know."""
+        """Replace the file. It does not change if it cannot be written, or JSON does not support the content."""
         if self._path is None:
             return
         with suppress(OSError, NanoError, TypeError):

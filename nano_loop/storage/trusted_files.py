@@ -1,8 +1,8 @@
 """Files and folders that no other user can change or replace.
 
-A path that is checked and then opened again may lead elsewhere by then. So a folder is opened once, from the root down,
-each part of its path below the descriptor of the part before, and checked by its descriptor; its files are opened below
-that one, and checked by theirs. Where no part of a path can be replaced by another user, the path stays what it is.
+A path that is checked and then opened again may have changed in between. So a folder is opened once, from the root
+down, with each part of its path relative to the descriptor of the previous one, and checked by its descriptor. Its
+files are opened relative to that, and checked by theirs. A path is stable if no other user can replace a part of it.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from pathlib import Path
 from nano_loop.errors import NanoError, error_message
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_PART = _FOLDER | getattr(os, "O_PATH", 0)  # it may be closed to reading
-_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe that nobody writes to would be waited for
+_PART = _FOLDER | getattr(os, "O_PATH", 0)  # it may not be readable
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe without a writer would block
 _OTHERS = 0o077
-_MOST_LINKS = 40  # as Linux
+_MOST_LINKS = 40  # as in Linux
 _KINDS = {"folder": stat.S_ISDIR, "regular file": stat.S_ISREG}
 _DESCRIPTORS = "/proc/self/fd"
-_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # what is no fault of a folder
+_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that are not caused by a folder
 
 
 def open_folder(path: str | Path, *, private: bool = False) -> int:
-    """Return the descriptor of a folder of this user, which nobody else can write to or replace.
+    """Return the descriptor of a folder of this user that nobody else can write to or replace.
 
     Parameters
     ----------
     path : str or pathlib.Path
-        Links in it are followed but for the last part.
+        Links are followed, except in the last part.
     private : bool
-        Whether nobody else may read it, either.
+        Whether others may not read it either.
 
     Raises
     ------
     OSError
         If it cannot be opened.
     NanoError
-        If another user can change or replace it, or it is no folder.
+        If another user can change or replace it, or it is not a folder.
     """
     parent, name = os.path.split(os.path.abspath(path))
     above = _open_part(parent)
@@ -58,7 +58,7 @@ def open_folder(path: str | Path, *, private: bool = False) -> int:
 
 
 def resolved(path: str | Path) -> Path:
-    """Return the path of a folder without links, of which nobody else has put one, nor can replace it.
+    """Return the path of a folder with links resolved. No other user may own a link or be able to replace it.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def resolved(path: str | Path) -> Path:
 
 @contextmanager
 def opened_folder(path: str | Path) -> Iterator[int]:
-    """Give the descriptor of a folder; see `open_folder`."""
+    """Yield the descriptor of a folder; see `open_folder`."""
     descriptor = open_folder(path)
     try:
         yield descriptor
@@ -81,25 +81,25 @@ def opened_folder(path: str | Path) -> Iterator[int]:
 
 
 def open_file(name: str, folder: int | None = None, flags: int = os.O_RDONLY, *, private: bool = False) -> int:
-    """Return the descriptor of a regular file of this user, which nobody else can write to.
+    """Return the descriptor of a regular file of this user that nobody else can write to.
 
     Parameters
     ----------
     name : str
-        Its name, or a path.
+        The name or path of the file.
     folder : int or None
         The descriptor of its folder.
     flags : int
-        Of ``os.open``.
+        Flags of ``os.open``.
     private : bool
-        Whether nobody else may read it, either.
+        Whether others may not read it either.
 
     Raises
     ------
     OSError
         If it cannot be opened.
     NanoError
-        If it is something else, such as a link or a pipe, or another user can change it.
+        If it is not a regular file, such as a link or a pipe, or another user can change it.
     """
     try:
         descriptor = os.open(name, flags | _FILE, 0o600, dir_fd=folder)
@@ -112,7 +112,7 @@ def open_file(name: str, folder: int | None = None, flags: int = os.O_RDONLY, *,
 
 
 def read_file(name: str, folder: int, most: int) -> bytes:
-    """Return the content of a file; see `open_file`. One of more than `most` bytes is an OSError."""
+    """Return the content of a file; see `open_file`. Raises an OSError for more than `most` bytes."""
     with open(open_file(name, folder), "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -121,12 +121,12 @@ def read_file(name: str, folder: int, most: int) -> bytes:
 
 
 def write_file(name: str, folder: int, content: bytes) -> None:
-    """Replace a file as a whole, for processes that read it meanwhile, and for those after a crash of the system."""
+    """Replace a file atomically, for concurrent readers and after a crash of the system."""
     unfinished = f"{name}.{os.getpid()}-{os.urandom(4).hex()}"
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=folder)
     try:
         with open(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)  # the umask may have taken more away
+            os.fchmod(descriptor, 0o600)  # the umask may have removed more
             file.write(content)
             file.flush()
             os.fsync(descriptor)
@@ -138,24 +138,24 @@ def write_file(name: str, folder: int, content: bytes) -> None:
 
 
 def path_of(descriptor: int, path: str | Path) -> Path:
-    """Return a path that leads to what a descriptor of this process is open for, until it is closed.
+    """Return a path to the open file of a descriptor of this process, valid until it is closed.
 
-    `path` itself, where this system has no such paths.
+    Returns `path` itself if the system has no such paths.
     """
     return Path(_DESCRIPTORS, str(descriptor)) if os.path.isdir(_DESCRIPTORS) else Path(path)
 
 
 def trusted_parent(parents: Iterable[Path | None]) -> Path:
-    """Return the first of some folders in which this user can write, and nobody else can replace what this user writes.
+    """Return the first folder in which this user can write and nobody else can replace this user's files.
 
-    Others may have their files there, where the folder has the sticky bit, as ``/tmp`` has.
+    Others may have files there if the folder has the sticky bit, like ``/tmp``.
 
     Raises
     ------
     NanoError
-        If there is none. The last is named.
+        If there is none. The message names the last one.
     OSError
-        If this process can open no folder.
+        If this process cannot open any folder.
     """
     error: Exception | None = None
     for parent in filter(None, parents):
@@ -176,27 +176,27 @@ def trusted_parent(parents: Iterable[Path | None]) -> Path:
 
 
 def make_folder(prefix: str, parents: Iterable[Path | None]) -> Path:
-    """Make a folder for this user alone in the first of some others; see `trusted_parent`.
+    """Create a folder only for this user in the first suitable parent; see `trusted_parent`.
 
     Raises
     ------
     OSError
-        If it cannot be made.
+        If it cannot be created.
     NanoError
-        If another user could replace it, or the umask takes this user's own rights away.
+        If another user could replace it, or the umask removes this user's own permissions.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=trusted_parent(parents)))
     if not _is_allowed(folder, os.R_OK | os.W_OK | os.X_OK):
         mode = stat.filemode(folder.lstat().st_mode)
         folder.rmdir()
-        got = f"a new folder has the mode {mode}, by the umask"
-        raise NanoError(error_message(got, "files that this user makes have to be open to this user", "Set umask 022"))
-    folder.chmod(0o700)  # the umask may have taken more away
+        got = f"a new folder has the mode {mode}, because of the umask"
+        raise NanoError(error_message(got, "this user must be able to access new files", "Set umask 022"))
+    folder.chmod(0o700)  # the umask may have removed more
     return folder
 
 
 def _checked(descriptor: int, path: str, kind: str, private: bool) -> int:
-    """Return a descriptor if what it is open for is of this kind, this user's, and closed to others."""
+    """Return a descriptor if its file is of this kind, belongs to this user, and is closed to others."""
     status = os.fstat(descriptor)
     is_open = status.st_mode & _OTHERS if private else _is_writable_by_others(status)
     if _KINDS[kind](status.st_mode) and status.st_uid == os.geteuid() and not is_open:
@@ -206,7 +206,7 @@ def _checked(descriptor: int, path: str, kind: str, private: bool) -> int:
 
 
 def _open_part(path: str | Path) -> int:
-    """Return a descriptor of a folder that nobody else can replace, nor what this user has in it."""
+    """Return a descriptor of a folder if nobody else can replace it or this user's files in it."""
     descriptor, place = _walked(path)
     try:
         _refuse_replaceable(place, os.fstat(descriptor))
@@ -217,7 +217,7 @@ def _open_part(path: str | Path) -> int:
 
 
 def _walked(path: str | Path) -> tuple[int, str]:
-    """Return a descriptor of a folder, and its path without links: nobody else can have put them, or replace a part."""
+    """Return a descriptor of a folder and its path with links resolved, none of which other users control."""
     place, descriptor = "/", os.open("/", _PART)
     parts, links = [*Path(os.path.abspath(path)).parts[1:]], 0
     try:
@@ -249,7 +249,7 @@ def _refuse_replaceable(path: str, status: os.stat_result) -> None:
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
     if status.st_uid in _administrators() and (is_sticky or not _is_writable_by_others(status)):
         return
-    got = f"what lies in {path} can be replaced by other users (user {status.st_uid}, {stat.filemode(status.st_mode)})"
+    got = f"files in {path} can be replaced by other users (user {status.st_uid}, {stat.filemode(status.st_mode)})"
     expected = f"nano_loop reads only files that nobody but user {os.geteuid()} can replace"
     hint = f"Set TMPDIR (or image_cache) to a folder of yours, or chmod +t {path}"
     raise NanoError(error_message(got, expected, hint))
@@ -260,7 +260,7 @@ def _is_allowed(folder: Path, mode: int) -> bool:
 
 
 def _administrators() -> set[int]:
-    """Return this user and root, who can replace everything; root may have another number in a user namespace."""
+    """Return this user and root, who can replace everything. root may have another id in a user namespace."""
     users = {os.geteuid(), 0}
     with suppress(OSError):
         users.add(os.stat("/proc/sys").st_uid)
@@ -274,8 +274,8 @@ def _is_writable_by_others(status: os.stat_result) -> bool:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether a group is the private one of this user, which many systems make for each: it has the user's name."""
-    import grp  # here, as below: few folders need it, and it may ask a server
+    """Whether a group is the user's private group, which many systems create per user, with the user's name."""
+    import grp  # imported here and below, since few folders need it, and it may query a server
     import pwd
 
     try:
@@ -287,5 +287,5 @@ def _is_own_group(group: int) -> bool:
 
 def _foreign(path: str, status: os.stat_result, kind: str, private: bool) -> str:
     got = f"{path} belongs to user {status.st_uid} and has the mode {stat.filemode(status.st_mode)}"
-    expected = f"it has to be a {kind} that only user {os.geteuid()} can {'open' if private else 'write to'}"
+    expected = f"it must be a {kind} that only user {os.geteuid()} can {'open' if private else 'write to'}"
     return error_message(got, expected, "Start all processes as the same user, and close it to others (chmod go-rwx)")

@@ -266,8 +266,8 @@ def test_globals_of_a_module_that_workers_import_anew_are_refused_by_name(tmp_pa
     with pytest.raises(NanoConfigError) as caught:
         module.train(1)
     assert str(caught.value) == (
-        "train(epoch) uses the global variables batches, opt, net: worker processes import of_a_module anew, and would "
-        "train different objects. Pass them as arguments: def train(epoch, batches, opt, net)."
+        "train(epoch) uses the global variables batches, opt, net: worker processes import of_a_module again, and "
+        "would train different objects. Pass them as arguments: def train(epoch, batches, opt, net)."
     )
     assert module.net.state_dict().keys() == before.keys()
     monkeypatch.setenv("NANO_LOOP_NUM_PROCESSES", "1")

@@ -172,7 +172,7 @@ def test_model_made_inside_is_shown_in_a_torch_nano_that_trains():
     with pytest.raises(NanoConfigError, match="without a model") as caught:
         train(3)
     code = textwrap.dedent(str(caught.value).partition("\n\n")[2])
-    code = code.replace("...  # what builds them, unchanged", "model, optimizer, loader = make()")
+    code = code.replace("...  # the code that builds them, unchanged", "model, optimizer, loader = make()")
     code = code.replace("...  # the loop, unchanged", "seen.append(is_fused(optimizer))").replace(
         "Training()", "Training(verbose=False)"
     )

@@ -13,7 +13,7 @@ from nano_loop.cli.inspected import CacheFolder, Kernels
 
 INTEL = "/intel/lib/libiomp5.so"
 COMPILED, PACKED = Kernels("compile", "compiled at first use"), Kernels("v3", "in the package")
-NO_KERNELS, CUT_OFF = Kernels(None, reason="no C compiler was found"), "norms.so is cut off, at byte 9"
+NO_KERNELS, CUT_OFF = Kernels(None, reason="no C compiler was found"), "norms.so is truncated at byte 9"
 OPEN, CLOSED, NO_HOME = (
     CacheFolder("/cache", True, True),
     CacheFolder("/cache", False, True),

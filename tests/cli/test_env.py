@@ -70,7 +70,7 @@ def test_undo_restores_the_environment_byte_for_byte_and_bad_options_change_noth
     assert asked_once.keys() - without.keys() >= {b"OMP_NUM_THREADS", EXPORTS.encode()}
     assert gone == without
     assert err.splitlines() == [
-        "nano-loop: MALLOC_CONF= is set, and stays. To replace it, unset it first.",
+        "nano-loop: MALLOC_CONF= is set, and is kept. To replace it, unset it first.",
         "nano-loop: there is nothing to undo in this shell.",
         "nano-loop: No such option '--frob'. See `nano-loop env --help`.",
     ]
@@ -143,8 +143,8 @@ def test_json_has_the_changes(without, capsys):
     ("arguments", "note", "words"),
     [
         (["--jemalloc", "--tcmalloc"], None, "a process has one allocator"),
-        (["--undo", "--jemalloc"], None, "--undo puts everything back"),
-        (["--shell", "fish"], None, "--shell: it was removed: the lines are those of POSIX shells. Omit it"),
+        (["--undo", "--jemalloc"], None, "--undo restores everything"),
+        (["--shell", "fish"], None, "--shell: it was removed: the lines are for POSIX shells. Omit it"),
         *((arguments, "nonsense", f"nano-loop: {EXPORTS} is damaged: ") for arguments in ([], ["--undo"])),
     ],
     ids=str,

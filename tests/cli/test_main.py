@@ -135,7 +135,8 @@ def test_working_folder_that_is_gone_and_a_full_disk_are_refused_in_one_line(tmp
     (tmp_path / "gone").rmdir()
     assert main(["run", "-m", "train"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("nano-loop: nano-loop run: the system refuses it (No such file or directory). Check")
+    words = "nano-loop: nano-loop run: the operating system reported an error (No such file or directory). Check"
+    assert line.startswith(words)
 
 
 def test_no_command_waits_for_torch():

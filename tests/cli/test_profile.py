@@ -131,7 +131,7 @@ def test_options_that_cannot_act_are_refused(profile):
     for text, options, words in (
         (CLOSURES, ["--precision=bf16-true"], "NANO_LOOP_PRECISION=bf16-true: models keep their parameters in fp32"),
         (CLOSURES, ["--num-processes=2"], "NANO_LOOP_NUM_PROCESSES=2: install runs in one process"),
-        (beside, ["--exact"], "train.py has started no run of nano_loop: options act on functions under @nano"),
+        (beside, ["--exact"], "train.py did not start a run of nano_loop: options act on functions under @nano"),
     ):
         done = profile(text, *options)
         assert (done.returncode, done.stdout) == (2, ""), done.stderr

@@ -271,7 +271,7 @@ def test_plain_decorator_runs_in_another_precision_and_number_of_processes(scrip
     cores = max(len(os.sched_getaffinity(0)) // 2, 1)
     threads, precision, *allocator = out.split()
     assert (int(threads) <= cores, precision) == (True, "64-true")
-    assert " ".join(allocator) == "glibc keeps freed memory, by its environment variables"
+    assert " ".join(allocator) == "glibc keeps freed memory, as set by its environment variables"
     assert err.startswith("nano_loop ")
     assert " · 2 processes × " in err
     assert "from the environment: NANO_LOOP_ALLOCATOR=True" in err

@@ -101,7 +101,7 @@ def test_library_that_is_not_there_is_refused_with_its_package(made, name):
 
 def test_other_systems_preload_nothing(made, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(NanoConfigError, match="--jemalloc: libraries are preloaded on Linux alone"):
+    with pytest.raises(NanoConfigError, match="--jemalloc: libraries can be preloaded only on Linux"):
         made({}, "jemalloc")
 
 

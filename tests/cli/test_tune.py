@@ -84,12 +84,12 @@ def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
 @pytest.mark.parametrize(
     ("text", "options", "name", "words"),
     [
-        ("print(1)", [], "train.py", "train.py has trained nothing"),
+        ("print(1)", [], "train.py", "train.py did not train"),
         pytest.param(
             LOOP.format(steps=5), [], "train.py", "train.py takes 5 steps: tune needs 12", marks=pytest.mark.slow
         ),
         ("print(1)", [], "missing.py", "missing.py: there is no such file"),
-        ("print(1)", [], "-", "tune -: the script is started several times, and this is read once"),
+        ("print(1)", [], "-", "tune -: the script is started several times, and standard input can be read only once"),
         ("print(1)", [], "pipe.py", "tune pipe.py: the script is started several times"),
         ("print(1)", ["--seconds=nan"], "train.py", "--seconds"),
         pytest.param(

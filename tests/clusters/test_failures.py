@@ -178,7 +178,7 @@ def is_alive(process):
 def test_file_that_is_not_on_every_node_is_an_error_that_says_so():
     error = refused(failing(lambda: torch.load("/nowhere/data.pt")), num_processes=2)
     assert "raised FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/data.pt'" in str(error)
-    assert "Put files that all ranks read where all nodes see them under the same path, such as NFS" in str(error)
+    assert "Put files that all ranks read on a path that all nodes share, such as NFS" in str(error)
 
 
 def test_rank_that_is_late_is_named_with_the_line_that_it_is_in():
@@ -219,7 +219,7 @@ def test_other_versions_on_a_node_are_refused(monkeypatch):
 
     monkeypatch.setattr(worker, "__version__", "0.0.1")
     error = refused(small.fit, NanoError, num_processes=2)
-    assert f") has nano_loop {nano_loop.__version__}, and the caller's has 0.0.1: a run needs all" in str(error)
+    assert f") has nano_loop {nano_loop.__version__}, but the caller has 0.0.1: a run needs all" in str(error)
     assert "Give every node the same Python environment" in str(error)
 
 
@@ -234,8 +234,9 @@ def test_cpus_in_use_are_an_error_that_lists_what_is_free():
     error = refused(small.fit, NanoError, num_processes=2, timeout=2)
     for each in taken:
         ray.kill(each)
-    assert str(error).startswith("2 × 1 CPUs were not free within 2 s: rank 0 is on this node, and free are 0 CPUs on")
-    assert "End other jobs, ask for less, or pass a longer timeout." in str(error)
+    got, expected = "2 × 1 CPUs were not free within 2 s", "rank 0 must be on this node; available: 0 CPUs on"
+    assert str(error).startswith(f"{got}: {expected}")
+    assert "End other jobs, request fewer CPUs, or pass a longer timeout." in str(error)
 
 
 def test_what_cannot_be_pickled_is_named_before_anything_starts():
@@ -253,7 +254,7 @@ def test_ray_client_is_refused(monkeypatch):
 
     monkeypatch.setattr(cluster.client.ray, "is_connected", lambda: True)
     error = refused(small.fit, NanoConfigError)
-    assert "connected through Ray Client (ray://): the caller is rank 0, so it has to run on a node" in str(error)
+    assert "connected through Ray Client (ray://): the caller is rank 0, so it must run on a node" in str(error)
 
 
 def test_missing_and_old_ray_are_import_errors(monkeypatch):
@@ -262,7 +263,7 @@ def test_missing_and_old_ray_are_import_errors(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.49.1")
     with pytest.raises(
-        ImportError, match=r'with Ray 2.49.1: it takes Ray 2.51 or later. .* pip install "nano-loop\[ra'
+        ImportError, match=r'with Ray 2.49.1: Ray 2.51 or later is required. .* pip install "nano-loop\[ra'
     ):
         nano(**OPTIONS)(small.fit)(*small.parts())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -187,8 +187,8 @@ def test_cpus_that_cannot_be_used_are_left_out_with_one_warning_that_names_them(
         shares = given_shares(machine, ((4, 64, 0), (5, 65, 1)))
     assert [share.cpus for share in shares] == [(4,), (5,)]
     assert [str(warning.message) for warning in caught] == [
-        "cpu_for_each_process: left out 64-65 (no such CPU), 0-1 (not in this process's affinity mask); "
-        "this process may use CPUs 4-7,20-23 of 32. Take them out of the lists."
+        "cpu_for_each_process: omitted 64-65 (no such CPU), 0-1 (not in this process's affinity mask); "
+        "this process may use CPUs 4-7,20-23 of 32. Remove them from the lists."
     ]
     assert caught[0].filename == __file__
 
@@ -199,9 +199,9 @@ def test_all_that_is_wrong_with_the_lists_is_said_at_once(recorded):
         given_shares(machine, ((4, 5), (5, 4, 6), (0, 99)))
     assert str(caught.value).splitlines() == [
         "cpu_for_each_process[2]=[0, 99]: no CPU is left without 99 (no such CPU), "
-        "0 (not in this process's affinity mask); this process may use CPUs 4-7,20-23 of 32. Name some of those.",
+        "0 (not in this process's affinity mask); this process may use CPUs 4-7,20-23 of 32. Use some of these.",
         "cpu_for_each_process has CPU 4-5 in more than one list: a CPU computes for one process. "
-        "Take it out of the others.",
+        "Remove it from the others.",
     ]
 
 

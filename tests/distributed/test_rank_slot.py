@@ -32,5 +32,5 @@ def test_ranks_of_a_second_host_get_their_own_lists_though_the_first_names_the_s
 
 def test_lists_are_refused_where_nothing_can_be_bound(monkeypatch):
     monkeypatch.delattr(shares.os, "sched_setaffinity", raising=False)
-    with pytest.raises(NanoConfigError, match=r"cpu_for_each_process=\[\[0\]\]: .*no way to bind.*Omit it"):
+    with pytest.raises(NanoConfigError, match=r"cpu_for_each_process=\[\[0\]\]: .*cannot bind.*Omit it"):
         cpus(Options(cpu_for_each_process=[[0]]), [0])

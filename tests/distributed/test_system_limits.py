@@ -14,9 +14,9 @@ from nano_loop.distributed.comm.system_limits import limit_in_words, limits_in_w
     ("number", "limited", "helps"),
     [
         (errno.EMFILE, "files and pipes at a time", "ulimit -n"),
-        (errno.ENFILE, "open files", "fs.file-max"),
-        (errno.EAGAIN, "no more processes", "ulimit -u"),
-        (errno.EFBIG, "no file of this process may have more than", "ulimit -f"),
+        (errno.ENFILE, "open more files", "fs.file-max"),
+        (errno.EAGAIN, "its limit of processes", "ulimit -u"),
+        (errno.EFBIG, "files of this process may have at most", "ulimit -f"),
         (errno.EDQUOT, "quota", "Delete files"),
         (errno.ENOSPC, "bytes, of which", "TMPDIR"),
     ],

@@ -362,7 +362,7 @@ FAULTS = [
             f"the process that workers are forked from gets SIG{name} {when}",
             phase,
             commit(getattr(signal, f"SIG{name}")),
-            words=("rank 1 ended with the process that it was forked from", "was killed or has failed", "see dmesg"),
+            words=("rank 1 ended with the process that it was forked from", "was killed or failed", "see dmesg"),
             rank=1,
             begins=True,
         )

@@ -82,7 +82,7 @@ FAULTS = [
     *(
         Fault(f"a compiled kernel in the cache {what}", BEFORE, _library(damage), None, result="it is compiled anew")
         for what, damage in (
-            ("is cut off", lambda library, content: library.write_bytes(content[:4096])),
+            ("is truncated", lambda library, content: library.write_bytes(content[:4096])),
             (
                 "has lost its last blocks",
                 lambda library, content: library.write_bytes(content[:8192].ljust(len(content))),

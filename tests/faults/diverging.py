@@ -369,7 +369,7 @@ FAULTS = [
         EPOCH,
         _loaders_in_another_order,
         NanoError,
-        ("iterate different loaders", "rank 0 loader 1, rank 1 loader 2", "in one order on every rank"),
+        ("iterate different set-up loaders", "rank 0 loader 1, rank 1 loader 2", "in the same order on every rank"),
     ),
     Fault(
         "ranks call a collective with other sizes",

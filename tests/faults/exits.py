@@ -183,7 +183,7 @@ FAULTS = [
         _faulthandler,
         -signal.SIGSEGV,
         "rank 1 crashed with SIGSEGV",
-        "See what it wrote before",
+        "See its previous output",
         "Segmentation fault",
         "_signalled_without_default",
     ),

@@ -160,7 +160,7 @@ def _closed_umask():
         print(error)
     """
     said = python(program, preexec_fn=without_rights_of_root)
-    assert "has the mode d---------, by the umask" in said, said
+    assert "has the mode d---------, because of the umask" in said, said
     assert "Set umask 022" in said, said
 
 
@@ -198,7 +198,7 @@ FAULTS = [
         "files may not be as large as the arguments (ulimit -f)",
         BEFORE,
         _small_files,
-        words=("4,194,304 bytes", "no file of this process may have more than 1,048,576 bytes", "ulimit -f"),
+        words=("4,194,304 bytes", "files of this process may have at most 1,048,576 bytes", "ulimit -f"),
         rank=0,
         begins=True,
     ),

@@ -213,7 +213,7 @@ FAULTS = [
         NanoConfigError,
         ("num_processes=2", "2 physical cores", "GOMP_CPU_AFFINITY=0"),
     ),
-    Fault("the process is in a process group", BEFORE, _in_a_group, NanoError, ("in a process group of 1 already",)),
+    Fault("the process is in a process group", BEFORE, _in_a_group, NanoError, ("already in a process group of 1",)),
     Fault(
         "a run is started inside a run",
         EPOCH,

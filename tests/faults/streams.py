@@ -118,7 +118,11 @@ def _reads_input():
 
 _MEGABYTE = 1 << 20
 _BAD_BATCH = {"words": ("rank 1 raised ValueError: a bad batch",), "rank": 1}
-_LAST_WORDS = {"words": ("rank 1 ended its process with exit code 4", "See what it wrote"), "rank": 1, "exitcode": 4}
+_LAST_WORDS = {
+    "words": ("rank 1 ended its process with exit code 4", "See its previous output"),
+    "rank": 1,
+    "exitcode": 4,
+}
 
 FAULTS = [
     Fault(

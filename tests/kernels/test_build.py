@@ -85,14 +85,14 @@ def test_library_of_the_package_is_used_and_others_are_compiled_for_its_level(co
     assert build.for_report(CompiledKernel("norms", {}).unavailable) == "no C compiler was found (no-such-cc)"
 
 
-CUT_OFF = "is cut off, at byte "
+CUT_OFF = "is truncated at byte "
 DAMAGES = {
     "half of it": (lambda content: content[: len(content) // 2], CUT_OFF),
     "all but the last 4 KB": (lambda content: content[:-4096], CUT_OFF),
     "all but a byte": (lambda content: content[:-1], CUT_OFF),
     "segments alone": (
         lambda content: content[:40] + bytes(8) + content[48:60] + bytes(2) + content[62:4096],
-        "is cut off",
+        "is truncated",
     ),
     "its header": (lambda content: content[:64], CUT_OFF),
     "part of its header": (lambda content: content[:20], CUT_OFF),
@@ -131,7 +131,7 @@ def package(compiled_here, monkeypatch, tmp_path):
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["openmp", "cross_entropy"])
 def test_damaged_library_of_the_package_is_not_loaded(package, monkeypatch, name, damage):
-    """To load one that is cut off ends the process by a signal."""
+    """Loading a truncated library ends the process by a signal."""
     change, reason = DAMAGES[damage]
     for each in {name, "openmp"}:
         package(each, change if each == name else lambda content: content)
@@ -139,7 +139,7 @@ def test_damaged_library_of_the_package_is_not_loaded(package, monkeypatch, name
     found = CompiledKernel("cross_entropy", {}).unavailable
     assert found.startswith(f"{name}-{SUPPORTED[-1].name}-")
     assert reason in found
-    assert found.endswith("install nano_loop again")
+    assert found.endswith("reinstall nano_loop")
     assert build.summary() == (f"no C kernels: {found}" if name == "openmp" else f"C kernels {SUPPORTED[-1].name}")
 
 
@@ -155,7 +155,7 @@ def test_run_with_a_damaged_package_trains_and_its_report_says_why_by_torchs_ker
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "CC": "no-such-cc"}
     command = [sys.executable, "-W", "ignore", "-c", LOADED]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environ)
-    assert done.stdout.count("is cut off, at byte") == 2
+    assert done.stdout.count("is truncated at byte") == 2
     assert done.stdout.endswith("no_kernel no_kernel\n")
 
 
@@ -239,7 +239,7 @@ def test_runtime_beside_torch_s_is_not_used(compiled_here, monkeypatch, threads,
     monkeypatch.setattr(
         build, "compiled", lambda *_, **__: SimpleNamespace(max_threads=lambda: seen, set_threads=print)
     )
-    assert build.summary() == "no C kernels: they would run on another OpenMP runtime than torch"
+    assert build.summary() == "no C kernels: they would run on a different OpenMP runtime than torch"
     assert torch.get_num_threads() == 5
 
 

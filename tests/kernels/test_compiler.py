@@ -171,7 +171,7 @@ def test_levels_are_those_of_the_machine_that_is_built_for(short_sources, made, 
         found = compile_levels(tmp_path / platform_)
         assert {library.name for library in found} == {library_name("short", level) for level in levels}
     monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "macosx-14.0-arm64")
-    with pytest.raises(UnavailableError, match="built for Linux on x86-64 and ARM alone"):
+    with pytest.raises(UnavailableError, match="built for Linux on x86-64 and ARM only"):
         compile_levels(tmp_path / "none")
 
 

@@ -134,7 +134,7 @@ def test_training_with_adapters_is_that_by_hand(kind, change, frozen, tmp_path, 
     assert actual[:-1] == expected[:-1]
     assert all(map(torch.equal, actual[-1], expected[-1]))
     if frozen == "bf16":
-        assert "given up" in report["frozen_dtype"].detail
+        assert "freed" in report["frozen_dtype"].detail
     else:
         assert "frozen weights of PeftModel rounded once" in report["precision"].detail
 

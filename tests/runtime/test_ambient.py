@@ -201,7 +201,7 @@ PROGRAMS = {
     in_parts: ["Linear, trained by SGD"],
     in_a_loss: ["Loss, trained by Adam"],
     an_optimizer_for_each_parameter: ["Linear, trained by SGD"],
-    without_a_module: ["Adam trains no module that is called"],
+    without_a_module: ["Adam does not train a module that is called"],
     by_closures: ["Linear, trained by LBFGS", "Linear, trained by SGD"],
     with_raw_parameters_put_in: ["Linear, trained by Adam"],
     loaded: ["Linear, trained by Adam"],

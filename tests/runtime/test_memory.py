@@ -167,9 +167,7 @@ def test_peak_is_predicted_within_a_tenth(sequences: int, words: int, limit: int
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    print(
-        f"{sequences} × {words}, {precision}: predicted {found['predicted'] / MB:.0f} MB, peak {found['peak'] / MB:.0f} MB"
-    )
+    print(f"{sequences} × {words}, {precision}: {found['predicted'] / MB:.0f} MB of {found['peak'] / MB:.0f}")
     assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
     assert sum(found["parts"].values()) == pytest.approx(found["peak"], rel=0.1)
 

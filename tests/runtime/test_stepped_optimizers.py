@@ -54,7 +54,7 @@ def code_of(run):
 
 
 def test_optimizers_that_do_not_train_what_was_set_up_are_warned_of():
-    applied, others = ("applied", None), "Adam trains no model that was set up"
+    applied, others = ("applied", None), "Adam does not train a model that was set up"
     with accelerated(parts()[0], verbose=False) as run:
         fit(*parts())
     assert code_of(run) == [("skipped", "not_set_up")]

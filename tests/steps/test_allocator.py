@@ -73,7 +73,7 @@ def test_what_the_command_line_has_exported_is_no_reason_and_leaves_the_threshol
         monkeypatch.setenv(name, value)
     made = step(Allocator)
     assert made.skip_reason(TrainingObjects()) is None
-    assert made.apply(TrainingObjects()) == "glibc keeps freed memory, by its environment variables"
+    assert made.apply(TrainingObjects()) == "glibc keeps freed memory, as set by its environment variables"
     assert allocator._trim_after_fork().is_on
     made.undo()
     assert settings == []

@@ -55,7 +55,7 @@ def run(loader, **options):
 
 def test_report_says_what_is_kept_and_where(folder):
     batches, report = run(loader_of(folder), image_cache="1 MB")
-    assert report["fast_images"].detail == "1 of 1 loaders, kept after Resize; up to 1.0 MB of memory"
+    assert report["fast_images"].detail == "1 of 1 loaders, cached after Resize; up to 1.0 MB of memory"
     assert report["image_cache"].detail == "12 images in the cache, 0 MB"
     assert all(map(torch.equal, batches, run(loader_of(folder), fast_images=False)[0]))
 
@@ -120,7 +120,7 @@ def test_images_are_kept_in_a_folder_for_the_next_process(folder, tmp_path, monk
 @pytest.mark.parametrize(
     ("cache", "name", "detail"),
     [
-        ("/proc/self/images", "fast_images", "left alone: the folder of the cache cannot be made"),
+        ("/proc/self/images", "fast_images", "left alone: the folder of the cache cannot be created"),
         ("/sys/kernel", "image_cache", "the cache cannot be written any further"),
     ],
 )

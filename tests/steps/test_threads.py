@@ -86,7 +86,7 @@ def test_number_that_the_option_asks_for_is_set_above_all_others(step, machine, 
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     made = step(Threads, on=machine(cores=2), num_threads=3)
     assert made.skip_reason(TrainingObjects()) is None
-    assert made.apply(TrainingObjects()) == "3, as asked for (torch had 4)"
+    assert made.apply(TrainingObjects()) == "3, as requested (torch had 4)"
     assert torch.get_num_threads() == 3
     made.undo()
     assert torch.get_num_threads() == 4

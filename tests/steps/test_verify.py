@@ -89,7 +89,7 @@ def test_a_fault_is_named_once_by_a_warning(monkeypatch):
         train(*parts())
     assert len([each for each in warned if "is off" in str(each.message)]) == 1
     assert train.report["verify"].detail == "Attending: the output of layer.self_attn is off by more than rounding"
-    assert "<- not of rounding" in str(train.report["verify"].data)
+    assert "<- not rounding" in str(train.report["verify"].data)
 
 
 def test_the_gradients_that_reach_the_outputs_are_those_of_the_loop():

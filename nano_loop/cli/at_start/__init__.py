@@ -1,4 +1,4 @@
-"""The folder whose hook each Python runs at its start that has it in ``PYTHONPATH``."""
+"""The folder of a hook that each Python process with this folder in ``PYTHONPATH`` runs at startup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PATH = "PYTHONPATH"
 
 
 def search_path(environ: Mapping[str, str]) -> str:
-    """Return the value of ``PYTHONPATH`` with the folder before what is there."""
+    """Return the value of ``PYTHONPATH`` with the folder prepended."""
     others = [path for path in environ.get(_PATH, "").split(os.pathsep) if path != _FOLDER]
     return os.pathsep.join([_FOLDER, *others] if others != [""] else [_FOLDER])
 

@@ -1,7 +1,7 @@
-"""The module that Python imports before a script, where `nano-loop run` or `nano-loop env --install` says so.
+"""The module that Python imports before a script under `nano-loop run` or after `nano-loop env --install`.
 
-It imports nothing of nano_loop until the script makes its first optimizer or runs its first backward, which it may
-never do. Before the script begins, `sys.path` is what the script has under ``python``.
+It does not import nano_loop until the script creates its first optimizer or runs its first backward, which may
+never happen. Before the script starts, `sys.path` is restored to its value under ``python``.
 """
 
 import os
@@ -11,14 +11,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-#: Which of them a script imports that uses nano_loop by itself.
+#: The modules that a script imports if it uses nano_loop explicitly.
 _EXPLICIT = ("nano_loop.api.decorator", "nano_loop.api.torch_nano")
-#: The commands that start a script and measure what it trains.
+#: The commands that start a script and measure its training.
 _COMMANDS = ("profile", "tune")
 
 
 _PROCESS = os.getpid()
-#: What is installed: nothing, what a command asks for, by its name, or by default, or with options as JSON.
+#: What to install: nothing, the name of a command, the default, or options as JSON.
 _WANTED = os.environ.get("NANO_LOOP_INSTALL", "")
 
 
@@ -33,7 +33,7 @@ def _begin() -> None:
 def _install() -> None:
     is_explicit = "nano_loop" in sys.modules
     folder = __file__
-    for _ in range(4):  # the one that has the package, which this script may not have in its path
+    for _ in range(4):  # up to the folder of the package, which may not be in the script's path
         folder = os.path.dirname(folder)
     sys.path.append(folder)
     try:
@@ -49,13 +49,13 @@ def _install() -> None:
             nano_loop.install(**json.loads(_WANTED))
         else:
             nano_loop.install()
-    except Exception as error:  # the script goes on without it
+    except Exception as error:  # the script runs without it
         is_forked, stream = os.getpid() != _PROCESS, sys.__stderr__
         if is_forked or stream is None or any(module in sys.modules for module in _EXPLICIT):
-            return  # the options are for the script's own runs in the last case
+            return  # in the last case, the options apply to the script's own runs only
         import contextlib  # here, since the script may never import it
 
-        with contextlib.suppress(OSError, ValueError):  # it is closed
+        with contextlib.suppress(OSError, ValueError):  # standard error is closed
             print(f"nano-loop: {error}", file=stream)
     finally:
         if sys.path[-1:] == [folder]:
@@ -63,7 +63,7 @@ def _install() -> None:
 
 
 class _Finder:
-    """Notices the import of torch's optimizers, which follows that of its autograd."""
+    """A finder that notices the import of torch's optimizers, which follows the import of its autograd."""
 
     def __init__(self) -> None:
         self.has_noticed = False  # the program may keep this finder, for example inside another one
@@ -88,9 +88,9 @@ class _Finder:
 
 
 def _leave_threads_to_children() -> None:
-    """Take away the number of threads that `nano-loop env` has set, now that OpenMP has read it.
+    """Unset the number of threads from `nano-loop env`, now that OpenMP has read it.
 
-    joblib and others divide the cores among their workers only where the variable is not set.
+    joblib and others divide the cores among their workers only if the variable is not set.
     """
     import base64
     import json
@@ -98,14 +98,14 @@ def _leave_threads_to_children() -> None:
     try:
         note = json.loads(base64.urlsafe_b64decode(os.environ.get("NANO_LOOP_ENV_BEFORE", "")))
         exported = note["after"]["OMP_NUM_THREADS"]
-    except (ValueError, KeyError, TypeError, RecursionError):  # there is none, or it is damaged
+    except (ValueError, KeyError, TypeError, RecursionError):  # missing or damaged
         return
     if exported == os.environ.get("OMP_NUM_THREADS"):
         os.environ.pop("OMP_NUM_THREADS", None)
 
 
 def _install_at_first(functions: "list[tuple[Any, str]]") -> None:
-    """Install nano_loop at the first call of one of these functions, which are attributes of classes and modules."""
+    """Install nano_loop at the first call of one of these functions, given as attributes of classes and modules."""
     import functools
     import threading
 
@@ -116,7 +116,7 @@ def _install_at_first(functions: "list[tuple[Any, str]]") -> None:
         @functools.wraps(original)
         def call(*args: "Any", **kwargs: "Any") -> "Any":
             with lock:
-                is_first = bool(waiting) and getattr(owner, name) is call  # else an explicit run has replaced it
+                is_first = bool(waiting) and getattr(owner, name) is call  # otherwise an explicit run has replaced it
                 if is_first:
                     for other, attribute, replacement, before in waiting:
                         if getattr(other, attribute) is replacement:
@@ -136,6 +136,6 @@ def _install_at_first(functions: "list[tuple[Any, str]]") -> None:
 
 if __name__ == "sitecustomize":
     _begin()
-    # The one that this one hides is imported; that there is none is the ImportError that Python expects then.
+    # Import the sitecustomize that this one shadows. Python expects an ImportError if there is none.
     del sys.modules["sitecustomize"]
     __import__("sitecustomize")

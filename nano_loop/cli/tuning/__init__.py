@@ -1,4 +1,4 @@
-"""The search of `nano-loop tune`: a script runs once per candidate, as a child that reports some steps."""
+"""The search of `nano-loop tune`: each candidate runs the script in a child process that times some steps."""
 
-#: Steps that count for a time, at least, and those before them: page faults, kernels that are made, compilation.
+#: The minimum number of timed steps, and of the steps before them, which fault in pages and compile kernels.
 LEAST, WARMUP = 8, 4

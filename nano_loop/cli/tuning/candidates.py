@@ -12,36 +12,36 @@ from nano_loop.cpu import Machine, process_counts
 
 Changes = dict[str, Any]
 
-#: The steps that are on by default where they apply.
+#: The steps that are on by default if they apply.
 STEPS_BY_DEFAULT = tuple(name for name, default in DEFAULTS.items() if default == "auto")
-#: With these a model may compute other numbers than in fp32; the others move rounding errors at most.
+#: These may change results beyond rounding; the others change rounding errors at most.
 OF_NUMBERS = ("precision", "channels_last", "use_ipex", "compile")
-#: These change the order of sums, or which numbers a loader draws.
+#: These change the order of sums, or the random numbers that a loader draws.
 _OF_ORDER = ("num_processes", "num_threads")
-_FEW = 4  # cores: with more, one thread is never the fastest for a step that is worth a trial
+_FEW = 4  # cores: with more, one thread is never the fastest for a step that is worth measuring
 
 
 def candidates(options: Options, machine: Machine, fixed: Collection[str], answer: Mapping[str, Any]) -> list[Changes]:
-    """Return what the candidates change of the user's options. What takes long to start comes last.
+    """Return the changes that the candidates make to the user's options. Those that start slowly are last.
 
     Parameters
     ----------
     options, machine
         The user's options, and the machine.
     fixed : collection of str
-        The options that stay as they are.
+        The options that must not change.
     answer : mapping
-        What the script has answered under the user's options; see `cli.tuning.in_script`.
+        The script's answer with the user's options; see `cli.tuning.in_script`.
     """
     fixed = {*fixed, *EXACT, *_OF_ORDER} if options.exact else fixed
-    if options.num_processes == "auto" and not options.exact:  # one question; another run answers what else is fastest
+    if options.num_processes == "auto" and not options.exact:  # search only for this one
         cores = options.cpu_for_each_process if isinstance(options.cpu_for_each_process, int) else 1
         counts = [count for count in process_counts(machine)[1:] if count * cores <= machine.num_threads]
         return [{"num_processes": count} for count in counts]
     layouts = [False, True] if answer["has_convolutions"] else [options.channels_last]
     precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16]
     combined = [{"precision": precision, "channels_last": layout} for precision in precisions for layout in layouts]
-    # What is faster on most machines: products that are too small for bf16 to pay stay in fp32.
+    # The fastest choice on most machines: products that are too small to gain from bf16 stay in fp32.
     base = {"precision": "bf16-products" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
     more = [{}, *_processes(options, machine.num_threads), *_steps(options), *_ipex(options)]
     more.append({"compile": not options.compile})
@@ -57,7 +57,7 @@ def _processes(options: Options, cores: int) -> Iterator[Changes]:
 
 
 def _steps(options: Options) -> Iterator[Changes]:
-    """Yield the change that asks for the steps that the user leaves out, and the one that leaves out all others."""
+    """Yield the change that enables the steps that the user disabled, and the one that disables all others."""
     off = [name for name in STEPS_BY_DEFAULT if getattr(options, name) is False]
     yield dict.fromkeys(off, "auto")
     yield {name: False for name in STEPS_BY_DEFAULT if name not in off}
@@ -69,7 +69,7 @@ def _ipex(options: Options) -> Iterator[Changes]:
 
 
 def _distinct(proposals: Iterable[Changes], options: Options, fixed: Collection[str]) -> Iterator[Changes]:
-    """Yield what proposals really change of the options, each change once."""
+    """Yield the effective changes of the proposals to the options, without duplicates."""
     present = options.as_dict()
     seen: list[Changes] = [{}]
     for proposal in proposals:
@@ -84,5 +84,5 @@ def _distinct(proposals: Iterable[Changes], options: Options, fixed: Collection[
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return a value by which equal choices are equal: one process is the same as none."""
+    """Return a value that is equal for equivalent choices: one process is the same as None."""
     return value or 1 if name == "num_processes" else value

@@ -1,4 +1,4 @@
-"""What `nano-loop tune` and `profile` do in the process of a script: they measure steps, and then end the process."""
+"""The part of `nano-loop tune` and `profile` in the script's process: measure steps, then end the process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from nano_loop.runtime.run import Run, active_run
 
 
 def begin_requested(install: Callable[[], None], uninstall: Callable[[], None], *, is_explicit: bool) -> None:
-    """Measure the steps of the first optimizer that steps in this thread, if a command asks for it.
+    """Measure the steps of the first optimizer that steps in this thread, if a command requests it.
 
     Parameters
     ----------
     install, uninstall : callable
-        Those of nano_loop.
+        The functions of nano_loop.
     is_explicit : bool
-        Whether the script imports nano_loop. Then the options are for its runs, and nothing is installed.
+        Whether the script imports nano_loop. If so, the options apply to its runs, and nothing is installed.
     """
     command = take_command()
     if command is None:
@@ -52,13 +52,13 @@ def begin_requested(install: Callable[[], None], uninstall: Callable[[], None], 
 
 
 class _Timer:
-    """Times the steps of one optimizer, and answers once they took long enough, or the script ends."""
+    """Time the steps of one optimizer, and answer after enough time or when the script ends."""
 
     def __init__(self, command: Command, uninstall: Callable[[], None], *, is_explicit: bool) -> None:
         self._command, self._uninstall, self._is_explicit = command, uninstall, is_explicit
         self._place = os.getpid(), threading.get_ident()
         self._optimizer: Optimizer | None = None
-        self._run: Run | None = None  # which may have ended when the script does
+        self._run: Run | None = None  # may end before the script does
         self._seconds: list[float] = []
         self._waits = Waits()
         self._began = self._last = time.perf_counter()
@@ -79,7 +79,7 @@ class _Timer:
         now = time.perf_counter()
         if self._seconds:
             self._seconds.append(now - self._last)
-        else:  # what came before the first step is no step
+        else:  # the time before the first step is not a step
             self._seconds, self._began = [0.0], now
         enough = now - self._began >= self._command.arguments["seconds"]
         if enough and len(self._seconds) >= WARMUP + LEAST:
@@ -106,7 +106,7 @@ class _Timer:
             self._command.answer(result=self._times())
 
     def _compare(self, run: Run | None) -> NoReturn:
-        """Answer what `verify` says of the first batch, which it knows when its run is undone."""
+        """Answer with the result of `verify` for the first batch, which is available once the run is undone."""
         self._uninstall()
         if run is not None:
             run.end()
@@ -114,7 +114,7 @@ class _Timer:
 
 
 def _of_run(run: Run | None, is_explicit: bool) -> dict[str, Any]:
-    """Return the options of a run, as far as JSON has them, what its steps say, and how its options are written."""
+    """Return the options of a run that JSON supports, the details of its steps, and how its options are written."""
     options = {} if run is None else run.options.as_dict()
     results = [] if run is None or run.report is None else run.report.results
     return {
@@ -126,14 +126,14 @@ def _of_run(run: Run | None, is_explicit: bool) -> dict[str, Any]:
 
 
 def _mean_without_pauses(seconds: list[float]) -> float:
-    """Return the mean without evaluations and checkpoints between steps. Loader workers deliver batches in bursts."""
+    """Return the mean without evaluations and checkpoints between steps. Loader workers yield batches in bursts."""
     most = 20 * sorted(seconds)[len(seconds) // 2]
     kept = [step for step in seconds if step <= most]
     return sum(kept) / len(kept)
 
 
 def _comparison_in(report: SetupReport | None) -> dict[str, Any]:
-    """Return what `verify` says: the fault, if there is one, and the largest errors, or why nothing is compared."""
+    """Return the result of `verify`: the fault, if any, and the largest errors, or why nothing was compared."""
     try:
         result = report["verify"] if report is not None else None
     except KeyError:
@@ -149,6 +149,6 @@ def _comparison_in(report: SetupReport | None) -> dict[str, Any]:
 
 
 def _largest(errors: Iterable[float]) -> float | None:
-    """Return the largest error; None if there is none, or one is not finite, which JSON does not know."""
+    """Return the largest error; None if there are no errors or one is not finite, which JSON does not support."""
     known = [*errors]
     return max(known) if known and all(map(math.isfinite, known)) else None

@@ -1,6 +1,6 @@
-"""The result of a search: every candidate with its times, as a table and as a picture, and the options chosen.
+"""The result of a search: every candidate with its times, as a table and as a chart, and the chosen options.
 
-It does not import torch, so that `nano-loop tune` can look at the path of the picture before it starts a script.
+It does not import torch, so that `nano-loop tune` can check the path of the chart before it starts a script.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.runtime.objects.report import digits
 
 _GIB = 1 << 30
-_MANY = 3  # steps left out, which the table only counts
+_MANY = 3  # from this number of disabled steps on, the table only counts them
 _WIDTH = 100  # columns of the text
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # words
 _PLAIN, _AS_IT_IS = "plain PyTorch", "unchanged"
@@ -32,21 +32,21 @@ _CHOSEN, _OTHER = "#1f6f4a", "#9aa5b1"  # colours of bars
 class Row:
     """One candidate."""
 
-    options: dict[str, Any]  # besides those that all candidates have
-    plain: bool = False  # whether it is the loop without nano_loop
-    #: The time of a step for one batch, round by round. Several processes take as many batches per step.
+    options: dict[str, Any]  # in addition to those of all candidates
+    plain: bool = False  # whether this is the loop without nano_loop
+    #: The step time per batch, round by round. N processes train on N batches per step.
     seconds: list[float] = field(default_factory=list)
     milliseconds: float | None = None  # their mean
-    speed_up: float | None = None  # how many times as fast as the loop without nano_loop
-    memory: int | None = None  # the most that the process of rank 0 has had, in bytes
-    #: The largest error relative to fp64; None where no comparison was made. Of a loop, the loss is the mean square of
-    #: the model's outputs.
+    speed_up: float | None = None  # relative to the loop without nano_loop
+    memory: int | None = None  # the peak memory of rank 0's process in bytes
+    #: The largest error relative to fp64; None if it was not compared. For a loop, the loss is the mean square of the
+    #: model's outputs.
     loss: float | None = None
     gradients: float | None = None
-    note: str = ""  # why it was measured no further, or failed
+    note: str = ""  # why it failed or was not measured further
 
     def measure(self, own: Row, plain: Row) -> None:
-        """Take the mean of the rounds, as ratios to the options as they are, which run in each round."""
+        """Compute the mean over the rounds, relative to the unchanged options, which run in each round."""
         if not self.seconds or not own.seconds:
             return
         self.milliseconds = 1e3 * statistics.fmean(own.seconds) / statistics.fmean(self._ratios(own))
@@ -55,7 +55,7 @@ class Row:
             self.speed_up = 1.0 if self.plain else 1e3 * of_plain / self.milliseconds
 
     def pays(self, own: Row, least: float) -> bool:
-        """Whether it is faster than the options as they are in each round, and `least` times on the whole."""
+        """Whether it is faster than the unchanged options in each round, and by a factor of `least` overall."""
         ratios = self._ratios(own)
         return bool(ratios) and min(ratios) > 1 and statistics.fmean(ratios) >= least
 
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The options as a person writes them."""
+        """The options as a user would write them."""
         if self.plain:
             return _PLAIN
         left_out = [name for name in STEPS_BY_DEFAULT if self.options.get(name) is False]
@@ -91,15 +91,15 @@ class Row:
 class Tuning:
     """The result of `nano-loop tune`."""
 
-    options: dict[str, Any]  # the options to write, chosen ones and those that were given
-    line: str  # the line of code that has them, such as ``@nano(precision="bf16")``
-    #: The options as they are, the loop without nano_loop, and the others in the order of the search.
+    options: dict[str, Any]  # the options to write: the chosen ones and those that were given
+    line: str  # the line of code with them, such as ``@nano(precision="bf16")``
+    #: The unchanged options, the loop without nano_loop, and the others in the order of the search.
     rows: list[Row]
-    chosen: int  # the row of the chosen options
+    chosen: int  # the index of the row with the chosen options
     seconds: float  # how long the search took
     changes: dict[str, Any] = field(default_factory=dict)  # the options that the search has changed
-    remarks: list[str] = field(default_factory=list)  # what to know about the choice
-    #: The part of their runnable time that threads waited for CPUs, which other programs used.
+    remarks: list[str] = field(default_factory=list)  # notes about the choice
+    #: The fraction of runnable time that threads waited for CPUs used by other programs.
     waits: float = 0.0
     date: str = ""  # when the search ended
 
@@ -121,7 +121,7 @@ class Tuning:
 
 
 def _wrapped(text: str, start: str = "") -> str:
-    """Return a text in lines that are short enough for a terminal, those after the first below its beginning."""
+    """Wrap a text for a terminal, with later lines indented to its start."""
     indent = " " * len(start)
     return textwrap.fill(text, _WIDTH, initial_indent=start, subsequent_indent=indent, **_WHOLE)
 
@@ -131,12 +131,12 @@ def _error(value: float | None) -> str:
 
 
 def as_text(values: Mapping[str, Any]) -> str:
-    """Return options as a person writes them, such as ``precision="bf16", channels_last=True``."""
+    """Return options as a user would write them, such as ``precision="bf16", channels_last=True``."""
     return ", ".join(f"{name}={_literal(name, value)}" for name, value in values.items())
 
 
 def differing(options: Options) -> dict[str, Any]:
-    """Return the options that are not the default, besides those that only measure, or follow from ``exact``."""
+    """Return the options that differ from the default, except those that only measure or follow from ``exact``."""
     values, plain = options.as_dict(), Options(exact=options.exact)
     exact = {"exact": True} if options.exact else {}
     names = [name for name in values if name not in MEASURING and values[name] != getattr(plain, name)]
@@ -151,12 +151,12 @@ def _literal(name: str, value: Any) -> str:
 
 
 def check_picture(path: str) -> None:
-    """Raise a NanoConfigError if no picture can be drawn to a path, before it takes minutes to find out."""
+    """Raise a NanoConfigError if a chart cannot be saved to a path, before the search takes minutes."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         hint = 'Run: pip install "nano-loop[plot]"'
-        raise NanoConfigError(error_message(f"--plot {path}", "a picture needs matplotlib", hint)) from error
+        raise NanoConfigError(error_message(f"--plot {path}", "a chart needs matplotlib", hint)) from error
     file = Path(os.path.abspath(path))
     if file.suffix and file.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
         raise _refused(path, f"{file.suffix[1:]} is not one of its formats")
@@ -165,7 +165,7 @@ def check_picture(path: str) -> None:
 
 
 def draw(tuning: Tuning, path: str) -> None:
-    """Draw the times of the candidates into a file. Its name says the format, such as ``.png``."""
+    """Save a chart of the candidates' times to a file. The suffix of its name selects the format, such as ``.png``."""
     from matplotlib.figure import Figure
 
     chosen, rows = tuning.rows[tuning.chosen], [row for row in tuning.rows if row.milliseconds is not None]
@@ -191,6 +191,6 @@ def draw(tuning: Tuning, path: str) -> None:
 
 
 def _refused(path: str, reason: str) -> NanoConfigError:
-    got = f"the picture {path!r} cannot be written ({reason})"
+    got = f"the chart {path!r} cannot be written ({reason})"
     hint = "Name a file such as tune.png in a folder that exists"
-    return NanoConfigError(error_message(got, "its name says the format, which matplotlib must know", hint))
+    return NanoConfigError(error_message(got, "the suffix of its name must be a format that matplotlib supports", hint))

@@ -1,4 +1,4 @@
-"""The search for the fastest options of a script: each candidate runs it twice, in two rounds of opposite order."""
+"""The search for the fastest options of a script. Each candidate runs it twice, in two rounds of opposite order."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from nano_loop.cpu import read_machine
 from nano_loop.cpu.waits import BUSY
 from nano_loop.errors import NanoConfigError, NanoError, error_message, quoted
 
-#: What the ambient mode does not do, which is for one process.
+#: Options that the ambient mode does not support, since it has one process.
 _OF_PROCESSES = ("num_processes", "cpu_for_each_process", "distributed_backend", "process_group_backend")
-#: What later runs do not take by themselves: it changes the batches, or needs what may be gone by then.
+#: Options that later runs do not use automatically: they change the batches, or depend on software that may be gone.
 _NOT_LEARNT = frozenset(("num_processes", "use_ipex", "compile"))
-#: How many times as fast as the options as they are a candidate has to be; and how slow one is not run again.
+#: The minimum speed-up of a chosen candidate, and the slowdown beyond which one is not run again.
 PAYS, HOPELESS = 1.02, 1.4
-#: The largest error of the loss, relative to fp64, with which a candidate may be chosen. A model that computes
-#: something else under autocast does so by hand as well, so `verify` finds no fault there.
+#: The largest error of the loss, relative to fp64, of a chosen candidate. A model that computes something else under
+#: autocast also does so under torch's own autocast, so `verify` finds no fault there.
 TOLERANCE = 0.1
-#: The seconds for which a trial takes steps, those that the first one may take, and those for which nothing is said.
+#: Seconds: shortest and longest stepping time of a trial, time limit of the first trial, interval between messages.
 _SHORTEST, _LONGEST, _FIRST, _QUIET = 0.5, 5.0, 600.0, 10
 
 
 class TrialFailedError(Exception):
-    """The script ended, or took too long, before it had taken its steps.
+    """The script ended or timed out before it had taken its steps.
 
     Attributes
     ----------
     code : int or None
-        The exit code of the script; None if it was ended.
+        The exit code of the script; None if it timed out.
     errors : str
-        What it has written to standard error.
+        Its output on standard error.
     """
 
     def __init__(self, words: str, code: int | None = None, errors: str = "") -> None:
@@ -54,14 +54,14 @@ class TrialFailedError(Exception):
 
 
 class Search:
-    """One search.
+    """A search for the fastest options.
 
     Parameters
     ----------
     script : Script
-        The script. Options that its environment or the command line sets stay as they are.
+        The script. Options set by its environment or the command line do not change.
     seconds : float
-        How long the search may take, about.
+        The approximate time limit of the search.
     """
 
     def __init__(self, script: Script, seconds: float) -> None:
@@ -69,25 +69,25 @@ class Search:
         self._began, self._seconds = time.monotonic(), seconds
         self._own, self._plain = Row({}), Row({}, plain=True)
         self._rows = [self._own, self._plain]
-        self._of_trial = _SHORTEST  # seconds of steps
+        self._of_trial = _SHORTEST  # seconds of steps per trial
         self._limit = _FIRST  # seconds of a trial
         self._waits: list[float] = []
         self._remarks: list[str] = []
-        self._compared: list[Changes] = []  # numbers that `verify` was asked about
+        self._compared: list[Changes] = []  # changes that `verify` has compared
         #: Whether Ctrl-C has ended it.
         self.is_interrupted = False
 
     def run(self) -> Tuning:
-        """Run the script under each candidate, and return the result; after Ctrl-C that of what was measured.
+        """Run the script with each candidate, and return the result; after Ctrl-C, the result so far.
 
         Raises
         ------
         TrialFailedError
-            If the script fails as it is.
+            If the unchanged script fails.
         NanoConfigError
-            If it trains nothing, or takes too few steps.
+            If the script does not train or takes too few steps.
         KeyboardInterrupt
-            If Ctrl-C comes before the unchanged script has run.
+            If Ctrl-C is pressed before the unchanged script has run.
         """
         self._say(f"{self._script.name} unchanged, for {_LONGEST:.0f} s of steps")
         self._begin(self._trial(self._own, _LONGEST))
@@ -98,27 +98,27 @@ class Search:
             if not self._own.seconds:
                 raise
             self.is_interrupted = True
-            self._remarks.append("Interrupted: not everything was measured, and no numbers were compared.")
+            self._remarks.append("Interrupted: not everything was measured, and no results were compared.")
             for row in self._rows:
                 row.note = row.note or ("" if row.seconds else "not measured: interrupted")
             chosen = self._chosen()
         return self._result(chosen)
 
     def _begin(self, answer: Mapping[str, Any]) -> None:
-        """Choose the candidates by what the script has answered as it is, and the time of a trial."""
+        """Choose the candidates by the answer of the unchanged script, and the time per trial."""
         self._is_explicit, self._written, self._identity = answer["is_explicit"], answer["written"], answer["script"]
-        self._options = Options.from_call({**answer["options"], "verbose": True}, self._environ)  # the trials are quiet
+        self._options = Options.from_call({**answer["options"], "verbose": True}, self._environ)  # trials print nothing
         fixed = self._options.set_by_environment | (set() if self._is_explicit else {*_OF_PROCESSES})
         self._rows += [Row(changes) for changes in candidates(self._options, read_machine(), fixed, answer)]
         left = self._began + self._seconds - time.monotonic()
-        share = left / (2 * len(self._rows))  # the first trial is done, and the comparison is not
+        share = left / (2 * len(self._rows))  # the first trial is done, the comparison is not
         start = max(answer["took"] - _LONGEST, 0.0)
         self._of_trial = min(max(share - start, _SHORTEST), _LONGEST)
         self._limit = 3 * answer["took"] + 30.0
-        self._own.seconds.clear()  # it ran for longer than the others will
+        self._own.seconds.clear()  # it ran longer than the other trials will
 
     def _measure(self) -> None:
-        """Run all rows in two rounds; the second is for those that are not much slower."""
+        """Run all rows in two rounds; the second omits those that are much slower."""
         self._round(self._rows)
         slow = HOPELESS * (self._own.seconds[0] if self._own.seconds else float("inf"))
         for row in self._rows[2:]:
@@ -132,7 +132,7 @@ class Search:
             try:
                 answer = self._trial(row, self._of_trial)
             except TrialFailedError as error:
-                if row is self._own:  # nothing can be compared with it
+                if row is self._own:  # without it, nothing can be compared
                     raise
                 row.seconds.clear()
                 row.note = str(error).strip().partition("\n")[0]
@@ -147,14 +147,14 @@ class Search:
                 raise
             if error.code is None:
                 raise NanoError(str(error)) from error
-            got, expected = f"{self._script.name} has trained nothing", "tune times steps of an optimizer of torch"
+            got, expected = f"{self._script.name} did not train", "tune times the steps of a torch optimizer"
             raise NanoConfigError(error_message(got, expected, "Name a script that trains")) from error
         if answer["seconds"] is None:
             steps, expected = f"{answer['steps']} steps", f"tune needs {WARMUP + LEAST}"
             if row is not self._own:
                 raise TrialFailedError(f"it took {steps}, and {expected}")
             raise NanoConfigError(error_message(f"{self._script.name} takes {steps}", expected, "Let it train longer"))
-        # Processes that do not share each batch take one each in a step.
+        # If processes do not share batches, each takes one per step.
         processes = row.options.get("num_processes") or answer["options"].get("num_processes") or 1
         is_whole = row.plain or answer["options"].get("split_batches", False)
         row.seconds.append(answer["seconds"] / (1 if is_whole else processes))
@@ -165,23 +165,23 @@ class Search:
     def answer(
         self, changes: Changes, *, seconds: float, is_plain: bool = False, compares: bool = False
     ) -> dict[str, Any]:
-        """Run the script until it has taken steps for some time, and return what it answers; see `in_script`.
+        """Run the script until it has taken steps for some time, and return its answer; see `in_script`.
 
         Parameters
         ----------
         changes : dict
-            Options by name, which the environment tells the script.
+            Options by name, passed to the script in its environment.
         seconds : float
-            How long it takes steps.
+            The time for which it takes steps.
         is_plain : bool
-            Whether nothing is accelerated.
+            Whether to run it without nano_loop.
         compares : bool
-            Whether its first batch is compared with the plain model, in place of taking steps.
+            Whether to compare its first batch with the plain model instead of taking steps.
 
         Raises
         ------
         TrialFailedError
-            If it fails, takes too long, or ends without a step.
+            If the script fails, times out, or ends without a step.
         """
         own = {"seconds": seconds, "is_plain": is_plain, "installs": not is_plain, "compares": compares}
         texts = {variable_of(name): str(value) for name, value in {**changes, "verbose": False}.items()}
@@ -201,7 +201,7 @@ class Search:
         return {**answer["result"], "took": time.monotonic() - began}
 
     def _exit_code(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for a script, and say now and then that it still runs."""
+        """Wait for a script, and print a message from time to time."""
         for waited in range(0, math.ceil(self._limit), _QUIET):
             if waited:
                 self._say(f"it has run for {waited} s")
@@ -210,9 +210,9 @@ class Search:
         raise TrialFailedError(f"it took more than {self._limit:.0f} s")
 
     def _chosen(self) -> Row:
-        """Return the fastest row with the same batches and with numbers that differ by rounding alone.
+        """Return the fastest row with the same batches and with results that differ only by rounding.
 
-        After Ctrl-C it is the fastest of what was measured, by however little.
+        After Ctrl-C, return the fastest measured row, however small its lead.
         """
         for row in self._rows:
             row.measure(self._own, self._plain)
@@ -228,22 +228,22 @@ class Search:
         return self._own
 
     def _with_other_batches(self) -> list[Row]:
-        """Return the rows that train on other batches than the script as it is."""
+        """Return the rows that train on other batches than the unchanged script."""
         is_split = self._options.split_batches
         return [] if is_split else [row for row in self._rows[2:] if "num_processes" in row.options]
 
     def _compare(self, row: Row) -> None:
-        """Compare the numbers of a candidate, and of those with the same ones, with fp32, once."""
+        """Compare a candidate's results with fp32 once, also for the candidates that compute the same results."""
         if _numbers(row) in self._compared:
             return
         self._compared.append(_numbers(row))
-        self._say(f"comparing numbers: {row.name}")
+        self._say(f"comparing results: {row.name}")
         try:
             comparison = self.answer({**row.options, "verify": True, "num_processes": 1}, seconds=0.0, compares=True)
         except TrialFailedError as error:
             comparison = {"remark": str(error)}
         if remark := comparison.get("remark"):
-            self._remarks.append(f"The numbers of {row.name} were not compared with fp32: {remark}.")
+            self._remarks.append(f"The results of {row.name} were not compared with fp32: {remark}.")
         for other in self._rows[2:]:
             if _numbers(other) == _numbers(row):
                 other.loss, other.gradients = comparison.get("loss"), comparison.get("gradients")
@@ -253,7 +253,7 @@ class Search:
                     other.note = f"not exact: the loss is off by {other.loss:.0%}"
 
     def _learn(self) -> Iterator[str]:
-        """Keep the fastest options in each precision, for later runs of the script, and say which."""
+        """Save the fastest options in each precision for later runs of the script, and yield a line about each."""
         own, rows = self._options.precision, [row for row in self._rows if row.seconds and not (row.note or row.plain)]
         asked_for = {"num_processes": "auto", "split_batches": True} if self._options.num_processes == "auto" else {}
         rows = [row for row in rows if (_NOT_LEARNT - {*asked_for}).isdisjoint(row.options)]
@@ -263,21 +263,21 @@ class Search:
             faster = [row for row in rows if row.options.get("precision", own) == precision]
             faster = [row for row in faster if before is None or row.pays(before, PAYS)]
             best = min(faster, key=lambda row: row.milliseconds or 0.0, default=before or self._own)
-            changes = {"num_processes": 1} if asked_for else {}  # one is an answer, too
+            changes = {"num_processes": 1} if asked_for else {}  # one process is a valid result
             changes |= {name: value for name, value in best.options.items() if name != "precision"}
             from nano_loop.runtime.learnt_options import learn  # here, since it imports torch, which takes a second
 
             learn(read_machine(), self._identity, self._options.changed(base), changes)
             if changes:
                 written = as_text({"precision": precision, **asked_for})
-                yield f"Later runs of this script with {written} take {as_text(changes)}."
+                yield f"Later runs of this script with {written} use {as_text(changes)}."
 
     def _result(self, chosen: Row) -> Tuning:
         options = self._options.changed(chosen.options)
         before, after = self._written
         values = differing(options)
         waits = statistics.fmean(self._waits or [0.0])
-        # What was measured beside other programs, or not to the end, is for this once.
+        # Results measured on a busy machine, or of an interrupted search, are not saved.
         learnt = () if self.is_interrupted or waits >= BUSY or self._identity is None else self._learn()
         return Tuning(
             options=values,
@@ -294,9 +294,9 @@ class Search:
     def _more_remarks(self, count: int, chosen: Row, waits: float) -> Iterator[str]:
         if chosen.speed_up is not None and chosen.speed_up < 1 / PAYS:
             times = f"{1 / chosen.speed_up:.2f} times as fast"
-            yield f"The loop without nano_loop is {times}: its steps are too short for any option to pay."
+            yield f"The loop without nano_loop is {times}: its steps are too short to gain from any option."
         if count > 1 and not self._options.split_batches:
-            yield f"With {count} processes a step takes {count} batches of the loader. Times are of one batch."
+            yield f"With {count} processes, a step takes {count} batches of the loader. Times are per batch."
         for row in filter(lambda row: row.milliseconds, self._with_other_batches()):
             row.note = row.note or "other batches"
             gain = (chosen.milliseconds or 0.0) / (row.milliseconds or 1.0)
@@ -304,19 +304,19 @@ class Search:
                 yield f"{row.name} is {gain:.2f} times as fast as the choice, with other batches."
         if waits >= BUSY:
             busy = f"Threads waited {waits:.0%} of their runnable time for other programs"
-            yield f"{busy}: these times are unsure, and not kept."
+            yield f"{busy}: these times are unreliable and were not saved."
 
     def _say(self, what: str) -> None:
         print(f"tune: {what}", file=sys.stderr, flush=True)
 
 
 def _numbers(row: Row) -> Changes:
-    """Return the options of a row that change its numbers."""
+    """Return the options of a row that change its results."""
     return {name: value for name, value in row.options.items() if name in OF_NUMBERS}
 
 
 def _without_effect(changes: Changes, steps: Mapping[str, Sequence[str]]) -> str:
-    """Return why a change has no effect: its step was skipped."""
+    """Return why a change has no effect because its step was skipped."""
     for name, value in changes.items():
         status, detail, _ = steps.get(name, ["", "", ""])
         if status == "skipped" and value not in (False, None, "auto"):

@@ -1,4 +1,4 @@
-"""The end of a pipeline on whole batches: bytes to scaled and normalized floats, by the operations of the plain way."""
+"""The end of a pipeline on whole batches: converts bytes to scaled and normalized floats, by the same operations."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from nano_loop.patching.torch_private_loaders import collates_as_torch, shared_s
 
 
 class Pending(NamedTuple):
-    """An image to which the end of its pipeline is still to be applied."""
+    """An image to which the end of its pipeline must still be applied."""
 
     pixels: np.ndarray[Any, Any]  # bytes, of shape (H, W, C)
     end: tuple[Any, ...]  # `ToTensor`, and then `Normalize`
 
     def finished(self) -> Any:
-        """Return the result of the plain way."""
+        """Return the result of the plain pipeline."""
         return applied(self.end, Image.fromarray(self.pixels[..., 0] if self.pixels.shape[2] == 1 else self.pixels))
 
 
 def pending(image: Any, end: tuple[Any, ...]) -> Any:
-    """Return an image for a batch, or what the end of its pipeline makes of it if its pixels are no bytes."""
+    """Return an image for a batch, or apply the end of its pipeline now if its pixels are not bytes."""
     if not end or not isinstance(image, Image.Image) or image.mode not in ("L", "RGB"):
         return applied(end, image)
     pixels = np.asarray(image)
@@ -40,7 +40,7 @@ def collate(samples: Sequence[Any]) -> Any:
     if collates_as_torch() and _go_together(samples):
         images, targets = zip(*samples, strict=True)
         return [_batch(images), default_collate([*targets])]
-    return default_collate([_finished(sample) for sample in samples])  # and it says what is wrong
+    return default_collate([_finished(sample) for sample in samples])  # which also reports errors
 
 
 def _finished(sample: Any) -> Any:
@@ -74,7 +74,7 @@ def _of_channels(values: Any) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory for a batch; in a loader's worker, memory that the main process shares, as torch's collate does."""
+    """Allocate a batch, in a loader's worker in memory shared with the main process, as torch's collate does."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=dtype)
     size = torch.empty((), dtype=dtype).element_size() * math.prod(shape)

@@ -1,4 +1,4 @@
-"""Images as bytes, for the cache. An image that is read back has all that a transform may look at."""
+"""Images as bytes, for the cache. An image that is read back has everything that a transform may read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 _MAGIC = b"nano_loop image 2"
-_SUM = struct.Struct(f"<{len(_MAGIC)}sI")  # the magic, and the sum of all that follows
+_SUM = struct.Struct(f"<{len(_MAGIC)}sI")  # the magic, and the checksum of the rest
 _HEAD = struct.Struct("<40siiBI")  # the key, height, width and channels, the bytes of the metadata
 _MODES = {1: "L", 3: "RGB"}
 _LONGEST_INFO = 1 << 16
@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class ImageEntry(NamedTuple):
-    """An image that is kept."""
+    """An image in the cache."""
 
     pixels: np.ndarray[Any, Any]  # bytes, of shape (H, W, C)
     info: str  # the `repr` of Pillow's metadata
@@ -33,14 +33,14 @@ class ImageEntry(NamedTuple):
         return image
 
     def packed(self, key: str) -> tuple[bytes, np.ndarray[Any, Any]]:
-        """Return the bytes of a file, in two parts, the second of which are the pixels."""
+        """Return the bytes of a file in two parts. The second part is the pixels."""
         info = self.info.encode()
         head = _HEAD.pack(key.encode(), *self.pixels.shape, len(info)) + info
         return _SUM.pack(_MAGIC, zlib.crc32(self.pixels.data, zlib.crc32(head))) + head, self.pixels
 
 
 def entry_of(image: Any) -> ImageEntry | None:
-    """Return an image as it is kept, or None if it could not be read back exactly."""
+    """Return the entry for an image, or None if it could not be read back exactly."""
     if type(image) is not Image.Image or image.mode not in _MODES.values():
         return None
     info = repr(image.info)
@@ -50,14 +50,14 @@ def entry_of(image: Any) -> ImageEntry | None:
 
 
 def unpacked(data: memoryview, key: str, check: bool) -> ImageEntry | None:
-    """Return the entry that the bytes of a file are, or None if they are damaged or of another key.
+    """Return the entry in the bytes of a file, or None if they are damaged or for another key.
 
-    What is damaged may also raise any exception.
+    Damaged bytes may also raise any exception.
 
     Parameters
     ----------
     check : bool
-        Whether to check the sum.
+        Whether to verify the checksum.
     """
     rest = data[_SUM.size :]
     if len(rest) < _HEAD.size:
@@ -75,10 +75,10 @@ def unpacked(data: memoryview, key: str, check: bool) -> ImageEntry | None:
 
 
 def _is_literal(value: Any) -> bool:
-    """Whether `ast.literal_eval` reads the `repr` of a part of an image's metadata back."""
-    if type(value) is tuple:  # not a list, which could be changed
+    """Whether `ast.literal_eval` can read back the `repr` of a part of an image's metadata."""
+    if type(value) is tuple:  # not a list, which is mutable
         return all(map(_is_literal, value))
-    # The repr of nan and inf is a name.
+    # The repr of nan and inf is not a literal.
     return type(value) in _PLAIN and not (type(value) is float and value - value != 0)
 
 

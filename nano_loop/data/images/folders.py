@@ -1,4 +1,4 @@
-"""Datasets that read folders of images, and their loaders: a private copy of the loader fetches through the cache."""
+"""Datasets of image folders, and their loaders: a private copy of the loader fetches through the cache."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class CachedDataset(Dataset[Any]):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        # What a worker's `get_worker_info().dataset` is asked for.
+        # Checked on a worker's `get_worker_info().dataset`.
         return type(vars(self)["_dataset"]) if "_dataset" in vars(self) else CachedDataset
 
     def __getattr__(self, name: str) -> Any:
-        if "_dataset" not in vars(self):  # while it is unpickled
+        if "_dataset" not in vars(self):  # while it is being unpickled
             raise AttributeError(name)
         return getattr(vars(self)["_dataset"], name)
 
@@ -67,13 +67,13 @@ class CachedDataset(Dataset[Any]):
         return _reader(*vars(self).values())[index]
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
-        # The attributes of datasets and transforms, which the loop may change, are read anew for each batch.
+        # The loop may change the attributes of datasets and transforms, so they are read again for each batch.
         reader = _reader(*vars(self).values())
         return [reader[index] for index in indices]
 
 
 class _Reader:
-    """What the ``__getitem__`` of a dataset's class is called with in place of the dataset: some attributes differ."""
+    """A stand-in for the dataset in calls of its class's ``__getitem__``, with some attributes replaced."""
 
     def __init__(self, _dataset: Any, **attributes: Any) -> None:
         vars(self).update(attributes, _dataset=_dataset)
@@ -89,7 +89,7 @@ class _Reader:
 
 
 def _reader(dataset: Any, reading: Reading) -> Any:
-    """Return what reads the items of a dataset. The ``loader`` of a folder returns the path, ``transform`` takes it."""
+    """Return a reader of a dataset's items. The ``loader`` of a folder returns the path, and ``transform`` reads it."""
     if type(dataset) is Subset:
         return _Reader(dataset, dataset=_reader(dataset.dataset, reading))
     if type(dataset) is ConcatDataset:
@@ -102,7 +102,7 @@ def _reader(dataset: Any, reading: Reading) -> Any:
 
 
 def datasets_in(dataset: Any) -> list[Any]:
-    """Return the datasets that a dataset is made of."""
+    """Return the datasets that a dataset is composed of."""
     if type(dataset) is Subset:
         return datasets_in(dataset.dataset)
     if type(dataset) is ConcatDataset:
@@ -111,12 +111,12 @@ def datasets_in(dataset: Any) -> list[Any]:
 
 
 def plans_in(dataset: Any) -> list[Plan]:
-    """Return how the pipelines in a dataset are run."""
+    """Return the plans of the pipelines in a dataset."""
     return [plan for inner in datasets_in(dataset) if (plan := _plan(inner)) is not None]
 
 
 def has_images(dataset: Any) -> bool:
-    """Whether there is a dataset or a pipeline of torchvision's in a dataset."""
+    """Whether a dataset contains a dataset or a pipeline of torchvision."""
     return any(
         type(inner).__module__.startswith("torchvision.") or plan_of(getattr(inner, "transform", None)) is not None
         for inner in datasets_in(dataset)
@@ -124,7 +124,7 @@ def has_images(dataset: Any) -> bool:
 
 
 def refusal(loader: DataLoader[Any]) -> str | None:
-    """Return why a loader is left alone, or None."""
+    """Return why a loader is not changed, or None."""
     if not compositions():
         return "torchvision is not imported"
     others = [inner for inner in datasets_in(loader.dataset) if _plan(inner) is None]
@@ -136,12 +136,12 @@ def refusal(loader: DataLoader[Any]) -> str | None:
 
 
 def _plan(dataset: Any) -> Plan | None:
-    """Return how the pipeline of a folder of images is run, or None for other datasets."""
+    """Return the plan of an image folder's pipeline, or None for other datasets."""
     return plan_of(dataset.transform) if _is_folder(dataset) else None
 
 
 def _is_folder(dataset: Any) -> bool:
-    """Whether torchvision's code alone makes the items of a dataset, of a file that Pillow reads and a transform."""
+    """Whether only torchvision's code creates the items of a dataset, from a file that Pillow reads and a transform."""
     module = sys.modules.get("torchvision.datasets.folder")
     if module is None or not isinstance(dataset, module.DatasetFolder):
         return False

@@ -1,7 +1,7 @@
 """The place of the cache, its size, and its lifetime.
 
-A cache in memory belongs to the process that has made it, and lives as long as one of the datasets that it was made
-for: a function that is called once an epoch finds it again. A folder that the user has named stays.
+A cache in memory belongs to the process that created it, and lives as long as one of its datasets, so that a function
+that is called once per epoch finds it again. A folder that the user has named is persistent.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.storage.trusted_files import make_folder, open_folder, resolved
 
 _PREFIX = "nano_loop-images-"
-#: The part of the memory that a cache may take by default.
+#: By default, a cache may use the memory divided by this.
 _SHARE = 4
-#: Of a folder in memory, the part that is left to others.
+#: A cache in memory may use this fraction of the free space.
 _ROOM_LEFT = 0.9
 
 
 class _Memory:
     """The cache in memory of this process. Its folder is deleted with it, or when this process ends.
 
-    `multiprocessing` ends the processes that it forks without Python's functions at exit, so it is asked itself.
+    `multiprocessing` ends its forked processes without `atexit` functions, so we use its own `Finalize`.
     """
 
     def __init__(self, limit: int) -> None:
@@ -47,21 +47,21 @@ class _Memory:
         stack = ExitStack()
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(held(folder))
-        Finalize(self, stack.close, exitpriority=-1)  # after its workers
+        Finalize(self, stack.close, exitpriority=-1)  # after its workers have ended
         self.store = Store(folder, 0, sums=False)
         self.allow(limit)
 
     def allow(self, limit: int) -> None:
-        """Set the bytes that the entries may take, within the room that there is."""
+        """Set the maximum bytes of the entries, within the free space."""
         room = self.store.usage().size + int(_ROOM_LEFT * shutil.disk_usage(self.store.folder).free)
         self.store.allow(min(limit, room))
 
 
-_memories: Any = WeakIdKeyDictionary()  # the `_Memory` that datasets keep
+_memories: Any = WeakIdKeyDictionary()  # the `_Memory` that datasets keep alive
 
 
 def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = ALONE) -> Store:
-    """Return the cache for datasets. A cache in memory lives as long as any of them. Collective.
+    """Return the cache for datasets. A cache in memory lives as long as any dataset. Collective.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = 
     Raises
     ------
     OSError, NanoError
-        If there is no folder for it, or another user could change that.
+        If there is no folder for it, or another user could change the folder.
     """
     if isinstance(choice, str):
         return _in_folder(Path(choice))
@@ -81,7 +81,7 @@ def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = 
         return _in_memory(datasets, choice)
     own = None
     if ranks.local_rank == 0:
-        with suppress(OSError, NanoError):  # the others wait for an answer
+        with suppress(OSError, NanoError):  # the other ranks wait for an answer
             own = _in_memory(datasets, choice)
     for path in ranks.gather(str(own.folder) if own else "", what="image_cache"):
         if path and _is_ours(Path(path)):
@@ -118,7 +118,7 @@ def _in_memory(datasets: Sequence[Any], limit: int | None) -> Store:
 
 
 def _parent(limit: int) -> Path:
-    """Return the file system in memory, or the folder for temporary files where that is too small."""
+    """Return the file system in memory, or the folder for temporary files if that is too small."""
     temporary = Path(tempfile.gettempdir())
     if not os.access(SHARED_MEMORY, os.W_OK):
         return temporary

@@ -1,7 +1,7 @@
 """Plans of torchvision's pipelines: which transforms come first and are deterministic, and which convert at the end.
 
-A transform is known by its exact class. A subclass, a `Lambda`, a module with hooks and one with an attribute whose
-`repr` does not say all of it are not known.
+Transforms are recognized by their exact class. Subclasses, `Lambda`, modules with hooks, and transforms with an
+attribute whose `repr` is incomplete are not recognized.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from nano_loop.patching.attributes import has_own
 from nano_loop.patching.torch_private import calls_only_forward
 
 V1, V2 = "torchvision.transforms", "torchvision.transforms.v2"
-#: What makes a Pillow image of a Pillow image, and draws no random numbers.
+#: Transforms from Pillow image to Pillow image that do not draw random numbers.
 _DETERMINISTIC = ("Resize", "CenterCrop", "Pad", "Grayscale", "RGB", "Identity")
 _OF_A_MODULE = frozenset(vars(nn.Module()))
 
 
 class Plan(NamedTuple):
-    """How a pipeline is run."""
+    """The plan for running a pipeline."""
 
     first: tuple[Any, ...]  # its deterministic transforms
-    key: str  # what their result depends on, besides the image
+    key: str  # the parameters that determine their result for an image
     middle: tuple[Any, ...]  # the transforms after them
     end: tuple[Any, ...]  # `ToTensor` and `Normalize`, which can be applied to whole batches
 
 
 def compositions() -> tuple[type, ...]:
-    """Return torchvision's classes `Compose`, as far as they are imported."""
+    """Return torchvision's `Compose` classes that are imported."""
     return tuple(sys.modules[name].Compose for name in (V1, V2) if name in sys.modules)
 
 
 def plan_of(pipeline: Any) -> Plan | None:
-    """Return how to run a pipeline with its present attributes, which a loop may change; None if it is not one."""
+    """Return the plan of a pipeline with its current attributes, which a loop may change; None for other objects."""
     transforms = _transforms_of(pipeline)
     if transforms is None:
         return None
@@ -49,14 +49,14 @@ def plan_of(pipeline: Any) -> Plan | None:
 
 
 def applied(transforms: Sequence[Any], value: Any) -> Any:
-    """Return what transforms make of an image, one after another."""
+    """Apply transforms to an image, one after another."""
     for transform in transforms:
         value = transform(value)
     return value
 
 
 def numbers(value: Any) -> tuple[float, ...]:
-    """Return the means or the deviations of `Normalize`, one for each channel or one for all; none if it has others."""
+    """Return the means or deviations of `Normalize`, one per channel or one for all; empty for other values."""
     values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     return values if {*map(type, values)} <= {int, float} else ()
 
@@ -79,7 +79,7 @@ def _transforms_of(pipeline: Any) -> tuple[Any, ...] | None:
 
 
 def _name(transform: Any) -> str:
-    """Return the name of a class of torchvision, or "" if a call runs anything but the code of such a class."""
+    """Return the name of a torchvision class, or "" if a call would run other code than that class's."""
     kind = type(transform)
     if not kind.__module__.startswith(f"{V1}.") or not has_own(kind, "forward", "transform"):
         return ""
@@ -88,7 +88,7 @@ def _name(transform: Any) -> str:
 
 
 def _key(transform: Any) -> str | None:
-    """Return what the result of a deterministic transform depends on, or None if it is not known to be one."""
+    """Return the parameters that determine a deterministic transform's result, or None if it is not recognized."""
     if _name(transform) not in _DETERMINISTIC:
         return None
     attributes = {name: value for name, value in vars(transform).items() if name not in _OF_A_MODULE}
@@ -98,7 +98,7 @@ def _key(transform: Any) -> str | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the `repr` of a value says all of it."""
+    """Whether the `repr` of a value is complete."""
     if value is None or type(value) in (bool, int, float, str) or isinstance(value, (enum.Enum, type)):
         return True
     if type(value) in (list, tuple):

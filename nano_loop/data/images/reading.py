@@ -1,4 +1,4 @@
-"""The image of a file, through the cache: what its deterministic transforms make of it is read, or made and kept."""
+"""Reads image files through the cache: the result of the deterministic transforms is looked up, or made and cached."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nano_loop.data.images.pipelines import Plan, applied
 from nano_loop.data.images.scaled import resized
 from nano_loop.data.images.store import Store
 
-#: Seconds. A file that was changed less than this ago may change again without a change of its time.
+#: Seconds. A file that was changed more recently may change again without a new modification time.
 SETTLED = 2.0
 
 
@@ -28,18 +28,18 @@ class Reading(NamedTuple):
     """How the images of a loader are read."""
 
     store: Store  # the cache
-    exact: bool  # whether pixels have to be the same
-    is_batched: bool  # whether `batches.collate` makes the batches, so that images may be `Pending`
+    exact: bool  # whether pixels must be the same
+    is_batched: bool  # whether `batches.collate` collates, so that images may be `Pending`
 
     def image(self, path: str, load: Callable[[str], Any], plan: Plan) -> Any:
-        """Return what a pipeline makes of the image of a file.
+        """Return the result of a pipeline for an image file.
 
         Parameters
         ----------
         load : callable
             Opens and decodes the file.
         plan : Plan
-            Of the pipeline.
+            The plan of the pipeline.
         """
         state = _file_state(path)
         if state is None:
@@ -48,7 +48,7 @@ class Reading(NamedTuple):
         entry = self.store.get(key)
         if entry is None:
             image = self._made(path, load, plan)
-            self._keep(key, image)  # for this state, which will not come again if the file was changed meanwhile
+            self._keep(key, image)  # keyed by this state, which does not recur if the file has changed since
             return self._finished(plan, image)
         if self.is_batched and plan.end and not plan.middle:
             return Pending(entry.pixels, plan.end)
@@ -66,15 +66,15 @@ class Reading(NamedTuple):
             self.store.put(key, entry)
 
     def _finished(self, plan: Plan, image: Any) -> Any:
-        """Apply the transforms after the deterministic ones, except for those that are left to the batch."""
+        """Apply the transforms after the deterministic ones, except those that are applied to the batch."""
         image = applied(plan.middle, image)
         return pending(image, plan.end) if self.is_batched else applied(plan.end, image)
 
 
 def _file_state(path: str) -> tuple[Any, ...] | None:
-    """Return a file and its state; None where a change from now on may not show in it, or there is no file.
+    """Return a file and its state; None if there is no file, or its state may not show a later change.
 
-    Another file at the same path has another inode or another time of change.
+    Another file at the same path has another inode or another change time.
     """
     try:
         status = os.stat(path)

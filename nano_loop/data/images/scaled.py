@@ -1,7 +1,7 @@
-"""JPEG images decoded at a half, a quarter or an eighth of their size, where the first transform resizes them below it.
+"""Decodes JPEG images at 1/2, 1/4 or 1/8 of their size if the first transform resizes them to less than that.
 
-libjpeg does this in the transform of its blocks, at a fraction of the cost. The pixels differ from those of a decoding
-in full size; docs/images.md says by how much.
+libjpeg does this in its block transform, at a fraction of the cost. The pixels differ from decoding at full size;
+docs/images.md shows by how much.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nano_loop.data.images.pipelines import V1
 
 
 def resized(path: str, resize: Any) -> Any:
-    """Return what a transform, a `Resize`, makes of the image of a file; None if that is to be decoded in full size."""
+    """Return the result of a `Resize` for an image file; None if the image must be decoded at full size."""
     if type(resize).__name__ != "Resize":
         return None
     with Image.open(path) as image:
@@ -29,7 +29,7 @@ def resized(path: str, resize: Any) -> Any:
 
 
 def _target_size(size: tuple[int, int], wanted: Any, longest: int | None) -> tuple[int, int] | None:
-    """Return height and width of torchvision's `Resize` of a width and a height; None where a longest edge is given."""
+    """Return the height and width that torchvision's `Resize` returns for a size; None if a longest edge is given."""
     edges = [wanted] if isinstance(wanted, int) else list(wanted or ())
     if longest is not None or len(edges) not in (1, 2):
         return None

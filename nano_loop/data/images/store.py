@@ -1,7 +1,7 @@
-"""A folder of entries that several processes write and read: one file for each, which appears when it is whole.
+"""A folder of entries that several processes write and read, with one file per entry, written atomically.
 
-An entry is written to a file of another name, which then gets its own. So a process that is killed in between leaves no
-half of an entry. A sum over the bytes finds what a disk has lost.
+An entry is written to a temporary file, which is then renamed. So a process that is killed in between does not leave a
+partial entry. A checksum detects data that a disk has lost.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from nano_loop.storage.trusted_files import open_file
 
 _USED = struct.Struct("<QQ")  # bytes and entries
 _UNFINISHED = "unfinished-"
-_ABANDONED = 3600.0  # seconds after which nobody is writing an unfinished entry
+_ABANDONED = 3600.0  # seconds after which an unfinished entry is abandoned
 _PAGE = 4096
-_LARGEST = 1 << 30  # bytes of an entry; Pillow opens no image that is larger
+_LARGEST = 1 << 30  # bytes of an entry; Pillow does not open larger images
 _LONGEST_NOTES = 100_000
-_MOST = 1 << 62  # bytes in a folder
+_MOST = 1 << 62  # maximum bytes in a folder
 
 
 class Usage(NamedTuple):
-    """What a cache holds."""
+    """The usage of a cache."""
 
     size: int  # bytes on the disk or in memory
     entries: int  # the number of images
@@ -42,27 +42,27 @@ class Store:
     Parameters
     ----------
     folder : pathlib.Path
-        An existing folder, to which this process may write or not.
+        An existing folder, which may be read-only for this process.
     limit : int or None
-        The bytes that the entries of all processes may take; None: as many as the disk has room for.
+        The maximum bytes of the entries of all processes; None if only the disk limits them.
     sums : bool
-        Whether to check the sum of an entry when it is read.
+        Whether to verify the checksum of an entry when it is read.
     """
 
     def __init__(self, folder: Path, limit: int | None, sums: bool) -> None:
         self.folder = folder
         self.limit = limit
         self.sums = sums
-        self._is_closed = False  # for writing, by this process
+        self._is_closed = False  # whether this process has stopped writing
         self._notes: set[str] = set()
 
     def allow(self, limit: int) -> None:
-        """Set the limit anew."""
+        """Set the limit."""
         self.limit = limit
         self._is_closed = False
 
     def get(self, key: str) -> ImageEntry | None:
-        """Return an entry, in memory of the caller's; None if it is missing or damaged."""
+        """Return a copy of an entry; None if it is missing or damaged."""
         path, entry = self._path(key), None
         try:
             with open(open_file(path), "rb", buffering=0) as file:
@@ -72,16 +72,16 @@ class Store:
                     entry = unpacked(memoryview(data), key, self.sums)
         except OSError:
             return None
-        except Exception:  # it is no file, another user's, or has a header that cannot be read
+        except Exception:  # not a file, another user's, or with an unreadable header
             entry = None
         if entry is None:
-            self.note("damaged entries of the cache were made anew")
+            self.note("damaged entries of the cache were replaced")
             with contextlib.suppress(OSError):
                 os.unlink(path)
         return entry
 
     def put(self, key: str, entry: ImageEntry) -> None:
-        """Write an entry, unless the limit is reached, the folder cannot be written, or it is there."""
+        """Write an entry, unless it exists, the limit is reached, or the folder is not writable."""
         head, pixels = entry.packed(key)
         size = -(-(len(head) + pixels.nbytes) // _PAGE) * _PAGE
         if self._is_closed or size > _LARGEST or os.path.exists(self._path(key)) or not self._count(size):
@@ -92,14 +92,14 @@ class Store:
             self._close(error)
 
     def note(self, text: str) -> None:
-        """Keep a line for the report. The same line is kept once."""
+        """Add a line for the report, unless it was already added."""
         if text not in self._notes:
             self._notes.add(text)
             with contextlib.suppress(OSError, NanoError), self._open("notes", os.O_CREAT | os.O_APPEND) as file:
                 file.write(f"{text}\n".encode())
 
     def notes(self) -> list[str]:
-        """Return the lines that all processes have kept, and forget them."""
+        """Return and remove the lines that all processes have added."""
         notes = set(self._notes)
         self._notes.clear()
         with contextlib.suppress(OSError, NanoError, UnicodeDecodeError):
@@ -109,7 +109,7 @@ class Store:
         return sorted(notes)
 
     def usage(self) -> Usage:
-        """Return what all processes have written."""
+        """Return the usage by all processes."""
         try:
             with self._open("used") as file:
                 return _read_usage(file)
@@ -117,7 +117,7 @@ class Store:
             return Usage(0, 0)
 
     def tidy(self) -> None:
-        """Delete what processes that were killed while they wrote have left."""
+        """Delete temporary files of processes that were killed while writing."""
         for path in self.folder.glob(f"??/{_UNFINISHED}*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _ABANDONED:
@@ -140,7 +140,7 @@ class Store:
             raise
 
     def _count(self, size: int) -> bool:
-        """Count an entry against the limit, and return whether there is room."""
+        """Count an entry against the limit, and return whether it fits."""
         try:
             with self._open("used", os.O_CREAT) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -150,7 +150,7 @@ class Store:
                     return False
                 file.seek(0)
                 file.write(_USED.pack(used.size + size, used.entries + 1))
-                file.truncate()  # a damaged one may be longer
+                file.truncate()  # a damaged file may be longer
         except (OSError, NanoError) as error:
             self._close(error)
             return False
@@ -168,7 +168,7 @@ class Store:
 
 
 def _read_usage(file: Any) -> Usage:
-    """Read how much is used; a damaged number counts as none."""
+    """Read the usage; damaged numbers count as zero."""
     data = file.read(_USED.size + 1)
     usage = Usage(*_USED.unpack(data)) if len(data) == _USED.size else Usage(0, 0)
     return usage if max(usage) < _MOST else Usage(0, 0)

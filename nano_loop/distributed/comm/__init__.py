@@ -1,1 +1,1 @@
-"""Communication between ranks: who they are, the channel, and how values travel as bytes."""
+"""Communication between ranks: their identities, the channel, and the serialization of values."""

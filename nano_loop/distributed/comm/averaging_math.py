@@ -1,4 +1,4 @@
-"""Means of batches: each dtype is summed in itself, but numbers of 16 bits in float32, and rounded once."""
+"""Means of batches, summed in their own dtype, except that 16-bit values are summed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def is_summed_wider(dtype: torch.dtype) -> bool:
-    """Whether elements of this dtype are summed in float32 rather than in themselves."""
+    """Whether elements of this dtype are summed in float32 rather than in their own dtype."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
 def divide(total: torch.Tensor, count: int) -> None:
-    """Divide in place, rounding as a division does; by a power of two that is an exact, and faster, product."""
+    """Divide in place with correct rounding; a power of two becomes an exact and faster multiplication."""
     if math.frexp(count)[0] == 0.5:
         total.mul_(1 / count)
     else:

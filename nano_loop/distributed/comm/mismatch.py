@@ -1,4 +1,4 @@
-"""Messages about ranks in different collectives: what each rank does, and in which line of the user's code."""
+"""Messages about ranks in different collectives: what each rank is doing, and in which line of the user's code."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from nano_loop.distributed.comm.ranks import ITERATION, Loop
 from nano_loop.errors import error_message
 from nano_loop.patching.user_code import users_line
 
-#: What a rank is in that averages gradients.
+#: The operation of a rank that averages gradients.
 AVERAGING = "the averaging of gradients"
-#: What a rank is in that normalises its part of a batch, with words behind it.
+#: The operation of a rank that normalizes its part of a batch; details are appended.
 BATCH_NORM = "a batch norm in train mode"
-#: What a rank is in that computes a mean over rows of its part of a batch.
+#: The operation of a rank that computes a mean over the rows of its part of a batch.
 MEAN_LOSS = "a mean of cross-entropy"
 _ALONE_IN = {BATCH_NORM: "after model.eval()", MEAN_LOSS: "under torch.no_grad()"}
 
-_DIVIDED = "a loader that is divided is iterated by every rank"
-_ALONE = "what one rank does alone under torch.no_grad(), where each rank takes all batches"
+_DIVIDED = "every rank must iterate a loader that is divided"
+_ALONE = "code for one rank only under torch.no_grad(), where each rank gets all batches"
 
 
 class CallSite(NamedTuple):
@@ -29,16 +29,16 @@ class CallSite(NamedTuple):
 
     @classmethod
     def of_this_rank(cls, what: str) -> CallSite:
-        """Return those of this rank."""
+        """Return the call site of this rank."""
         return cls(what, users_line())
 
     def pack(self) -> bytes:
-        """Return them as bytes."""
+        """Return the call site as bytes."""
         return "\n".join(self).encode(errors="replace")
 
     @classmethod
     def unpack(cls, data: bytes | bytearray) -> CallSite:
-        """Return what `pack` has packed. Where bytes are missing at the end, the line is shorter."""
+        """Unpack the result of `pack`. If bytes are missing at the end, the line is truncated."""
         what, _, line = data.decode(errors="replace").partition("\n")
         return cls(what, line)
 
@@ -51,15 +51,15 @@ def mismatch_message(own_rank: int, all_ranks: Mapping[int, CallSite]) -> str:
     own_rank : int
         This rank.
     all_ranks : mapping of int to CallSite
-        Where each rank is.
+        The call site of each rank.
     """
     iterating = [rank for rank, where in all_ranks.items() if where.what == ITERATION]
     others = [rank for rank, where in all_ranks.items() if where.what != all_ranks[own_rank].what]
     if not others:
-        got = f"ranks {', '.join(map(str, sorted(all_ranks)))} wait for each other, in different groups of ranks"
-        expected = "ranks that are in several groups must use them in the same order"
+        got = f"ranks {', '.join(map(str, sorted(all_ranks)))} wait for each other in different process groups"
+        expected = "ranks in several groups must use them in the same order"
         message = error_message(
-            got, expected, "Make the loop call the collectives of its groups in one order on every rank"
+            got, expected, "Make the loop call the collectives of its groups in the same order on every rank"
         )
     elif iterating:
         other = next(rank for rank in all_ranks if rank not in iterating)
@@ -84,9 +84,9 @@ def left_behind(own_rank: int, rank: int, still: str, loop: Loop) -> str:
     own_rank, rank : int
         This rank, and the one that has returned.
     still : str
-        What this rank does, as a verb with its object, or `ITERATION`.
+        The current operation of this rank, as a verb with its object, or `ITERATION`.
     loop : Loop
-        What the ranks execute.
+        The function that the ranks run.
     """
     got, (expected, hint) = f"rank {rank} has returned from {loop.name}, and rank {own_rank}", loop.same_steps
     if still == ITERATION:
@@ -97,7 +97,7 @@ def left_behind(own_rank: int, rank: int, still: str, loop: Loop) -> str:
 
 
 def with_own_line(message: str, rank: int) -> str:
-    """Add the line of the user's code that this rank is in, if there is one."""
+    """Add the line of the user's code that this rank is at, if there is one."""
     line = users_line()
     return f"{message}\n\n{_place(rank, line)}" if line else message
 

@@ -1,6 +1,6 @@
-"""Packs lists of tensors into batches of a limited size, to be averaged as one.
+"""Packs lists of tensors into batches of a limited size, each of which is averaged as one.
 
-How a list is packed follows from its shapes and dtypes alone, so it is the same on every rank, and computed once.
+The packing depends only on the list's shapes and dtypes, so it is the same on every rank and computed once.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import foreach_copy
 
-#: What can be averaged: complex numbers come as pairs of real ones.
+#: The dtypes that can be averaged: complex numbers are viewed as pairs of real ones.
 AVERAGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-#: The shape of each tensor of a list, and the dtype of each. Lists of thousands are looked up by it in each step.
+#: The shapes and the dtypes of a list's tensors. It is looked up in each step, even for thousands of tensors.
 Signature = tuple[tuple[torch.Size, ...], tuple[torch.dtype, ...]]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor, or a part of one: which of the list, which of its elements (None for all), and where in the batch."""
+    """A tensor or a part of one: its index in the list, its elements (None for all), and its place in the batch."""
 
     index: int
     bounds: slice | None
@@ -30,7 +30,7 @@ class Piece:
     offset: int
 
     def between(self, start: int, stop: int) -> Piece | None:
-        """Return what lies between two offsets of the batch: this piece, a part of it, or None."""
+        """Return the part of this piece between two offsets of the batch: the piece itself, a part of it, or None."""
         length = self.shape.numel()
         first, after = max(start, self.offset), min(stop, self.offset + length)
         if after - first == length:
@@ -43,24 +43,24 @@ class Piece:
 
 @dataclass
 class Batch:
-    """Pieces of one dtype that are averaged as one; `length` counts elements."""
+    """Pieces of one dtype that are averaged together; `length` counts elements."""
 
     dtype: torch.dtype
     length: int = 0
     pieces: list[Piece] = field(default_factory=list)
 
     def places(self, memory: torch.Tensor) -> Places:
-        """Return a view into `memory`, which is flat and of the batch's dtype, for each piece."""
+        """Return views of `memory`, which is flat and has the batch's dtype, one for each piece."""
         return Places(self.pieces, memory)
 
     def between(self, start: int, stop: int) -> list[Piece]:
-        """Return the pieces of the elements from `start` to before `stop`, cut where they reach beyond."""
+        """Return the pieces of the elements from `start` to `stop` (exclusive), cut at these bounds."""
         cut = (piece.between(start, stop) for piece in self.pieces)
         return [piece for piece in cut if piece is not None]
 
     @property
     def nbytes(self) -> int:
-        """The memory that the batch takes."""
+        """The number of bytes of the batch."""
         return self.length * self.dtype.itemsize
 
     def add(self, index: int, shape: torch.Size, bounds: slice | None = None) -> None:
@@ -77,7 +77,7 @@ class Places:
     pieces : sequence of Piece
         The pieces.
     memory : torch.Tensor
-        Flat, of the batch's dtype.
+        Flat memory of the batch's dtype.
     """
 
     def __init__(self, pieces: Sequence[Piece], memory: torch.Tensor) -> None:
@@ -85,15 +85,15 @@ class Places:
         self._pieces = [(piece.index, piece.bounds) for piece in pieces]
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors of a list, which are contiguous, to their places."""
+        """Copy the contiguous tensors of a list to their places."""
         foreach_copy(self.views, self.elements(tensors))
 
     def empty(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy what the batch holds back into the tensors of the list."""
+        """Copy the contents of the batch back into the tensors of the list."""
         foreach_copy(self.elements(tensors), self.views)
 
     def elements(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the elements of the list's tensors that the pieces are."""
+        """Return the elements of the list's tensors that correspond to the pieces."""
         return [tensors[index] if bounds is None else tensors[index].view(-1)[bounds] for index, bounds in self._pieces]
 
 
@@ -103,19 +103,19 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
 
 
 def pack(signature: Signature, capacity: int) -> list[Batch]:
-    """Pack a list of tensors into batches, those of one dtype together.
+    """Pack a list of tensors into batches, grouping tensors of the same dtype.
 
     Parameters
     ----------
     signature : Signature
         The shapes and dtypes of the list.
     capacity : int
-        Bytes that a batch may take. A tensor that needs more is split.
+        The maximum number of bytes per batch. Larger tensors are split.
 
     Raises
     ------
     NanoError
-        If there is a dtype that cannot be averaged.
+        If a dtype cannot be averaged.
     """
     filling: dict[torch.dtype, list[Batch]] = {}
     for index, (shape, dtype) in enumerate(zip(*signature, strict=True)):
@@ -134,7 +134,7 @@ def pack(signature: Signature, capacity: int) -> list[Batch]:
 
 
 def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None:
-    """Fill the last batch up, and then as many more as it takes; `room` is the elements of a batch."""
+    """Fill the last batch, then add as many batches as needed; `room` is the number of elements per batch."""
     start = 0
     while start < length:
         if batches[-1].length == room:

@@ -1,4 +1,4 @@
-"""What a process has in one run: its place among the ranks, and its part of the machine."""
+"""The resources of a process in one run: its rank, and its share of the machine."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from nano_loop.errors import NanoConfigError, error_message
 
 @dataclass
 class RankSlot:
-    """The place of one process in one run.
+    """The position of one process in one run.
 
     Parameters
     ----------
     ranks : Ranks
         The ranks as this process sees them.
     machine : Machine
-        The machine as this process may use it: its share of the CPUs, and its part of the quota.
+        The part of the machine available to this process: its share of the CPUs and of the quota.
     host : Machine
-        The machine as all ranks of this host may use it together.
+        The part of the machine available to all ranks of this host together.
     copied : int
-        Bytes of large arguments that were copied to shared memory for the other ranks; those of rank 0 alone.
+        The number of bytes of large arguments that rank 0 copied to shared memory for the other ranks.
     """
 
     ranks: Ranks
@@ -36,18 +36,18 @@ class RankSlot:
 
 
 def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:
-    """Return a share of `machine` for each of the `ranks` that are on it.
+    """Return a share of `machine` for each of its `ranks`.
 
     Raises
     ------
     NanoConfigError
-        If there are fewer cores than ranks, or the system cannot bind processes to the CPUs that were asked for.
+        If there are fewer cores than ranks, or the system cannot bind processes to the requested CPUs.
     """
     chosen = options.cpu_for_each_process
     if chosen is None:
         return partition(machine, len(ranks))
     if not hasattr(os, "sched_setaffinity"):
-        expected = f"{sys.platform} has no way to bind a process to CPUs"
+        expected = f"{sys.platform} cannot bind processes to CPUs"
         raise NanoConfigError(error_message(options.as_written["cpu_for_each_process"], expected, "Omit it"))
     if isinstance(chosen, int):
         return partition(machine, len(ranks), chosen)

@@ -1,6 +1,6 @@
-"""One rank's view of the others: who and where they are, and how values travel between them.
+"""One rank's view of the others: their identities and locations, and the exchange of values with them.
 
-Every wait is a Python loop with checks, so that a signal, or a rank that has failed, ends it at once.
+All waits are Python loops with checks, so signals and failed ranks end them immediately.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_me
 
 Value = TypeVar("Value")
 
-_OF_GLOO = "Timed out waiting"  # in the error of a collective that has taken longer than the timeout of its group
+_OF_GLOO = "Timed out waiting"  # in the error of a collective that has exceeded its group's timeout
 
 
-#: What the exchanges are for with which ranks begin to iterate a loader together.
+#: The purpose of the exchanges by which ranks start to iterate a loader together.
 ITERATION = "the iteration of a loader"
 
 
 class Channel(Protocol):
-    """Carries bytes between the ranks of a run. Gradients are averaged by other transports."""
+    """Transfers bytes between the ranks of a run. Gradients are averaged by other transports."""
 
     def exchange(self, data: bytes | memoryview, what: str) -> list[bytearray]:
-        """Return the bytes of all ranks, by rank; the lengths may differ. Collective.
+        """Return the bytes of all ranks, in rank order; lengths may differ. Collective.
 
-        Every rank calls it in the same order. Each wait ends with an error if another rank has failed or left, or after
-        the run's timeout.
+        Every rank must call it in the same order. Waits raise an error if another rank has failed or left, or after the
+        run's timeout.
 
         Parameters
         ----------
         data : bytes or memoryview
-            Those of this rank.
+            The bytes of this rank.
         what : str
-            What the exchange is for, the same on every rank, for the error of ranks that part.
+            The purpose of the exchange, the same on every rank; used in the error if ranks diverge.
         """
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The user's function that the ranks of a run execute, as messages name it.
+    """The user's function that the ranks of a run execute, as named in messages.
 
     Parameters
     ----------
     name : str
         Its name.
     collectives : str
-        What the user writes before the name of a collective in it.
+        The prefix for names of collectives in the user's code.
     """
 
     name: str = "train"
@@ -66,12 +66,12 @@ class Loop:
     def same_steps(self) -> tuple[str, str]:
         """The last two parts of a message about ranks that have taken different numbers of steps."""
         agree = f"{self.collectives}.broadcast(stop) or {self.collectives}.all_reduce(loss)"
-        advice = f"If a rank's own values decide when it stops, make all ranks decide the same first: {agree}"
-        return "all ranks have to run the same number of steps", advice
+        advice = f"If a rank stops based on its own values, make all ranks agree first: {agree}"
+        return "all ranks must run the same number of steps", advice
 
 
 def by_host(hosts: Sequence[object]) -> list[list[int]]:
-    """Return the ranks of each host, of the host of each rank, in the order of the hosts' first ranks."""
+    """Group ranks by host, given the host of each rank, ordered by the hosts' first ranks."""
     ranks: dict[object, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks.setdefault(host, []).append(rank)
@@ -80,19 +80,19 @@ def by_host(hosts: Sequence[object]) -> list[list[int]]:
 
 @dataclass
 class ShardingState:
-    """What one rank knows of how the work of its run is divided.
+    """One rank's knowledge about how the work of its run is divided.
 
     Attributes
     ----------
     undivided : bool
-        Whether all ranks computed the same when they compared it last; the same on all ranks.
+        Whether all ranks computed the same when they last compared; the same on all ranks.
     whole : bool
-        Whether the latest batch was one that all ranks get.
+        Whether all ranks received the latest batch.
     implicit_loaders : bool
         Whether a loader that was not set up was divided.
     own_shares : dict of str to bool
-        The data sets of which ranks had different items, and so took all that they had: by name, whether the items of
-        one turned up on another, too.
+        Data sets with different items on different ranks, which each rank therefore iterated in full: by name, whether
+        items of one rank also appeared on another.
     """
 
     undivided: bool = False
@@ -103,26 +103,26 @@ class ShardingState:
 
 @dataclass
 class RunContext:
-    """What the ranks of a run have in common besides their numbers and their channel, and what a rank knows of it.
+    """Shared context of the ranks of a run, in addition to their identities and channel, and local state.
 
     Attributes
     ----------
     loop : Loop
-        What the ranks execute.
+        The function that the ranks run.
     gradient_group : torch.distributed.ProcessGroup or None
-        A group of all ranks of several hosts for gradients, which travel while values do; None on one host.
+        A separate group of all ranks on several hosts for gradients, concurrent with values; None on one host.
     waits : nano_loop.distributed.shared_memory.deadlocks.Waits or None
-        Finds ranks that wait for each other; None between hosts.
+        Detects ranks that wait for each other; None across hosts.
     after_averaging : list of callable
-        Are called on all ranks when gradients have been averaged, with the number of averagings until then.
+        Called on all ranks after gradients have been averaged, with the number of averagings so far.
     common_seed : int or None
-        torch's seed when the run began; None once this rank's random numbers differ from the others'.
+        torch's seed at the start of the run; None once this rank's random numbers differ from the others'.
     sharding : ShardingState
         Whether the ranks divide the work.
     split : SplitBatches or None
-        How they share each batch; None where each takes different batches.
+        How the ranks share each batch; None if each rank gets different batches.
     witness : object or None
-        On rank 0, the process that computes whole batches, if there is one; in that process, what sends its reports.
+        On rank 0, the process that computes whole batches, if any; in that process, the sender of its reports.
     """
 
     loop: Loop = field(default_factory=Loop)
@@ -141,32 +141,32 @@ class RunContext:
 
 
 def _check_nothing() -> None:
-    """Raise nothing. It has a name, by which it is pickled."""
+    """Raise nothing. A named function, so that it can be pickled."""
 
 
 class Ranks:
-    """The ranks of one run, as one of them sees it; by default the only rank there is.
+    """The ranks of one run, as seen by one of them; by default the only rank.
 
     Parameters
     ----------
     rank, size : int
-        This rank, and how many there are.
+        The rank of this process, and the number of ranks.
     local_rank, local_size : int
-        The same among the ranks of this host.
+        The same among the ranks on this host.
     check : callable
-        Raises where another rank has failed or left; it is called while this one waits.
+        Raises if another rank has failed or left; called while this rank waits.
     timeout : float
-        Seconds that this rank waits for another.
+        Seconds to wait for another rank.
     shares : tuple of tuples of int
-        The logical CPUs of each rank of this host, by local rank; empty where nothing is bound.
+        The logical CPUs of each rank on this host, by local rank; empty if nothing is bound.
     loader_cpus : tuple of int
-        The logical CPUs for this rank's `DataLoader` workers; empty where nothing is bound.
+        The logical CPUs for this rank's `DataLoader` workers; empty if nothing is bound.
     folder : pathlib.Path or None
-        A private folder in shared memory, that the ranks of this host have in common.
+        A private folder in shared memory that the ranks of this host share.
     context : RunContext, optional
-        The context of the run; by default, that of a run which begins.
+        The context of the run; by default, a new one.
     names : sequence of int, optional
-        What messages call the ranks; by default they are numbered from 0.
+        The numbers of the ranks in messages; by default they are numbered from 0.
     """
 
     def __init__(
@@ -203,36 +203,36 @@ class Ranks:
         return self.local_size == self.size
 
     def group(self, members: Sequence[int], *, timeout: float | None = None) -> Ranks:
-        """Return this rank's view of some of the ranks, ascending, to which it belongs.
+        """Return this rank's view of a subset of ranks in ascending order, including this rank.
 
         Parameters
         ----------
         members : sequence of int
-            Which; messages call them by these numbers.
+            The ranks; messages use these numbers.
         timeout : float, optional
-            A shorter one than that of the run.
+            A timeout shorter than the run's.
         """
         return Ranks(
             members.index(self.rank),
             len(members),
             timeout=self.timeout if timeout is None else min(timeout, self.timeout),
-            check=lambda: self.check(),  # looked up each time: whoever watches the ranks may set it later
+            check=lambda: self.check(),  # looked up each time, because it may be set later
             context=self.context,
             names=members,
         )
 
     @property
     def have_joined(self) -> bool:
-        """Whether values can travel between them."""
+        """Whether the ranks can exchange values."""
         return self._channel is not None
 
     @property
     def channel(self) -> Channel:
-        """How values travel between the ranks; None until they have joined."""
+        """The channel for values between the ranks; accessing it before the ranks have joined raises an error."""
         if self._channel is None:
             got = f"rank {self.rank} of {self.size} has no channel to the others"
             raise NanoError(
-                error_message(got, "values travel between ranks that have joined a run", "Start a run first")
+                error_message(got, "only ranks that have joined a run can exchange values", "Start a run first")
             )
         return self._channel
 
@@ -253,14 +253,14 @@ class Ranks:
             self.context.split = None
 
     def broadcast(self, value: Value, source: int = 0, what: str = "") -> Value:
-        """Return the value that rank `source` has. Collective.
+        """Return the value of rank `source`. Collective.
 
         Parameters
         ----------
         value : Any
-            That of this rank.
+            The value of this rank.
         source : int
-            The rank whose value all get.
+            The rank whose value is returned on all ranks.
         what : str
             See `Channel`.
         """
@@ -272,18 +272,18 @@ class Ranks:
         return received
 
     def gather(self, value: Value, what: str = "") -> list[Value]:
-        """Return the values of all ranks, by rank, on every rank; see `broadcast`. Collective."""
+        """Return the values of all ranks, in rank order, on every rank; see `broadcast`. Collective."""
         if self.size == 1:
             return [value]
         return [pickle.loads(data) for data in self.channel.exchange(cloudpickle.dumps(value), what or "gather")]
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite `tensors` in place with rank 0's. Collective; the same shapes and dtypes on every rank.
+        """Overwrite `tensors` in place with rank 0's. Collective; shapes and dtypes must match on every rank.
 
         Parameters
         ----------
         tensors : sequence of torch.Tensor
-            Strided, on the CPU, and not quantized.
+            Strided CPU tensors that are not quantized.
         """
         if self.size == 1:
             return
@@ -297,7 +297,7 @@ class Ranks:
                     tensor.detach().copy_(whole)
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor, the mean of all ranks' `tensor`. Collective."""
+        """Return the mean of all ranks' `tensor` as a new tensor. Collective."""
         first, *others = self.gather(tensor.detach().clone())
         return sum(others, first) / self.size
 
@@ -307,12 +307,12 @@ class Ranks:
             self.channel.exchange(b"", "barrier")
 
     def finish(self, work: Any) -> None:
-        """Wait for a collective of torch that was started with ``async_op=True``.
+        """Wait for a torch collective started with ``async_op=True``.
 
         Raises
         ------
         NanoError
-            If it is not finished within the timeout. Also what `check` raises.
+            If it is not finished within the timeout. `check` may raise other errors.
         """
         deadline = time.monotonic() + self.timeout
 
@@ -323,16 +323,16 @@ class Ranks:
 
         wait_until(work.is_completed, look_around)
         try:
-            work.wait()  # raises what went wrong
+            work.wait()  # raises the error of the collective
         except RuntimeError as error:
             if _OF_GLOO not in str(error):
                 raise
-            raise self._late() from error  # gloo's clock has run since the collective began
+            raise self._late() from error  # gloo's timeout started with the collective
 
     def _late(self) -> RankLateError:
         got = f"rank {self.rank} has waited {self.timeout:g} seconds in a collective for the other ranks"
         hint = "Check what the other ranks are doing, or pass a longer timeout if they are working"
-        message = error_message(got, "every rank has to get there within the timeout", hint)
+        message = error_message(got, "every rank must reach it within the timeout", hint)
         return RankLateError(message, 1 - self.rank if self.size == 2 else None)
 
 
@@ -343,7 +343,7 @@ _SPINNING, _LONGEST_NAP = 0.0005, 0.002  # seconds
 
 
 def wait_until(done: Callable[[], bool], check: Callable[[], None]) -> None:
-    """Wait for `done`, calling `check` on the way: first awake, then with ever longer naps of up to 2 ms."""
+    """Wait for `done` while calling `check`: first by spinning, then with increasing sleeps of up to 2 ms."""
     if done():
         return
     started = time.perf_counter()
@@ -353,8 +353,8 @@ def wait_until(done: Callable[[], bool], check: Callable[[], None]) -> None:
             try:
                 check()
             except NanoWorkerError:
-                # A rank that failed may have sent what is waited for since `done` was last asked. That may lead to a
-                # better error than that it failed, which the next wait raises anyway.
+                # A rank that failed may have sent the result since `done` was last called. Using it may lead to a more
+                # specific error than that the rank failed, which the next wait raises anyway.
                 if not done():
                     raise
                 return

@@ -1,4 +1,4 @@
-"""Tensors of any dtype as bytes, contiguous copies of those with other strides, and the way back."""
+"""Views of tensors of any dtype as bytes, with contiguous copies of non-contiguous tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:
         kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
         expected = "ranks exchange contiguous tensors on the CPU that are not quantized"
         raise NanoError(error_message(f"a tensor ({kind})", expected, "Pass tensor.cpu().contiguous()"))
-    # Not `view(-1)`, which keeps a stride of 0 that a tensor of one element may have.
+    # `view(-1)` would keep a stride of 0, which a tensor of one element may have.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -36,13 +36,13 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def memory_of(raw: torch.Tensor) -> Any:
     """Return the memory of a contiguous uint8 tensor as an array, which keeps the tensor alive.
 
-    After `Tensor.numpy`, torch resizes the storage no more, as some observers of quantisation do.
+    After `Tensor.numpy`, torch no longer resizes the storage, as some quantization observers need to.
     """
     return np.asarray(_Memory(raw)) if raw.numel() else np.empty(0, np.uint8)
 
 
 class _Memory:
-    """What numpy takes for an array."""
+    """Implements numpy's array interface."""
 
     def __init__(self, raw: torch.Tensor) -> None:
         self._raw = raw
@@ -51,18 +51,18 @@ class _Memory:
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor whose memory holds the values: the tensor itself where it is one."""
+    """Return a contiguous tensor whose memory holds the values: the tensor itself if possible."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor in a row."""
+    """Return the elements of a tensor as a flat tensor."""
     whole = resolved(tensor)
-    return whole.as_strided((whole.numel(),), (1,))  # `view(-1)` keeps a stride of 0 that one element may have
+    return whole.as_strided((whole.numel(),), (1,))  # `view(-1)` would keep a stride of 0
 
 
 def with_copy(tensor: torch.Tensor, change: Callable[[torch.Tensor], object]) -> None:
-    """Change a tensor of any strides in place, by a function that changes a contiguous tensor."""
+    """Change a tensor of any strides in place by a function that requires a contiguous tensor."""
     whole = resolved(tensor)
     change(whole)
     if whole.data_ptr() != tensor.data_ptr():

@@ -1,4 +1,4 @@
-"""What this system limits, such as open files and room for files: in words, where it has refused more of it."""
+"""Explains which system limit caused an error, such as the limits of open files and disk space."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from pathlib import Path
 from nano_loop.errors import NanoError, error_message
 
 SHARED_MEMORY = Path("/dev/shm")
-# What makes a file system that has refused a file one without inodes: what was made before may have been deleted since.
+# Thresholds for blaming inodes or disk space after an error, since some files may have been deleted since then.
 _FEW_INODES, _ROOM = 16, 1 << 20
 _NO_COPY = "a numpy.memmap is sent without a copy"
 
 
 def limit_in_words(error: OSError, folder: Path) -> tuple[str, str] | None:
-    """Return which limit of the system an error comes from, and what to do about it.
+    """Return the system limit that caused an error, and advice on what to do about it.
 
     Parameters
     ----------
     error : OSError
-        What was raised.
+        The error.
     folder : Path
-        Where files were to be written.
+        The folder where files were to be written.
 
     Returns
     -------
     (str, str) or None
-        The second and the third part of a message; None for an error of another kind.
+        The second and third parts of an error message; None for other kinds of errors.
     """
     if error.errno == errno.EMFILE:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"this process may open {most:,} files and pipes at a time", "Close some, or raise the limit (ulimit -n)"
     if error.errno == errno.ENFILE:
-        return "the system has no room for more open files", "Close programs, or raise the limit (sysctl fs.file-max)"
+        return "the system cannot open more files", "Close programs, or raise the limit (sysctl fs.file-max)"
     if error.errno == errno.EAGAIN:
         advice = "End some, or raise the limit (ulimit -u, or the container's)"
-        return "this user or container may have no more processes", advice
+        return "this user or container has reached its limit of processes", advice
     if error.errno == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return f"no file of this process may have more than {most:,} bytes", f"Raise the limit (ulimit -f); {_NO_COPY}"
+        return f"files of this process may have at most {most:,} bytes", f"Raise the limit (ulimit -f); {_NO_COPY}"
     if error.errno == errno.EDQUOT:
-        return f"this user's quota in {folder} is used up", "Delete files there, or ask for more"
+        return f"this user's quota in {folder} is used up", "Delete files there, or request a larger quota"
     if error.errno == errno.ENOSPC:
         return _no_room(Path(error.filename).parent if isinstance(error.filename, str) else folder)
     return None
@@ -64,12 +64,12 @@ def _no_room(folder: Path) -> tuple[str, str]:
     if SHARED_MEMORY in parent.parents or parent == SHARED_MEMORY:
         advice = "Enlarge it (docker run --shm-size=..., mount -o remount,size=... /dev/shm)"
     else:
-        advice = "Set TMPDIR to a folder that has room"
+        advice = "Set TMPDIR to a folder with free space"
     return limit, f"{advice}; {_NO_COPY}"
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread; raise an OSError where the system refuses one, which Python calls a RuntimeError."""
+    """Start a thread; raise an OSError if the system refuses it, for which Python raises a RuntimeError."""
     try:
         thread.start()
     except RuntimeError as error:
@@ -78,7 +78,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 @contextmanager
 def limits_in_words(what: str, folder: Path) -> Iterator[None]:
-    """Raise a NanoError that says what is limited, where the body raises an OSError for want of something."""
+    """Raise a NanoError that names the limit if the body raises an OSError because of a system limit."""
     try:
         yield
     except OSError as error:

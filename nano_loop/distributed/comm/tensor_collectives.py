@@ -1,4 +1,4 @@
-"""Collectives of single tensors, which wait in Python, so that Ctrl-C and a rank that has failed end them."""
+"""Collectives of single tensors, which wait in Python, so that Ctrl-C and failed ranks end them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NAMES = ("mean", "avg", "sum", "product", "min", "max", "band", "bor", "bxor")
 
 
 def check_arguments(group: Any = None, reduce_op: Any = "sum") -> None:
-    """Check the ranks and the operation of a collective.
+    """Check the group and the operation of a collective.
 
     Raises
     ------
     NanoConfigError
-        If they are of another kind. The message says what to pass.
+        If either has an unsupported type. The message says what to pass.
     """
-    none = group is None or group is distributed.GroupMember.NON_GROUP_MEMBER  # of a group of other ranks
+    none = group is None or group is distributed.GroupMember.NON_GROUP_MEMBER  # a group of other ranks
     if not none and not isinstance(group, distributed.ProcessGroup):
         hint = 'Pass an operation by its name: reduce_op="sum"'
         raise NanoConfigError(error_message(shown("group", group), "it must be a process group or None", hint))
@@ -32,7 +32,7 @@ def check_arguments(group: Any = None, reduce_op: Any = "sum") -> None:
 
 
 def reduced(ranks: Ranks, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
-    """Reduce `tensor` in place over all ranks, and return it; without a process group, as it is."""
+    """Reduce `tensor` in place over all ranks and return it; without a process group, return it unchanged."""
     if not distributed.is_initialized():
         return tensor
     named = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
@@ -46,11 +46,11 @@ def reduced(ranks: Ranks, tensor: torch.Tensor, group: Any = None, reduce_op: An
             tensor.mul_(split.weight)
     ranks.finish(distributed.all_reduce(tensor, operation, group, async_op=True))
     if mean:
-        with torch.no_grad():  # the mean of losses, for a log, leaves each loss's own gradient as it is
+        with torch.no_grad():  # averaging losses for a log must not change their gradients
             if is_floating:
                 tensor.copy_(tensor / size)
             else:
-                tensor.div_(size, rounding_mode="trunc")  # a quotient in float32 is not exact
+                tensor.div_(size, rounding_mode="trunc")  # division in float32 is not exact
     return tensor
 
 
@@ -59,7 +59,7 @@ def gathered(ranks: Ranks, tensor: torch.Tensor, group: Any = None, sync_grads: 
     if not distributed.is_initialized():
         return tensor
     if sync_grads:
-        from torch.distributed.nn.functional import all_gather  # as Fabric does; its import takes a while
+        from torch.distributed.nn.functional import all_gather  # as Fabric does; slow to import
 
         return torch.stack(all_gather(tensor.contiguous(), group))  # type: ignore[no-untyped-call]
     tensor = tensor.detach().contiguous()

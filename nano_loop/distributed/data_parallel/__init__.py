@@ -1,1 +1,1 @@
-"""Gradients become the mean over the ranks when a backward ends."""
+"""Averages gradients over the ranks at the end of each backward."""

@@ -1,11 +1,11 @@
-"""Averages gradients over the ranks in each backward, with no wrapper around the model.
+"""Averages gradients over the ranks in each backward, without a wrapper around the model.
 
-A hook on each parameter notes what arrived. The first one in a backward asks for a callback at its end, so the
-gradients are averaged when `backward()` returns, and what the loop does with them next, such as clipping, sees the
-mean. Before anything is averaged the ranks exchange what arrived and where they are: a parameter that any
-rank used counts on all of them, and ranks that have diverged raise.
+A hook on each parameter records its gradient's arrival. The first one in a backward queues a callback at its end, so
+the gradients are averaged when `backward()` returns, and the loop's next operations, such as clipping, see the mean.
+Before the averaging, the ranks exchange what arrived and where they are: a parameter that any rank used counts on all
+of them, and ranks that have diverged raise an error.
 
-The processes that a rank forks have its hooks, and take no part.
+Processes that a rank forks inherit its hooks, but do not take part.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ Transport = SharedMemoryTransport | GroupTransport
 
 
 class Averaging:
-    """The hooks by which the gradients of some models and optimizers are averaged over the ranks.
+    """The hooks that average the gradients of some models and optimizers over the ranks.
 
-    The whole of ``p.grad`` is averaged, so an earlier mean in it, which is equal on all ranks, stays what it is when
+    ``p.grad`` is averaged as a whole, so an earlier mean in it, which is equal on all ranks, does not change when
     gradients are accumulated.
 
     Parameters
@@ -71,13 +71,13 @@ class Averaging:
     ranks : Ranks
         The processes.
     transport : SharedMemoryTransport or GroupTransport
-        Carries the gradients; it is not closed.
+        Transfers the gradients; it is not closed.
     compare : bool
         See `Agreement`.
     overlapped : bool
         Whether averaging by a `GroupTransport` begins while the backward still computes; see `Overlap`.
     comparison : Comparison or None
-        Of gradients with those of whole batches, where ranks share these.
+        Compares gradients with those of whole batches, if ranks share these.
     """
 
     def __init__(
@@ -90,23 +90,23 @@ class Averaging:
         comparison: Comparison | None = None,
     ) -> None:
         self._ranks = ranks
-        self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
+        self._thread = threading.get_ident()  # the loop's; training in other threads does not belong to the run
         self._process = os.getpid()
         self._parameters = Parameters(self._note)
         self._agreement = Agreement(ranks, self._parameters, compare=compare)
         self._transport = transport
         self._overlap = Overlap(transport if overlapped and isinstance(transport, GroupTransport) else None)
         self._averaged = AveragedGradients()
-        self._waiting: set[int] = set()  # ids of parameters whose gradients arrived and are not averaged yet
+        self._waiting: set[int] = set()  # ids of parameters whose gradients have arrived but are not averaged yet
         self._paused: list[nn.Module] = []
         self._task = -1  # graph task id of the pending end-of-backward callback
-        self._noted = False  # whether anything arrived in it
+        self._noted = False  # whether any gradient arrived in it
         self._has_warned = False
-        self._has_trained = False  # whether a model was called with gradients on, or gradients were averaged
-        self._at_step: Any = WeakIdKeyDictionary()  # averagings before the last step, by the optimizer
+        self._has_trained = False  # whether a model was called with gradients enabled, or gradients were averaged
+        self._at_step: Any = WeakIdKeyDictionary()  # averagings before the last step, by optimizer
         split = ranks.context.split
         self._roots = None if split is None else WeightedRoots(split, comparison or Comparison(ranks, split))
-        #: The user's lines of random numbers that were taken for none by the batch, where ranks share it.
+        #: The user's lines whose random draws were treated as independent of the batch, if ranks share it.
         self.drawn_alike: Iterable[str] = ()
         with ExitStack() as undoing:
             undoing.callback(self._parameters.close)
@@ -122,7 +122,7 @@ class Averaging:
             self._undoing = undoing.pop_all()
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        """Average the gradients of these too, from now on; their tensors are equal on all ranks already. Collective."""
+        """Also average the gradients of these from now on; their tensors are already equal on all ranks. Collective."""
         self._parameters.forget_dropped(self._ranks.gather)
         known = set(map(id, self._parameters.in_order))
         self._waiting &= known
@@ -133,12 +133,12 @@ class Averaging:
         self._parameters.add(models, optimizers)
 
     def use(self, transport: Transport) -> None:
-        """Let another transport carry the gradients from now on. Collective, as what makes it is."""
+        """Transfer gradients by another transport from now on. Collective, as is its creation."""
         self._transport = transport
 
     @contextmanager
     def paused(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Only note what arrives for the parameters of `models`; the first averaging afterwards takes it along."""
+        """Only record gradients of parameters of `models`; the first averaging afterwards includes them."""
         before = self._paused
         self._paused = [*before, *models]
         try:
@@ -147,7 +147,7 @@ class Averaging:
             self._paused = before
 
     def around_call(self, call: Call) -> Call:
-        """Wrap the calls into a model. Parameters that the loop has added become equal on all ranks there."""
+        """Wrap calls into a model, which synchronize parameters that the loop has added on all ranks."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or in_backward() or self._forked:
@@ -161,13 +161,13 @@ class Averaging:
                 if self._roots is not None:
                     self._roots.comparison.note_call()
             result = call(*args, **kwargs)
-            self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
+            self._parameters.refresh()  # parameters that the model has added in the call need hooks before the backward
             return result
 
         return called
 
     def average(self) -> None:
-        """Average what waits on any rank. Collective.
+        """Average gradients that are pending on any rank. Collective.
 
         Raises
         ------
@@ -175,7 +175,7 @@ class Averaging:
             On every rank, if the ranks have diverged.
         """
         with record_function(AVERAGING_EVENT) if is_profiling() else nullcontext():
-            diverge_rng(self._ranks)  # of a model that is called only inside an autograd function, without gradients
+            diverge_rng(self._ranks)  # for a model that is only called inside an autograd function, without gradients
             self._has_trained = True
             self._parameters.refresh()
             held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
@@ -186,24 +186,24 @@ class Averaging:
             if self._roots is not None and not held:
                 self._roots.comparison.end_backward(self._parameters.named)
             self._waiting &= held
-            self._agreement.sync_added_parameters()  # too late for a backward that was the first to know of them
+            self._agreement.sync_added_parameters()  # too late for a backward that was the first to use them
             self._agreement.end_averaging()
 
     def compare_rest(self) -> None:
-        """Compare, at the end of the run, the parameters whose gradients were never averaged; see `Agreement`."""
+        """At the end of the run, compare parameters whose gradients were never averaged; see `Agreement`."""
         if self._has_trained:
             self._agreement.compare_rest(self._averaged)
 
     def close(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self._undoing.close()
 
     def _average(self, fingerprints: Sequence[Fingerprint]) -> None:
-        """Give parameters the mean of all ranks' gradients, if any rank has one. Collective."""
+        """Set the parameters' gradients to the means over all ranks, if any rank has one. Collective."""
         arrived = [fingerprint.arrived for fingerprint in fingerprints]
         dense, sparse = by_kind(self._parameters.in_order, arrived)
         done = self._overlap.finish([fingerprint.overlap for fingerprint in fingerprints])
-        in_turn = dense[::-1]  # in the order in which a backward makes them
+        in_turn = dense[::-1]  # in the order in which a backward computes them
         with torch.no_grad():
             gradients = DenseGradients([parameter for parameter in in_turn if id(parameter) not in done])
             if gradients.tensors:
@@ -219,7 +219,7 @@ class Averaging:
         return os.getpid() != self._process
 
     def _note(self, parameter: torch.Tensor) -> None:
-        """Take note that a gradient has arrived: the hook of every parameter."""
+        """Record the arrival of a gradient; the hook of every parameter."""
         if self._forked:
             return
         self._waiting.add(id(parameter))
@@ -231,7 +231,7 @@ class Averaging:
         self._overlap.send(parameter)
 
     def _end_backward(self) -> None:
-        # Several may have been asked for in one backward, if others were run inside it.
+        # Several may have been queued in one backward if others ran inside it.
         if self._noted:
             self._noted = False
             if not self._all_paused():
@@ -240,7 +240,7 @@ class Averaging:
                 self._set_losses(self._agreement.exchange("losses", set(), losses=self._roots.values()))
 
     def _set_losses(self, fingerprints: Sequence[Fingerprint]) -> None:
-        """Make the losses of a backward the means over all ranks, where they share a batch."""
+        """Replace the losses of a backward by the means over all ranks, if they share a batch."""
         if self._roots is not None:
             self._roots.become_means([fingerprint.losses for fingerprint in fingerprints])
 
@@ -249,7 +249,7 @@ class Averaging:
         return bool(paused) and all(id(model) in paused for model in self._parameters.models)
 
     def _is_shared(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer steps parameters that were set up; warn if it steps others."""
+        """Whether an optimizer steps parameters that were set up; warn if it also steps others."""
         self._parameters.refresh()
         held = {id(parameter) for parameter in held_by(optimizer) if parameter.requires_grad}
         averaged = set(map(id, self._parameters.in_order))
@@ -261,9 +261,9 @@ class Averaging:
         return not averaged.isdisjoint(held)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Make the closure return the mean over the ranks; without one, average what no backward has averaged.
+        """Make the closure return the mean over the ranks; without one, average gradients not averaged yet.
 
-        That is also done for an optimizer that the loop has made itself.
+        This also applies to optimizers that the loop itself has created.
         """
         if self._forked or not (optimizer in self._at_step or self._is_shared(optimizer)):
             return None
@@ -275,10 +275,10 @@ class Averaging:
         return None
 
     def _settle(self, optimizer: Optimizer) -> None:
-        """Average the gradients that a step would use and that are no means.
+        """Average the gradients that a step would use and that are not means yet.
 
-        That is a gradient that the loop has set by hand, one that arrived while averaging was paused, or one whose hook
-        steps in the middle of the backward. A rank whose backward did not reach any parameter joins the others here.
+        These are gradients that the loop has set itself, that arrived while averaging was paused, or whose hook steps
+        in the middle of the backward. A rank whose backward reached no parameter joins the others here.
         """
         self._parameters.refresh()
         held = held_by(optimizer)
@@ -294,19 +294,19 @@ class Averaging:
             self.average()
 
     def _wait_for_replaced(self, held: set[int]) -> None:
-        """Let the gradients that the loop has put in the place of means be averaged, unless all ranks have the same."""
+        """Average gradients that the loop has put in place of means, unless they are equal on all ranks."""
         in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held - self._waiting]
         replaced = self._averaged.replaced(in_order)
         if not replaced:
             return
-        own_checksums = repr(checksums(parameter.grad for parameter in replaced))  # by which NaN is NaN
+        own_checksums = repr(checksums(parameter.grad for parameter in replaced))  # as text, in which NaN equals NaN
         if len({*self._ranks.gather(own_checksums, AVERAGING)}) > 1:
             self._note_own(replaced)
         else:
             self._averaged.note(replaced)
 
     def _note_own(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let gradients be averaged that the loop has computed itself, of this rank's share."""
+        """Average gradients that the loop itself has computed from this rank's share."""
         gradients = list(parameters)
         if self._roots is not None:
             self._roots.scale(gradients)

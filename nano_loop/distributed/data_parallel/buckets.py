@@ -1,10 +1,10 @@
-"""Gradients between hosts travel in buckets, while the backward still computes, as with `DistributedDataParallel`.
+"""Sends gradients between hosts in buckets during the backward, as `DistributedDataParallel` does.
 
-When all parameters of a run have had a gradient in one backward, on all ranks, those of the next are sent as they
-arrive, last ones first, and their means lie in separate memory until the backward ends. The ranks then agree on whether
-the means are of use: not where a gradient was missing, came twice, or was changed after it had come. They are dropped
-then, and the gradients, which nothing has changed, are averaged as usual. Where that is more than a rare exception, the
-rest of the run is not overlapped.
+Once all parameters of a run have had a gradient in one backward, on all ranks, the gradients of the next backward are
+sent as they arrive, last ones first, and their means are stored in separate memory until the backward ends. The ranks
+then agree on whether the means are valid: they are not if a gradient was missing, came twice, or was changed after it
+was sent. In this case they are discarded, and the unchanged gradients are averaged as usual. If this happens more than
+rarely, the rest of the run is not overlapped.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from nano_loop.distributed.data_parallel.gradients import in_memory_order, is_pl
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import version
 
-#: What a rank says of the averaging: it has begun none, a whole one, or one of no use.
+#: A rank's status of the averaging: not started, valid, or invalid.
 NONE, WHOLE, SPOILED = range(3)
-#: How many may be of no use, and one more for each so many that are.
+#: The number of invalid averagings that are tolerated, plus one for each this many valid ones.
 _MAX_USELESS, _USELESS_RATIO = 2, 10
 
-_CAPACITY = 25 << 20  # bytes of a bucket
+_CAPACITY = 25 << 20  # maximum size of a bucket in bytes
 
 
 class _Plan(NamedTuple):
-    """How a list is packed, and the buckets that each of its tensors has a part in."""
+    """How a list is packed, and the buckets that contain a part of each tensor."""
 
     batches: list[Batch]
     buckets_of: tuple[tuple[int, ...], ...]
@@ -49,34 +49,34 @@ def _plan(signature: Signature, capacity: int) -> _Plan:
 
 
 class GroupTransport:
-    """Averages over a process group. A bucket travels as soon as its tensors and the buckets before it are there.
+    """Averages over a process group. A bucket is sent as soon as it and the previous buckets are complete.
 
-    Elements of 16 bits travel and are summed in float32.
+    16-bit elements are sent and summed in float32.
 
     Parameters
     ----------
     ranks : Ranks
         All ranks, with a default process group between them.
     group : torch.distributed.ProcessGroup, optional
-        One that carries nothing else, for lists that travel while values do; by default, the default group.
+        A group for these lists only, which are sent concurrently with values; by default, the default group.
     capacity : int
-        Bytes of a bucket.
+        The maximum size of a bucket in bytes.
     """
 
     def __init__(self, ranks: Ranks, group: Any = None, *, capacity: int = _CAPACITY) -> None:
         self._ranks, self._group, self._capacity = ranks, group, capacity
-        self._memory: list[torch.Tensor] = []  # of each bucket; kept, since new pages take time
+        self._memory: list[torch.Tensor] = []  # by bucket; kept because allocating new pages takes time
         self._is_open, self._has_begun = True, False
         self._plan = _plan(((), ()), capacity)
-        self._tensors: list[Any] = []  # of the list under way, but those that have not arrived
-        self._missing: list[int] = []  # tensors of each bucket
+        self._tensors: list[Any] = []  # of the current list, except those that have not arrived
+        self._missing: list[int] = []  # number of tensors by bucket
         self._buckets: list[torch.Tensor] = []
         self._places: list[Places] = []
-        self._handles: list[Any] = []  # of the buckets that travel
+        self._handles: list[Any] = []  # of the buckets in flight
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite each tensor in place by its mean over all ranks, the same to the bit on every rank.
+        """Overwrite each tensor in place by its mean over all ranks, bitwise identical on every rank.
 
         Collective. See `SharedMemoryTransport.average`.
         """
@@ -87,7 +87,7 @@ class GroupTransport:
         self.write(tensors)
 
     def begin(self, signature: Signature) -> None:
-        """Begin to average a list whose tensors are still to arrive. Collective."""
+        """Start to average a list whose tensors have not arrived yet. Collective."""
         if not self._is_open:
             raise NanoError(error_message("averaging after the run", "the transport is closed", "Start another run"))
         if self._has_begun:
@@ -103,7 +103,7 @@ class GroupTransport:
 
     @torch.no_grad()
     def add(self, index: int, tensor: torch.Tensor) -> None:
-        """Take a tensor of the list, each once, and send what is complete."""
+        """Add a tensor of the list, each exactly once, and send complete buckets."""
         self._tensors[index] = tensor
         for number in self._plan.buckets_of[index]:
             self._missing[number] -= 1
@@ -113,7 +113,7 @@ class GroupTransport:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the means. A bucket in which a tensor is missing is sent, too: the other ranks wait for it."""
+        """Wait for the means. Buckets with missing tensors are sent as well: the other ranks wait for them."""
         while len(self._handles) < len(self._buckets):
             self._send()
         for work, bucket in zip(self._handles, self._buckets, strict=True):
@@ -124,18 +124,18 @@ class GroupTransport:
 
     @torch.no_grad()
     def write(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the means of a list that `finish` has ended to `tensors`, which have its shapes."""
+        """Copy the means of a finished list to `tensors`, which have the same shapes."""
         for places in self._places:
             places.empty(tensors)
 
     def leave(self) -> None:
-        """Announce nothing: the ranks of several hosts find out by the timeout, or by their launcher."""
+        """Do nothing: ranks on several hosts detect it by the timeout or by their launcher."""
 
     def close(self) -> None:
-        """Give back all memory, and the group.
+        """Release all memory, and the group.
 
-        A group of gloo that is collected as garbage in a forked process, such as a loader's worker, ends that process:
-        it joins threads that are not there.
+        If a gloo group is garbage-collected in a forked process, such as a loader's worker, it ends that process,
+        because it joins threads that do not exist there.
         """
         self._memory, self._buckets, self._places, self._handles = [], [], [], []
         self._group, self._is_open = None, False
@@ -160,22 +160,22 @@ class Overlap:
     Parameters
     ----------
     transport : GroupTransport or None
-        Carries them; without one, nothing overlaps.
+        Sends them; None disables the overlap.
     """
 
     def __init__(self, transport: GroupTransport | None) -> None:
         self._transport: Any = transport
-        self._parameters: dict[int, torch.Tensor] = {}  # by their ids, in the order in which they are averaged
-        self._places: dict[int, int] = {}  # likewise
+        self._parameters: dict[int, torch.Tensor] = {}  # by id, in the order in which they are averaged
+        self._places: dict[int, int] = {}  # the positions in this order, by id
         self._signature: Signature = ((), ())
         self._has_begun = self._is_spoiled = False
-        self._sent: dict[int, tuple[torch.Tensor, int]] = {}  # gradients and their versions then, by parameter
+        self._sent: dict[int, tuple[torch.Tensor, int]] = {}  # gradients and their versions when sent, by parameter
         self._useful = self._useless = 0
 
     def expect(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Note which parameters will probably have a gradient in the next backward; none: do not overlap it.
+        """Record the parameters expected to have a gradient in the next backward; none disables its overlap.
 
-        Called with the same ones on all ranks, in the order in which they are averaged.
+        Must be called with the same parameters on all ranks, in the order in which they are averaged.
         """
         if self._transport is None:
             return
@@ -188,9 +188,9 @@ class Overlap:
             )
 
     def start(self, *, allowed: bool) -> None:
-        """Note that a backward begins, which may be overlapped."""
+        """Record the start of a backward, which may be overlapped."""
         if self._has_begun:
-            self._is_spoiled = True  # by a backward that did not end
+            self._is_spoiled = True  # by a backward that did not finish
         elif allowed and self._parameters:
             self._begin()
 
@@ -212,7 +212,7 @@ class Overlap:
 
     @property
     def state(self) -> int:
-        """What to tell the other ranks: NONE, WHOLE or SPOILED."""
+        """The status to send to the other ranks: NONE, WHOLE or SPOILED."""
         if not self._has_begun:
             return NONE
         sent = {key: gradient for key, (gradient, then) in self._sent.items() if version(gradient) == then}
@@ -220,12 +220,12 @@ class Overlap:
         return SPOILED if self._is_spoiled or not (are_as_sent and sent.keys() == self._parameters.keys()) else WHOLE
 
     def finish(self, states: Sequence[int]) -> Collection[int]:
-        """End the averaging if any rank has begun one; return the ids of what has its mean now. Collective.
+        """Finish the averaging if any rank has started one; return the ids of averaged parameters. Collective.
 
         Parameters
         ----------
         states : sequence of int
-            Those of all ranks.
+            The states of all ranks.
         """
         if not any(states):
             return ()
@@ -237,7 +237,7 @@ class Overlap:
             pairs = ((parameter, self._sent[key][0]) for key, parameter in self._parameters.items())
             self._transport.write([in_memory_order(*pair) for pair in pairs])
         else:
-            self._parameters = {}  # `expect` looks at shapes and dtypes again
+            self._parameters = {}  # makes `expect` read shapes and dtypes again
         self._has_begun, self._sent, self._is_spoiled = False, {}, False
         self._useful, self._useless = self._useful + is_mean, self._useless + (not is_mean)
         return self._parameters.keys()

@@ -1,4 +1,4 @@
-"""Checksums of parameters, by which ranks notice that their parameters are no longer equal."""
+"""Checksums of parameters, by which ranks detect that their parameters are no longer equal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from nano_loop.errors import NanoWorkerError, error_message
 Pair = tuple[float, float]
 
 EVERY = 100  # averagings between two checks: reading all parameters then costs less than 0.1% of the time
-FIRST = 10  # averagings before the third check, for runs that are shorter
-_TOLERANCE = 1e-4  # of a norm; ranks with other numbers of threads round differently, 1e-7 per step
+FIRST = 10  # averagings before the third check, for shorter runs
+_TOLERANCE = 1e-4  # of a norm; ranks with different numbers of threads round differently, by 1e-7 per step
 
-_ULPS = 4  # of a norm in bf16: rounding errors of all elements add up in a sum like their square root
-_OF_SUM = 1e-6  # of a sum, which ranks with other numbers of threads add up in another order
+_ULPS = 4  # of a norm in bf16: rounding errors of a sum grow with the square root of the number of elements
+_OF_SUM = 1e-6  # of a sum, which ranks with different numbers of threads add in a different order
 
 _ADVICE = (
     "Change parameters in the same way on every rank: load a checkpoint on all of them, take decisions that depend on "
@@ -30,7 +30,7 @@ _ADVICE = (
 
 
 def is_due(averagings: int) -> bool:
-    """Whether the parameters are compared at this averaging: by then, calls and a first step may have parted them."""
+    """Whether the parameters are compared at this averaging: calls or a first step may have made them differ."""
     return averagings in (0, 1, FIRST) or averagings % EVERY == 0
 
 
@@ -41,7 +41,7 @@ def checksums(parameters: Iterable[torch.Tensor | None]) -> list[Pair]:
 
 
 def sum_and_norm(tensor: torch.Tensor | None) -> Pair:
-    """Return the sum of all elements and their norm; those of a tensor that is missing or empty are 0."""
+    """Return the sum and the norm of all elements; 0 for a missing or empty tensor."""
     if tensor is None or not tensor.numel():
         return 0.0, 0.0
     values = tensor.detach()
@@ -54,15 +54,15 @@ def sum_and_norm(tensor: torch.Tensor | None) -> Pair:
     elif not values.is_floating_point() or values.dtype.itemsize == 1:
         try:
             values = values.double()
-        except RuntimeError:  # of bits, integers of less than 8 bits, and float4, which torch does not convert
+        except RuntimeError:  # bits, integers below 8 bits, and float4, which torch cannot convert
             values = raw_tensor(resolved(values)).double()
-    # In fp32 they are 15 times as fast as in float64, which torch converts to first.
+    # Sums in fp32 are 15 times as fast as in float64, to which torch first converts.
     dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
     return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
 
 
 def gradient_checksum(parameters: Sequence[torch.Tensor]) -> Pair:
-    """Return a sum and a norm of the gradients of `parameters`, each of which counts with another factor."""
+    """Return a sum and a norm of the gradients of `parameters`, each weighted by a different factor."""
     total = norm = 0.0
     for factor, parameter in enumerate(parameters, start=1):
         sum_, length = sum_and_norm(parameter.grad)
@@ -71,12 +71,12 @@ def gradient_checksum(parameters: Sequence[torch.Tensor]) -> Pair:
 
 
 def first_unequal(gathered: Sequence[Sequence[Pair]], named: Sequence[Named]) -> tuple[str, int, str] | None:
-    """Return the first tensor that is not equal on all ranks: its name, a rank that has another, and how it differs.
+    """Return the first tensor that is not equal on all ranks: its name, a differing rank, and the difference.
 
     Parameters
     ----------
     gathered : sequence of list
-        What `checksums` returned, by rank.
+        The results of `checksums`, by rank.
     named : sequence of (str, torch.Tensor)
         The tensors in the same order, with their names.
     """
@@ -99,9 +99,9 @@ def refuse_unequal(gathered: Sequence[Sequence[Pair]], parameters: Sequence[Name
 
 
 def are_equal(one: Pair, other: Pair, dtype: torch.dtype) -> bool:
-    """Whether two sums and norms differ by no more than rounding does; NaN equals NaN."""
+    """Whether two sums and norms are equal up to rounding; NaN equals NaN."""
     rounds = dtype.is_floating_point or dtype.is_complex
-    # torch does not train in 8 bits or less: what has them was rounded from a wider dtype.
+    # torch does not train in 8 bits or less: such tensors were rounded from a wider dtype.
     wide = dtype if dtype.itemsize > 1 else torch.bfloat16
     relative = max(_TOLERANCE, _ULPS * torch.finfo(wide).eps) if rounds else 0.0
     bound = relative * max(one[1], other[1]) + _OF_SUM * abs(one[0]) * rounds

@@ -1,7 +1,7 @@
-"""Gradients on their way to the other ranks, in the order of their parameters' memory, and on their way back.
+"""Conversion of gradients to the tensors that are averaged, in the order of their parameters' memory, and back.
 
-They are averaged before the program clips them: a mean that is clipped in place stays, and one that it replaces by a
-clipped one, too (`AveragedGradients.replaced`).
+They are averaged before the program clips them: a mean that is clipped in place is kept, and so is a clipped tensor
+that replaces it (`AveragedGradients.replaced`).
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import torch
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.patching.objects.optimizers import is_dense, laid_out_as
 
-#: What arrived for a parameter since the last averaging.
+#: What has arrived for a parameter since the last averaging.
 NOTHING, DENSE, SPARSE = range(3)
 
 
 def kind_of(gradient: torch.Tensor | None) -> int:
-    """Say what `gradient` is to the other ranks: NOTHING, DENSE or SPARSE."""
+    """Return the kind of `gradient` for the other ranks: NOTHING, DENSE or SPARSE."""
     if gradient is None:
         return NOTHING
     return DENSE if gradient.layout is torch.strided else SPARSE
 
 
 def are_all_dense(arrived: Sequence[bytes]) -> bool:
-    """Whether all parameters, which may be thousands, have a dense gradient on all ranks."""
+    """Whether all parameters, possibly thousands, have a dense gradient on all ranks."""
     return all(kinds.count(DENSE) == len(kinds) for kinds in arrived)
 
 
 def by_kind(parameters: list[torch.Tensor], arrived: Sequence[bytes]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the parameters with a dense gradient on any rank, and those with sparse ones alone.
+    """Return the parameters with a dense gradient on any rank, and those with only sparse gradients.
 
     Parameters
     ----------
     parameters : list of torch.Tensor
         All of them, in the same order on every rank.
     arrived : sequence of bytes
-        The `kind_of` each gradient in that order, by rank.
+        The `kind_of` each gradient in this order, by rank.
     """
     if are_all_dense(arrived):
         return parameters, []
@@ -52,19 +52,19 @@ def by_kind(parameters: list[torch.Tensor], arrived: Sequence[bytes]) -> tuple[l
 
 
 class DenseGradients:
-    """The gradients of some parameters as they are averaged, and where the means are put.
+    """The gradients of some parameters in the form in which they are averaged, and their destinations.
 
     Parameters
     ----------
     parameters : sequence of torch.Tensor
-        One without a gradient counts as one whose gradient is zero, and gets one.
+        Parameters without a gradient are treated as having a zero gradient, and get one.
 
     Attributes
     ----------
     tensors : list of torch.Tensor
-        One for each parameter that has elements, contiguous, in its dtype; a complex one as pairs of real numbers.
-        Those of contiguous parameters have their shape. Others are one-dimensional, in the order of the parameter's
-        memory, so that they fit the other ranks'.
+        One contiguous tensor of the parameter's dtype for each nonempty parameter, with complex ones as pairs of real
+        numbers. For contiguous parameters, it has their shape. Otherwise, it is one-dimensional, in the order of the
+        parameter's memory, to match the other ranks'.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -80,7 +80,7 @@ class DenseGradients:
             self.tensors = [tensor for tensor in self.tensors if tensor.numel()]
 
     def put_back(self) -> None:
-        """Make the means of copies the parameters' gradients; all others have been averaged where they lie."""
+        """Set the parameters' gradients to the means of copies; all other gradients have been averaged in place."""
         for parameter, mean in self._copies:
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided or _overlaps(gradient):
@@ -96,38 +96,38 @@ class AveragedGradients:
     """The gradients that are means over the ranks. They are not kept alive."""
 
     def __init__(self) -> None:
-        self._means: dict[int, weakref.ref[Any]] = {}  # of their memory, by the id of a parameter
+        self._means: dict[int, weakref.ref[Any]] = {}  # of their memory, by parameter id
 
     def note(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Note that the gradients of `parameters` are the same on all ranks now."""
+        """Record that the gradients of `parameters` are currently the same on all ranks."""
         for parameter in parameters:
             if parameter.grad is not None:
                 self._means[id(parameter)] = weakref.ref(_memory_of(parameter.grad))
 
     def keep(self, ids: set[int]) -> None:
-        """Forget what is known of all parameters but some, by their ids: others may come to have the same."""
+        """Forget all parameters except those with these ids, because ids may be reused."""
         self._means = {key: mean for key, mean in self._means.items() if key in ids}
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradients of a parameter were ever averaged."""
+        """Whether a gradient of a parameter was ever averaged."""
         return id(parameter) in self._means
 
     def replaced(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters whose mean the loop has replaced, such as by a sum of clipped gradients."""
+        """Return the parameters whose mean the loop has replaced, for example by a sum of clipped gradients."""
         pairs = [(one, self._means.get(id(one), lambda: None)) for one in parameters]
         return [one for one, mean in pairs if one.grad is not None and mean() is not _memory_of(one.grad)]
 
 
 def _memory_of(gradient: torch.Tensor) -> Any:
-    """Return what says whether a gradient is the same: `torch.utils.swap_tensors` refuses weak references to it."""
+    """Return an object that identifies a gradient: `torch.utils.swap_tensors` rejects weak references to it."""
     return gradient.untyped_storage() if gradient.layout is torch.strided else gradient
 
 
 class _Mean(torch.autograd.Function):
     """A gradient with the value of the mean and the graph of this rank's own gradient.
 
-    A loss made of averaged gradients (``backward(create_graph=True)``) gives each rank its own part of the second
-    derivative in this way, and the mean of the parts, which the next averaging makes, is the derivative of the mean.
+    This way, a loss computed from averaged gradients (``backward(create_graph=True)``) gives each rank its own part of
+    the second derivative, and the mean of the parts, computed by the next averaging, is the derivative of the mean.
     """
 
     @staticmethod
@@ -141,7 +141,7 @@ class _Mean(torch.autograd.Function):
 
 
 def is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a gradient may be averaged where it lies: in the parameter's dtype and in the order of its memory."""
+    """Whether a gradient can be averaged in place: it has the parameter's dtype and memory order."""
     if gradient.layout is not torch.strided or gradient.requires_grad or gradient.dtype is not parameter.dtype:
         return False
     if gradient.is_neg() or gradient.is_conj():
@@ -152,7 +152,7 @@ def is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def in_memory_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a plain gradient as it travels, contiguous: the elements as they lie, and complex ones as pairs."""
+    """Return a plain gradient as it is sent: contiguous, with elements in memory order and complex ones as pairs."""
     elements = gradient if parameter.is_contiguous() else gradient.as_strided((gradient.numel(),), (1,))
     return torch.view_as_real(elements) if elements.is_complex() else elements
 
@@ -169,12 +169,12 @@ def _overlaps(gradient: torch.Tensor) -> bool:
 
 
 def average_sparse(parameters: Sequence[torch.Tensor], ranks: Ranks) -> None:
-    """Give every parameter the mean of all ranks' sparse gradients, coalesced. Collective.
+    """Set the gradient of every parameter to the coalesced mean of all ranks' sparse gradients. Collective.
 
     Parameters
     ----------
     parameters : sequence of torch.Tensor
-        The same ones on every rank. Each has a sparse gradient or none, and on some rank it has one.
+        The same parameters on every rank. Each has a sparse gradient or none, and at least one rank has one.
     ranks : Ranks
         The processes.
     """
@@ -186,5 +186,5 @@ def average_sparse(parameters: Sequence[torch.Tensor], ranks: Ranks) -> None:
         parts = [gradient for gradient in by_rank if gradient is not None]
         indices = torch.cat([gradient.indices() for gradient in parts], dim=1)
         values = torch.cat([gradient.values() for gradient in parts]) / ranks.size
-        # Every rank adds the same numbers up in the same order.
+        # Every rank adds the same values in the same order.
         parameter.grad = torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()

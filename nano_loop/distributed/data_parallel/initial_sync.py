@@ -1,4 +1,4 @@
-"""Gives all ranks rank 0's values, after checking that all hold the same tensors."""
+"""Copies rank 0's values to all ranks, after checking that all have the same tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Named = tuple[str, torch.Tensor]
 
 
 def named_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Named]:
-    """Yield the parameters of models, then what optimizers hold besides, each once.
+    """Yield the parameters of models, then other tensors of optimizers, each once.
 
-    The order follows from how the models and optimizers are built, so it is the same on every rank.
+    The order depends only on how the models and optimizers are built, so it is the same on every rank.
     """
     of_models = ((_name(model, name), parameter) for model in models for name, parameter in named_parameters_of(model))
     yield from _each_once(itertools.chain(of_models, _of_optimizers(optimizers)))
@@ -34,7 +34,7 @@ def named_buffers(models: Sequence[nn.Module]) -> Iterator[Named]:
 
 
 def _name(model: nn.Module, name: str) -> str:
-    # A traced model has another class, until it has travelled.
+    # A traced model has another class until it is unpickled.
     kind = GraphModule if isinstance(model, GraphModule) else type(model)
     owner = model.original_name if isinstance(model, torch.jit.ScriptModule) else kind.__name__
     return f"{owner}.{name}"
@@ -63,15 +63,15 @@ def make_equal(ranks: Ranks, named: Sequence[Named], more: Sequence[str] = ()) -
     ranks : Ranks
         The processes.
     named : sequence of (str, torch.Tensor)
-        Of any dtypes and strides; they stay the same objects.
+        Tensors of any dtypes and strides; they stay the same objects.
     more : sequence of str
-        What else has to be the same on every rank, in words.
+        Descriptions of other things that must be the same on every rank.
 
     Raises
     ------
     NanoError
-        On every rank, if names, shapes, dtypes or strides of the tensors, or `more`, differ between ranks; the
-        message names the first difference. Also if a tensor has no shape or no memory yet.
+        On every rank, if names, shapes, dtypes or strides of the tensors, or `more`, differ between ranks; the message
+        names the first difference. Also if a tensor has no shape or memory yet.
     """
     _refuse_without_values(named)
     _refuse_difference(ranks.gather([*(_signature(name, tensor) for name, tensor in named), *more]))
@@ -96,12 +96,12 @@ def _refuse_without_values(named: Sequence[Named]) -> None:
 
 
 def _is_raw(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor are all of it. A quantized one also has scales."""
+    """Whether a tensor consists of its bytes only. A quantized tensor also has scales."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _signature(name: str, tensor: torch.Tensor) -> str:
-    # Strides count: gradients are averaged in the order of the parameters' memory.
+    # Strides must match, because gradients are averaged in the order of the parameters' memory.
     strides = f", strides {tensor.stride()}" if tensor.layout is torch.strided else f", {tensor.layout}"
     return f"{name}, {tensor.dtype} of shape {tuple(tensor.shape)}{strides}"
 
@@ -116,6 +116,6 @@ def _refuse_difference(signatures: list[list[str]]) -> None:
 
 
 def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of an expanded tensor that lies in memory once; it cannot be written to as a whole."""
+    """Return the part of an expanded tensor without repeated memory, because it cannot be written to as a whole."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.detach()[tuple(slice(0, 1) if stride == 0 and size else slice(None) for size, stride in sizes)]

@@ -1,4 +1,4 @@
-"""Which parameters are averaged: those of the models and optimizers that were set up, as they are at the moment."""
+"""The parameters to average: the current ones of the models and optimizers that were set up."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from nano_loop.patching.torch_private_autograd import forget_empty_hooks, has_ac
 class Parameters:
     """The parameters of some models and optimizers, in an order that is the same on every rank.
 
-    Each has a hook that is called when its gradient arrives; frozen ones too, since they may be thawed. What the loop
-    adds to a model or an optimizer is found at the next `refresh`. Models and optimizers are kept until
-    `forget_dropped`, so that all ranks average the same, whenever their garbage is collected.
+    Each has a hook that is called when its gradient arrives, including frozen parameters, which may be unfrozen.
+    Parameters that the loop adds to a model or optimizer are found at the next `refresh`. Models and optimizers are
+    kept until `forget_dropped`, so that all ranks average the same ones, independently of garbage collection.
 
     Parameters
     ----------
     arrived : callable
-        Is given a parameter each time its gradient has been accumulated, inside the backward.
+        Called with a parameter each time its gradient has been accumulated, inside the backward.
 
     Attributes
     ----------
     models, optimizers : list
-        What was added.
+        The added models and optimizers.
     in_order : list of torch.Tensor
         The parameters that may get gradients.
     added_parameters : list of (str, torch.Tensor)
-        What the loop has added and ranks may differ in: parameters, and the buffers of modules.
+        Parameters, and buffers of modules, that the loop has added and that may differ between ranks.
     """
 
     def __init__(self, arrived: Callable[[torch.Tensor], None]) -> None:
@@ -53,9 +53,9 @@ class Parameters:
         self.in_order: list[torch.Tensor] = []
         self._arrived = arrived
         self.added_parameters: list[Named] = []
-        # By the ids of parameters: `torch.utils.swap_tensors` refuses what has a weak reference.
-        self._watched: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}  # with the hooks
-        self._equal: dict[int, torch.Tensor] = {}  # whose values are equal on all ranks
+        # Keyed by parameter id: `torch.utils.swap_tensors` rejects tensors with weak references.
+        self._watched: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}  # with their hooks
+        self._equal: dict[int, torch.Tensor] = {}  # tensors whose values are equal on all ranks
         self._equal_modules: Any = WeakIdKeyDictionary()
         self._stale = False
         self._held = 0
@@ -72,19 +72,19 @@ class Parameters:
         return [(name, one) for name, one in numbers if not one.is_inference()]
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        """Take in models and optimizers whose tensors are equal on all ranks."""
+        """Add models and optimizers whose tensors are equal on all ranks."""
         self.models += [model for model in models if all(model is not known for known in self.models)]
         self.optimizers += [one for one in optimizers if all(one is not optimizer for optimizer in self.optimizers)]
         self._note_equal(models, optimizers)
         self._look()
 
     def forget_dropped(self, gather: Callable[[list[bool]], list[list[bool]]]) -> None:
-        """Forget the models and optimizers that the loop has dropped, on any rank. Collective.
+        """Forget models and optimizers that the loop has dropped on any rank. Collective.
 
         Parameters
         ----------
         gather : callable
-            Takes whether each of them is left, and returns that of all ranks.
+            Accepts a list of whether each of them still exists, and returns the lists of all ranks.
         """
         references: list[weakref.ref[Any]] = [*map(weakref.ref, self.models), *map(weakref.ref, self.optimizers)]
         if not references:
@@ -98,22 +98,22 @@ class Parameters:
         self._look()
 
     def refresh(self, looks_at_hooks: bool = False) -> None:
-        """Find what the loop has added and removed since the last time, or swapped, if hooks are looked at."""
+        """Find additions, removals and, if `looks_at_hooks`, swapped tensors since the last call."""
         are_hooked = not looks_at_hooks or all(starmap(has_accumulation_hook, self._watched.values()))
         if self._stale or self._held != self._count() or not are_hooked:
             self._look()
 
     def are_equal(self) -> None:
-        """Take it that all ranks have the same values now."""
+        """Assume that all ranks have the same values now."""
         self._note_equal(self.models, self.optimizers)
         self.added_parameters = []
 
     def close(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for key in [*self._watched]:
             self._unwatch(key)
         self._undoing.close()
-        # The hook belongs to the averaging, which has this: a cycle that would keep the models.
+        # The averaging owns the hook and this object: the cycle would keep the models alive.
         self.models, self.optimizers, self.in_order, self.added_parameters, self._equal = [], [], [], [], {}
 
     def _something_registered(self, *_: object) -> None:
@@ -156,15 +156,15 @@ class Parameters:
 
 
 def _living(references: Sequence[weakref.ref[Any]], are_left: Sequence[bool]) -> list[Any]:
-    """Return the objects that are there, but for those that another rank has dropped."""
+    """Return the objects that still exist and that no other rank has dropped."""
     objects = [reference() for reference, is_left in zip(references, are_left, strict=True) if is_left]
     return [living for living in objects if living is not None]
 
 
 def _watch(parameter: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Register the hook. torch registers it only while a parameter requires a gradient, and keeps it afterwards."""
+    """Register the hook. torch only allows this while a parameter requires a gradient, but keeps it afterwards."""
     frozen = not parameter.requires_grad
-    with as_plain_tensors():  # a frozen weight in bf16 would be made fp32, to be trained
+    with as_plain_tensors():  # otherwise a frozen weight in bf16 would be converted to fp32 for training
         parameter.requires_grad_(True)
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         if frozen:

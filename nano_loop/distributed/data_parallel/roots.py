@@ -1,11 +1,11 @@
-"""Gradients and values at the roots of a backward, where ranks share a batch (``split_batches=True``).
+"""Gradients and values at the roots of a backward, if ranks share a batch (``split_batches=True``).
 
 A rank's loss is a mean over its share. So the gradient at the root is multiplied by the share's weight, and the mean of
-all ranks' gradients is that of the loss of the whole batch, whatever several backwards add up before it is averaged.
-Afterwards the root's value is the loss of the whole batch, too, on every rank.
+all ranks' gradients is the gradient of the whole batch's loss, no matter how many backwards are accumulated before the
+averaging. Afterwards, the root's value also becomes the loss of the whole batch on every rank.
 
-What `torch.autograd.grad` returns has no weight: it may be the gradient of an input, as for a gradient penalty. Where
-the loop makes gradients of parameters of it, they get the weight when they are averaged.
+The results of `torch.autograd.grad` are not weighted: they may be gradients of inputs, as for a gradient penalty. If
+the loop uses them as gradients of parameters, they are weighted when they are averaged.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ class WeightedRoots:
     Parameters
     ----------
     split : SplitBatches
-        What the rank knows of its share.
+        The state of this rank's share.
     comparison : Comparison
-        Of its gradients with those of whole batches.
+        The comparison of its gradients with those of whole batches.
     """
 
     def __init__(self, split: SplitBatches, comparison: Comparison) -> None:
         self._split = split
         self.comparison = comparison
-        self._roots: list[weakref.ref[torch.Tensor]] = []  # of the backward that runs, whose values are losses
+        self._roots: list[weakref.ref[torch.Tensor]] = []  # loss values of the current backward
         self._weight = 1.0
 
     def weighted(self) -> AbstractContextManager[None]:
-        """Return a context in which the backwards of the loop's thread begin with weighted gradients."""
+        """Return a context in which backwards of the loop's thread start with weighted gradients."""
         return roots_weighted(self._weigh)
 
     def values(self) -> tuple[float, ...]:
-        """Return what this rank adds to the values of the roots, whose mean over the ranks is that of the batch."""
+        """Return this rank's contributions to the roots' values, whose mean over the ranks is that of the batch."""
         return tuple(self._weight * float(root.detach()) for root in self._alive())
 
     def become_means(self, values: Sequence[tuple[float, ...]]) -> None:
-        """Give the roots their values, of what all ranks have returned by `values`, and forget them.
+        """Set the roots' values from the results of `values` on all ranks, and forget the roots.
 
-        A root gets new memory: what the graph has saved of it, and what the loop has read before, stays as it was.
+        A root gets new memory: values that the graph has saved, or that the loop has read before, do not change.
         """
         roots, self._roots = self._alive(), []
         if len({len(of_rank) for of_rank in values}) > 1 or (share := self._split.share) is None or share.is_whole:
@@ -62,7 +62,7 @@ class WeightedRoots:
             root.data = torch.full_like(root.detach(), mean)
 
     def scale(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Multiply gradients that the loop has computed itself by the weight of this rank's share."""
+        """Multiply gradients that the loop itself has computed by the weight of this rank's share."""
         weight = self._split.weight
         for parameter in parameters:
             if weight != 1 and parameter.grad is not None:
@@ -81,7 +81,7 @@ class WeightedRoots:
         is_one = isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge))
         roots = [tensors] if is_one else [*tensors]
         gradients = [*grad_tensors] if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(roots)
-        if weight == 1 or len(gradients) != len(roots):  # torch says so
+        if weight == 1 or len(gradients) != len(roots):  # torch raises the error
             return grad_tensors
         return [_weighted(root, gradient, weight) for root, gradient in zip(roots, gradients, strict=True)]
 
@@ -90,6 +90,6 @@ def _weighted(root: Any, gradient: torch.Tensor | None, weight: float) -> torch.
     if gradient is not None:
         return gradient * weight
     if isinstance(root, torch.Tensor):
-        return torch.full_like(root, weight) if root.numel() == 1 else None  # torch asks for one
+        return torch.full_like(root, weight) if root.numel() == 1 else None  # otherwise torch raises
     got, expected = "a backward from a GradientEdge without a gradient", "with split_batches it gets a weight"
     raise NanoError(error_message(got, expected, "Pass grad_tensors, such as torch.ones(())"))

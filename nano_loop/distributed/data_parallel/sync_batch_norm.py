@@ -1,7 +1,7 @@
-"""Batch norm over the batch of all ranks: `nn.SyncBatchNorm`, and every batch norm of a run that splits its batches.
+"""Batch norm over the batch of all ranks: `nn.SyncBatchNorm`, and any batch norm of a run that splits its batches.
 
-A layer exchanges once in each direction: the ranks' sums and squared differences in the forward, and two sums of
-gradients in the backward. The ranks add up the same numbers in the same order, so they have the same bits.
+A layer communicates once in each direction: the ranks' sums and squared differences in the forward, and two sums of
+gradients in the backward. The ranks add the same values in the same order, so the results are bitwise identical.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from nano_loop.patching.torch_private_compiler import never_compiled, outside_gr
 
 @contextmanager
 def norms_over_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """Let batch norms in train mode compute over the batch of all ranks in the body.
+    """In the body, let batch norms in train mode compute over the batch of all ranks.
 
-    `nn.SyncBatchNorm` always does, which torch refuses on a CPU. Where ranks share each batch, all do: also
-    `functional.batch_norm` that a module of the program calls.
+    `nn.SyncBatchNorm` always does, which torch does not support on CPUs. If ranks share each batch, all batch norms do,
+    including calls of `functional.batch_norm` by a module of the program.
     """
     with replaced(nn.SyncBatchNorm, "forward", functools.partial(_synchronized, ranks)):
         if ranks.context.split is None:
@@ -46,7 +46,7 @@ def _synchronized(ranks: Ranks, original: Callable[..., Tensor]) -> Callable[...
     def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
         if not self.training or input.device.type != "cpu" or not distributed.is_initialized():
             return original(self, input)
-        if ranks.context.split is not None:  # then it is as any other
+        if ranks.context.split is not None:  # then it is handled like other batch norms
             return super(nn.SyncBatchNorm, self).forward(input)
         factor, tracks = self.momentum or 0.0, self.track_running_stats
         if tracks and self.num_batches_tracked is not None:
@@ -82,16 +82,16 @@ def _over_split_batches(ranks: Ranks, original: Callable[..., Tensor]) -> Callab
 
 
 class _Batch:
-    """The batch of all ranks, or of a process group, in one call of a norm. Its numbers are known after `join`."""
+    """The batch of all ranks or of a process group in one call of a norm. Its numbers are known after `join`."""
 
     def __init__(self, ranks: Ranks, group: Any = None) -> None:
         self._ranks, self._group = ranks, group
         self._mode = "" if torch.is_grad_enabled() else " under no_grad"
-        self.count = self.distinct = 0.0  # values of a channel, and without those that are the same on all ranks
+        self.count = self.distinct = 0.0  # values per channel, with and without duplicates on other ranks
         self.mean = self.variance = torch.empty(0)
 
     def join(self, count: float, sums: Tensor, squares: Tensor) -> float:
-        """Make sums, and squared differences from the mean, those of the batch; see `Exchange`. Collective."""
+        """Replace sums and squared differences from the mean by the batch's; see `Exchange`. Collective."""
         rows = self._gathered(torch.cat([sums.new_tensor([count]), sums, squares]), "statistics")
         counts, by_rank, differences = rows[:, :1], rows[:, 1 : 1 + len(sums)], rows[:, 1 + len(sums) :]
         self.count = float(counts.sum())
@@ -100,13 +100,13 @@ class _Batch:
         squares.copy_((differences + counts * apart.square()).sum(0))
         sums.copy_(self.mean * self.count)
         self.variance = squares / self.count
-        # A batch that no loader has split is the same on all ranks.
+        # A batch that was not split by a loader is the same on all ranks.
         is_split = self._ranks.context.split is None or not rows.eq(rows[0]).all()
         self.distinct = self.count if is_split else count
         return self.count
 
     def add(self, count: float, sums: Tensor, products: Tensor) -> float:
-        """Make sums of gradients, and of their products, those of the batch; see `Exchange`. Collective."""
+        """Replace sums of gradients and of their products by the batch's; see `Exchange`. Collective."""
         for own, total in zip((sums, products), self.total(torch.stack([sums, products])), strict=True):
             own.copy_(total)
         return self.count
@@ -119,7 +119,7 @@ class _Batch:
         """Return the tensors of all ranks, stacked."""
         if self._group is not None:
             return gathered(self._ranks, own, self._group)
-        # Ranks that part find out by the name of what they exchange.
+        # Ranks that diverge detect it by this name.
         what = f"{BATCH_NORM}{self._mode}, {what} of {own.numel()} numbers"
         rows = self._ranks.channel.exchange(raw_bytes(own.contiguous()), what)
         return torch.stack([torch.frombuffer(row, dtype=own.dtype).view(own.shape) for row in rows])
@@ -128,9 +128,9 @@ class _Batch:
 def _normalized(
     batch: _Batch, x: Tensor, running: Any, weight: Tensor | None, bias: Tensor | None, momentum: float, eps: float
 ) -> Tensor:
-    """Normalise by the statistics of a batch, which the running ones take in."""
+    """Normalize by the statistics of a batch, and update the running statistics."""
     output: Tensor = _Normalized.apply(x, weight, bias, eps, batch)  # type: ignore[no-untyped-call]
-    if batch.count == 1:  # torch has the same error
+    if batch.count == 1:  # the same error as torch
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
     unbiased = batch.variance * (batch.distinct / max(batch.distinct - 1, 1))
     with torch.no_grad():
@@ -141,9 +141,9 @@ def _normalized(
 
 
 class _Normalized(torch.autograd.Function):
-    """Batch norm by the statistics of all ranks' rows. Each rank's gradient is that of all ranks' losses.
+    """Batch norm by the statistics of all ranks' rows. Each rank's gradient is that of the sum of all ranks' losses.
 
-    Where there is no C function, operators of torch compute the same.
+    If no C function supports it, torch operators compute the same.
     """
 
     @staticmethod
@@ -172,7 +172,7 @@ class _Normalized(torch.autograd.Function):
             if results is not None:
                 return *results, None, None
         wide, own = x.to(mean.dtype), gradient.to(mean.dtype)
-        if is_differentiated:  # through the statistics, too
+        if is_differentiated:  # including through the statistics
             mean = _RankSum.apply(_sum(wide), batch) / batch.count  # type: ignore[no-untyped-call]
             squares = _sum((wide - _by_channel(mean, wide)).square())
             inverse = (_RankSum.apply(squares, batch) / batch.count + ctx.eps).rsqrt()  # type: ignore[no-untyped-call]
@@ -187,11 +187,11 @@ class _Normalized(torch.autograd.Function):
 
 
 class _RankSum(torch.autograd.Function):
-    """The sum over ranks. Each rank's gradient is that of all ranks' losses."""
+    """The sum over ranks. Each rank's gradient is that of the sum of all ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, batch: _Batch) -> Tensor:
-        ctx.batch = batch  # undefined gradients are zeros here: each rank calls the collective
+        ctx.batch = batch  # undefined gradients become zeros, because each rank must call the collective
         return batch.total(own)
 
     @staticmethod

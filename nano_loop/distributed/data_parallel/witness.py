@@ -1,11 +1,11 @@
-"""Whether shares of batches give the gradients of whole batches: the witness computes these, and rank 0 compares.
+"""Checks whether shares of batches give the gradients of whole batches, which a witness process computes.
 
-The witness is one more process, alone in its run, which begins in the same state. It runs the same function until each
-optimizer has stepped. After each backward it sends the losses, and its gradients in a file that rank 0 deletes before
-there is another.
+The witness is an additional process, alone in its run, which starts in the same state. It runs the same function until
+each optimizer has stepped. After each backward it sends the losses, and its gradients in a file that rank 0 deletes
+before the next one.
 
-At the first backward of a split batch the ranks learn by the losses whether these are means or sums over samples, and
-so what their shares weigh. The gradients then show whether that is all there is to it.
+At the first backward of a split batch, the ranks determine from the losses whether these are means or sums over
+samples, and thereby the weights of their shares. The gradients then show whether this is sufficient.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from nano_loop.patching.objects.optimizers import called_after_steps
 from nano_loop.patching.torch_private_autograd import in_backward
 
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16
-# Rounding changes the gradients of a deep network with ReLUs by 2% in fp32, and by as much as they are in bf16, but not
-# its loss, nor those of its last layer.
+# In fp32, rounding changes the gradients of a deep network with ReLUs by 2%, and in bf16 by as much as their norm, but
+# it changes neither the loss nor the gradients of the last layer.
 _SAME_LOSS, _SAME_SUM = 1e-5, 1e-7
 _UNDIVIDED = "random numbers that are not divided"
 _RULE = "with split_batches a loss has to be a mean, or a sum, over samples that do not depend on each other"
@@ -52,12 +52,12 @@ _WAYS = (
 
 
 class Witness(LoaderChange):
-    """What the witness notes and sends.
+    """Records and sends the witness's results.
 
     Parameters
     ----------
     report : callable
-        Sends to rank 0; see `nano_loop.distributed.launch.stream.Reporter.report`.
+        Sends a report to rank 0; see `nano_loop.distributed.launch.stream.Reporter.report`.
     """
 
     def __init__(self, report: Callable[..., object]) -> None:
@@ -65,13 +65,13 @@ class Witness(LoaderChange):
         self._place = os.getpid(), threading.get_ident()
         self._file = Path(tempfile.mkdtemp()) / "gradients"
         self._parameters = Parameters(lambda parameter: None)
-        self._stepped: dict[int, Optimizer] = {}  # by their ids
+        self._stepped: dict[int, Optimizer] = {}  # by id
         self._losses: list[float] = []
         self._sums: tuple[float, ...] = ()
-        self._states: list[Any] | None = None  # of random numbers, when the last batch came
+        self._states: list[Any] | None = None  # random states when the last batch arrived
         self._batches = 0
-        self._evaluates = False  # whether the latest batch is an evaluation's
-        self._draws: list[Any] = []  # shapes of random numbers since the last batch, with their orders
+        self._evaluates = False  # whether the latest batch belongs to an evaluation
+        self._draws: list[Any] = []  # shapes and orders of random draws since the last batch
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
         self._undoing.enter_context(roots_weighted(self._begin))
@@ -81,11 +81,11 @@ class Witness(LoaderChange):
         self._undoing.enter_context(drawing(self._note_draw, ALONE))
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        """Send the gradients of these too, from now on."""
+        """Also send the gradients of these from now on."""
         self._parameters.add(models, optimizers)
 
     def close(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self._undoing.close()
 
     @override
@@ -132,7 +132,7 @@ class Witness(LoaderChange):
             losses=self._losses,
             sums=self._sums,
             random_state=random_state(),
-            drawn=any(others),  # by what is not torch
+            drawn=any(others),  # by libraries other than torch
             draws=self._draws,
             batches=self._batches,
             file=str(self._file),
@@ -145,7 +145,7 @@ class Witness(LoaderChange):
             self._stepped[id(optimizer)] = optimizer
             if all(id(one) in self._stepped for one in self._parameters.optimizers):
                 self._report("finished")
-                os._exit(0)  # what it has started ends with it
+                os._exit(0)  # processes that it has started end with it
 
 
 class Comparison:
@@ -154,20 +154,20 @@ class Comparison:
     Parameters
     ----------
     ranks : Ranks
-        The processes. The first has the witness, if there is one.
+        The processes. The first has the witness, if any.
     split : SplitBatches
-        What this rank knows of its share.
+        The state of this rank's share.
     is_rounded : bool
         Whether tensors are bf16.
 
     Attributes
     ----------
     why_not : str
-        Why gradients are not compared.
+        The reason why gradients are not compared.
     compared : int
-        At how many backwards they were.
+        The number of backwards in which they were compared.
     rounding : float
-        The largest difference that was taken for rounding, relative to the norm of all gradients.
+        The largest difference attributed to rounding, relative to the norm of all gradients.
     """
 
     def __init__(self, ranks: Ranks, split: SplitBatches, *, is_rounded: bool = False) -> None:
@@ -175,21 +175,21 @@ class Comparison:
         self._ranks = ranks
         self._witness = ranks.context.witness
         self._told: dict[str, Any] | None = None
-        self._stepped: dict[int, Optimizer] = {}  # by their ids
+        self._stepped: dict[int, Optimizer] = {}  # by id
         self._tolerance = _ROUNDED if is_rounded else _TOLERANCE
-        self._losses: list[float] = []  # of the batch
+        self._losses: list[float] = []  # of the whole batch
         self.compared, self.rounding = 0, 0.0
         self.why_not = "only local workers have a witness"
         if self._witness is not None:
             self.why_not = "no backward came before the first step"
 
     def note_call(self) -> None:
-        """Take note of the precision in which a model is called."""
+        """Record the precision in which a model is called."""
         if torch.is_autocast_enabled("cpu"):
             self._tolerance = _ROUNDED
 
     def begin_backward(self, losses: Sequence[torch.Tensor]) -> None:
-        """Learn what the witness has computed in this backward; collective at the first one of a split batch."""
+        """Read the witness's results for this backward; collective at the first one of a split batch."""
         self._forget()
         told = None if self._witness is None else self._witness.next(self._ranks.check)
         if told is None:
@@ -205,11 +205,11 @@ class Comparison:
         self._told, self._losses = told, []
 
     def note_losses(self, losses: Sequence[float]) -> None:
-        """Take note of the losses of the batch, by all shares of it."""
+        """Record the losses of the batch, computed from all shares."""
         self._losses = [*losses]
 
     def drawn(self, number: int) -> Any:
-        """Return the shape, and the order, of what the witness draws as the n-th of this batch, if it says that."""
+        """Return the shape and order of the n-th random draw of the witness for this batch, if it reports them."""
         told = self._told
         if self._witness is not None and not in_backward():
             self._forget()
@@ -268,7 +268,7 @@ class Comparison:
             self._stop(self.why_not)
 
     def _forget(self) -> None:
-        """Let the witness go on."""
+        """Let the witness continue."""
         told, self._told = self._told, None
         if told is not None:
             Path(told["file"]).unlink(missing_ok=True)
@@ -281,14 +281,14 @@ class Comparison:
 
 
 def losses_among(tensors: Any) -> list[torch.Tensor]:
-    """Return the roots of a backward that are losses: numbers."""
+    """Return the roots of a backward that are losses, that is, scalars."""
     roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
     tensors = [root for root in roots if isinstance(root, torch.Tensor)]
     return [root for root in tensors if root.numel() == 1 and root.is_floating_point() and not root.is_leaf]
 
 
 def _are_parts(whole: Sequence[float], by_rank: Sequence[Sequence[float]]) -> bool:
-    """Whether batches with some sums are one batch's parts, of which ranks may have some whole."""
+    """Whether batches with these sums are parts of one batch, some of which a rank may have as a whole."""
     return {len(whole)} == {len(sums) for sums in by_rank} and all(
         any(math.isclose(total, one, rel_tol=_SAME_SUM, abs_tol=_SAME_SUM) for one in (sum(parts), max(parts)))
         for total, parts in zip(whole, zip(*by_rank, strict=True), strict=True)
@@ -296,7 +296,7 @@ def _are_parts(whole: Sequence[float], by_rank: Sequence[Sequence[float]]) -> bo
 
 
 def _are_sums(whole: Sequence[float], by_rank: Sequence[Sequence[float]], tolerance: float) -> bool:
-    """Whether losses of a whole batch are the sums of its parts' losses. Those that are zero are a mean."""
+    """Whether losses of a whole batch are sums of its parts' losses. If all are zero, they count as means."""
     if not any(whole) or {len(whole)} != {len(losses) for losses in by_rank}:
         return False
     totals = map(sum, zip(*by_rank, strict=True))
@@ -304,7 +304,7 @@ def _are_sums(whole: Sequence[float], by_rank: Sequence[Sequence[float]], tolera
 
 
 def _distance(gradient: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """Return the norm of the difference of two gradients; one that is missing is zero."""
+    """Return the norm of the difference of two gradients; a missing gradient is zero."""
     one, two = (None if part is None else part.to_dense() for part in (gradient, other))
     rest = one if two is None else (-two if one is None else one - two)
     if rest is None:

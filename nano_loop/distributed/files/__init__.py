@@ -1,1 +1,1 @@
-"""Private files of ranks other than 0: folders are real, and what a rank writes is its own until the run ends."""
+"""Private files of ranks other than 0: folders are real, but a rank's writes stay private until the run ends."""

@@ -1,4 +1,4 @@
-"""The folder of a run for what its workers write, made and deleted by rank 0; and the folders of caches."""
+"""The folder of a run for files written by workers, managed by rank 0; and the cache folders."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from nano_loop.distributed.files.original_os import original_os
 from nano_loop.storage.cache_folder import inductor_folder
 from nano_loop.storage.trusted_files import make_folder
 
-_LINK = "files"  # in the folder of the run, to this one
+_LINK = "files"  # in the folder of the run, pointing to this one
 
 
 @contextlib.contextmanager
 def workers_files(run: Path) -> Iterator[None]:
-    """Make a folder on disk for what workers write, which may be large, and delete it on leaving.
+    """Create a folder on disk for files written by workers, which may be large, and delete it on exit.
 
-    It lies in the folder of the run where others could replace it in that for temporary files.
+    It is in the folder of the run if other users could replace it in the folder for temporary files.
 
     Parameters
     ----------
@@ -37,42 +37,42 @@ def workers_files(run: Path) -> Iterator[None]:
 
 
 def place_of(run: Path) -> str:
-    """Return the folder that `workers_files` has made for a run."""
+    """Return the folder that `workers_files` has created for a run."""
     return os.readlink(run / _LINK)
 
 
 def began(run: Path) -> int:
-    """Return when `workers_files` has made it, in ns by the clock of the file systems."""
+    """Return the time when `workers_files` created it, in ns by the file system clock."""
     return (run / _LINK).lstat().st_ctime_ns
 
 
 def folders_of(run: Path) -> list[str]:
-    """Return the folders of a run, whose files are no rank's own."""
+    """Return the folders of a run, whose files all ranks share."""
     folders = [place_of(run), os.path.realpath(run)]
     return [*folders, *map(_being_deleted, folders)]
 
 
 def discard_workers_files(run: Path, prefix: str) -> None:
-    """Delete the folder that `workers_files` has made for a run of a process that was killed.
+    """Delete the folder that `workers_files` created for a run of a killed process.
 
     Parameters
     ----------
     run : Path
         The private folder of the run.
     prefix : str
-        What the name of the other one begins with, if it is such a folder.
+        The prefix of the folder's name, to verify that it is such a folder.
     """
-    with contextlib.suppress(OSError):  # it has none
+    with contextlib.suppress(OSError):  # there is none
         place = Path(place_of(run))
         if place.name.startswith(prefix):
             discard(place)
 
 
 def discard(folder: str | Path) -> None:
-    """Delete a folder, also one in which a process is still writing, or that a killed process was deleting."""
+    """Delete a folder, even if a process is still writing to it, or a killed process was deleting it."""
     gone = _being_deleted(folder)
     with contextlib.suppress(FileNotFoundError):
-        original_os.rename(folder, gone)  # from now on nothing can be put into it by its path
+        original_os.rename(folder, gone)  # from now on, its path cannot be used to add files
     shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -80,9 +80,9 @@ def _being_deleted(folder: str | Path) -> str:
     return f"{folder}.gone"
 
 
-# --- cache folders, which several programs may write at the same time: workers use the caller's ---
+# # --- cache folders, which several programs may write concurrently: workers use the caller's ---
 
-# Of compilers, of downloads and of fonts.
+# For compilers, downloads and fonts.
 _VARIABLES = (
     *("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TORCH_EXTENSIONS_DIR"),
     *("TORCH_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"),
@@ -94,7 +94,7 @@ _AT_HOME = ("~/.cache", "~/.triton", "~/.config/matplotlib")
 def cache_folders() -> list[str]:
     """Return the cache folders of this process, without symbolic links in their paths.
 
-    One that holds the working folder or the folder for temporary files is left out: the loop's own files lie there.
+    Folders that contain the working folder or the temporary folder are omitted: the loop's own files are there.
     """
     place = working_folder()
     others = [os.path.realpath(folder) for folder in (place, tempfile.gettempdir()) if folder is not None]
@@ -105,12 +105,12 @@ def cache_folders() -> list[str]:
 
 @contextlib.contextmanager
 def cache_folders_made() -> Iterator[list[str]]:
-    """Make the missing cache folders, as Landlock knows only what exists; on leaving, remove those that are empty.
+    """Create the missing cache folders, because Landlock requires that they exist; on exit, remove the empty ones.
 
     Yields
     ------
     list of str
-        The paths of what was made, each behind the folder that it lies in.
+        The created paths, parents first.
     """
     made: list[str] = []
 
@@ -121,18 +121,18 @@ def cache_folders_made() -> Iterator[list[str]]:
             made.append(folder)
 
     for folder in cache_folders():
-        with contextlib.suppress(OSError):  # it cannot be made
+        with contextlib.suppress(OSError):  # it cannot be created
             make(folder)
     try:
         yield made
     finally:
         for folder in reversed(made):
-            with contextlib.suppress(OSError):  # somebody uses it
+            with contextlib.suppress(OSError):  # it is in use
                 os.rmdir(folder)
 
 
 def working_folder() -> str | None:
-    """Return that of this process; None where it has been deleted."""
+    """Return the working folder of this process; None if it was deleted."""
     try:
         return os.getcwd()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Python's functions for files as ranks other than 0 use them: each looks at the overlay first."""
+"""Python's file functions for ranks other than 0, each of which consults the overlay first."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nano_loop.distributed.files.overlay import Overlay
 
 _Function = Callable[..., Any]
 _READ_ONLY = frozenset(("r", "rb", "rt", "br", "tr"))
-# The flags of `os.open` for all that is not reading alone.
+# The flags of `os.open` for anything but reading.
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Functions of `os` that read, by whether they are about the target of a symbolic link; most have a parameter for it.
+# Functions of `os` that read, and whether they follow symbolic links; most have a parameter for this.
 _READING = {"access": True, "getxattr": True, "listxattr": True, "lstat": False, "readlink": False, "stat": True}
 _READING |= {"statvfs": True}
 _CHANGING = ("chmod", "chown", "removexattr", "setxattr", "truncate", "utime")
@@ -25,7 +25,7 @@ _CHANGING = ("chmod", "chown", "removexattr", "setxattr", "truncate", "utime")
 
 @contextlib.contextmanager
 def naming(path: Any) -> Iterator[None]:
-    """Let errors name the path that the loop has given, not that of the private file."""
+    """Make errors name the path that the loop passed, not that of the private file."""
     try:
         yield
     except OSError as error:
@@ -35,9 +35,9 @@ def naming(path: Any) -> Iterator[None]:
 
 
 class Functions:
-    """All functions of one overlay: each does what Python's does.
+    """All file functions of one overlay, each equivalent to Python's function.
 
-    Folders that are given by descriptors are the caller's.
+    Folders given by descriptors are the caller's.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Functions:
         self._overlay = overlay
 
     def of_os(self) -> dict[str, _Function]:
-        """Return the functions by their names in `os`, as many of them as this system has."""
+        """Return the functions by their names in `os`, as far as this system has them."""
         functions: dict[str, _Function] = {
             **{name: partial(self._read, name, follow) for name, follow in _READING.items()},
             **{name: partial(self._change, name) for name in _CHANGING},
@@ -92,7 +92,7 @@ class Functions:
         try:
             place = self._overlay.reading(os.fspath(path), follows and options.get("follow_symlinks", True))
         except OSError:
-            if name == "access":  # which raises none
+            if name == "access":  # it raises no errors
                 return False
             raise
         return getattr(original_os, name)(place, *args, **options)
@@ -117,7 +117,7 @@ class Functions:
         )
 
     def _names(self, path: Any) -> tuple[str, list[str] | None]:
-        """Return the path of a folder, and the names in it; None where Python's function gives them."""
+        """Return the path of a folder, and the names in it; None to use Python's function."""
         overlay, folder = self._overlay, os.fsdecode(path or ".")
         if overlay.is_empty:
             return "", None
@@ -126,7 +126,7 @@ class Functions:
             raise missing(path)
         names = overlay.names(key)
         if names is None and (place != key or os.path.join(overlay.working_folder(), folder) not in (key, f"{key}/.")):
-            names = original_os.listdir(place)  # a link that only this rank sees may be on the way
+            names = original_os.listdir(place)  # a link that only this rank sees may be part of the path
         return key, names
 
     # --- opening ---
@@ -146,7 +146,7 @@ class Functions:
             if not flags & os.O_CREAT:
                 raise missing(path)
             return original_os.open(overlay.new(key), flags, mode)
-        # A device, a pipe, or the folder of a file without a name; another raises.
+        # A device, a pipe, or the folder of an unnamed file; anything else raises.
         if not S_ISREG(status.st_mode) or overlay.shards.own(key, status):
             return overlay.past_kernel(partial(original_os.open, place, flags, mode))
         if flags & os.O_TRUNC:
@@ -191,7 +191,7 @@ class Functions:
         original_os.link(self._overlay.copy_up(source), self._overlay.new(key), follow_symlinks=follow_symlinks)
 
     def _new_key(self, path: Any) -> str:
-        """Return the resolved path of what is to be made, where the rank may see nothing that it has made itself."""
+        """Return the resolved path of a new file, which must not be one that the rank has created itself."""
         key = self._overlay.key(_bare(path), follow=False)
         self._must_be_new(key, path)
         return key
@@ -207,7 +207,7 @@ class Functions:
             return getattr(original_os, name)(key, *args, **options)
         place = self._overlay.copy_up(key)
         if place == key and S_ISDIR(original_os.lstat(place).st_mode) and name != "truncate":
-            return None  # the folder is rank 0's
+            return None  # the folder belongs to rank 0
         return getattr(original_os, name)(place, *args, **options)
 
     def _remove(self, path: Any, is_folder: bool = False) -> None:
@@ -227,7 +227,7 @@ class Functions:
         """See `shutil.rmtree`."""
         key: str | None = ""
         if self._overlay.root and options.get("dir_fd") is None and not isinstance(path, int):
-            with contextlib.suppress(OSError):  # which Python's function gives to the one that the loop has for errors
+            with contextlib.suppress(OSError):  # Python's function passes these to the loop's error handler
                 key = self._key_to_remove(path)
         if key and not self._overlay.is_shared(key) and self._is_folder(key):
             self._overlay.remove(key)
@@ -250,7 +250,7 @@ class Functions:
             if inner.startswith(f"{outer}/"):
                 raise os_error(number, src, dst)
         if replaced is not None and os.path.samestat(status, replaced):
-            return  # nothing happens to two names of one file
+            return  # renaming between two links to the same file does nothing
         if replaced is not None and S_ISDIR(status.st_mode):
             self._must_be_empty(new, dst)
             if lower(old) is None and overlay.is_rank_0s(new):
@@ -264,15 +264,15 @@ class Functions:
         except FileNotFoundError:
             if lower(old) is not None:
                 raise
-            self._rename(src, dst)  # rank 0 has renamed it meanwhile
+            self._rename(src, dst)  # rank 0 has renamed it in the meantime
 
     def _key_to_remove(self, path: Any, tolerant: bool = True) -> str | None:
-        """Return the resolved path of what is to be removed; None where rank 0 has removed it before this rank.
+        """Return the resolved path of a file to remove; None if rank 0 has removed it before this rank.
 
         Raises
         ------
         FileNotFoundError
-            If there is nothing, and rank 0 has not removed it, or not `tolerant`.
+            If it does not exist, and rank 0 has not removed it or `tolerant` is False.
         """
         with contextlib.suppress(FileNotFoundError):
             key = self._overlay.key(_bare(path), follow=False)
@@ -287,7 +287,7 @@ class Functions:
         return status is not None and S_ISDIR(status.st_mode)
 
     def _must_be_empty(self, key: str, path: Any) -> None:
-        """Check that a folder is one, and holds nothing that rank 0 has not put there in this run."""
+        """Check that a path is a folder, and contains nothing but files that rank 0 has added in this run."""
         if not self._is_folder(key):
             raise os_error(errno.ENOTDIR, path)
         for name in self._listdir(key):
@@ -296,7 +296,7 @@ class Functions:
 
 
 class _DirEntry(os.PathLike[Any]):
-    """What `os.DirEntry` is, of something that may be private: with the path from the root folder on as its key."""
+    """An `os.DirEntry` for a possibly private file; its key is the absolute path."""
 
     def __init__(self, name: Any, path: Any, key: str) -> None:
         self.name, self.path, self._key = name, path, key
@@ -311,7 +311,7 @@ class _DirEntry(os.PathLike[Any]):
         return os.lstat(self._key).st_ino
 
     def is_junction(self) -> bool:
-        return False  # there are none outside Windows
+        return False  # junctions only exist on Windows
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         return os.stat(self._key, follow_symlinks=follow_symlinks)

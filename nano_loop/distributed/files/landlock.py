@@ -1,7 +1,7 @@
-"""The boundary that the kernel draws: compiled code cannot change the caller's files behind it.
+"""Kernel-enforced isolation: compiled code cannot bypass it to change the caller's files.
 
-Linux has it since 5.13, by the name of Landlock. It holds for the thread that draws it and all that it starts, to their
-ends.
+Linux has this since 5.13, as Landlock. It applies to the thread that enables it and everything that it starts, until
+they end.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from nano_loop.distributed.files.original_os import original_os
 
-_CREATE, _ADD, _RESTRICT = 444, 445, 446  # the numbers of the calls, the same for all processors
+_CREATE, _ADD, _RESTRICT = 444, 445, 446  # system call numbers, the same on all architectures
 _VERSION, _BENEATH = 1, 1
-_NO_NEW_PRIVILEGES = 38  # of prctl
-# What is kept to the folders: to write a file, to remove, make and link one. A folder that compiled code makes is real.
+_NO_NEW_PRIVILEGES = 38  # for prctl
+# The restricted operations: write, remove, create and link files. Folders that compiled code creates are real.
 _WRITE, _REMOVE, _MAKE, _LINK = 1 << 1, 1 << 5, 1 << 8, 1 << 12
-_MOVE, _TRUNCATE = 1 << 13, 1 << 14  # since versions 2 and 3
+_MOVE, _TRUNCATE = 1 << 13, 1 << 14  # since ABI versions 2 and 3
 
 
 def keep_writes_in(folders: Iterable[str]) -> bool:
-    """Refuse to this thread, and to what it starts, to change files outside of folders.
+    """Forbid this thread, and everything that it starts, to change files outside of these folders.
 
     Returns
     -------
     bool
-        Whether the kernel does so.
+        Whether the kernel supports it.
     """
     if sys.platform != "linux":
         return False
@@ -55,7 +55,7 @@ def keep_writes_in(folders: Iterable[str]) -> bool:
 def _allow(call: Any, rules: int, folder: str, rights: int) -> None:
     try:
         descriptor = original_os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it is not there
+    except OSError:  # the folder does not exist
         return
     call(_ADD, rules, _BENEATH, struct.pack("=Qi", rights, descriptor), 0)
     os.close(descriptor)

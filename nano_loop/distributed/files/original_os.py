@@ -1,4 +1,4 @@
-"""Functions of `os` and `io` for files as they are without nano_loop, their errors, and what stands in their place."""
+"""The original file functions of `os` and `io`, their errors, and the class of replacements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = (
     *("stat", "statvfs", "symlink", "truncate", "unlink", "utime"),
 )
 
-#: What a rank calls to reach the files themselves. Not every system has each of them.
+#: The functions that a rank uses to access files directly. Not all exist on every system.
 original_os: Any = SimpleNamespace(
     **{name: getattr(os, name) for name in _NAMES if hasattr(os, name)},
     open_file=io.open,
@@ -26,7 +26,7 @@ original_os: Any = SimpleNamespace(
 
 
 def lower(path: str) -> os.stat_result | None:
-    """Return the `os.lstat` of the file at a path, or None."""
+    """Return the `os.lstat` of a path, or None."""
     try:
         status: os.stat_result = original_os.lstat(path)
     except OSError:
@@ -35,28 +35,28 @@ def lower(path: str) -> os.stat_result | None:
 
 
 def os_error(number: int, path: Any, target: Any = None) -> OSError:
-    """Return the error of Python for a path."""
+    """Return Python's error for a path."""
     return OSError(number, os.strerror(number), path, None, target)
 
 
 def missing(path: Any) -> OSError:
-    """Return the error of Python where there is no file."""
+    """Return Python's error for a missing file."""
     return os_error(errno.ENOENT, path)
 
 
 class Replacement(staticmethod):  # type: ignore[type-arg]
-    """A function that a class does not bind, as it does not bind builtin ones, and that is pickled by its name.
+    """A function that a class does not bind, like built-in functions, and that is pickled by name.
 
-    It is equal to the original, so that it is in sets such as `os.supports_follow_symlinks` where that one is.
+    It equals the original, so it is in the same sets, such as `os.supports_follow_symlinks`.
 
     Parameters
     ----------
     function : callable
-        What is done.
+        The implementation.
     original : callable
-        What it is done instead of, whose signature and documentation it has.
+        The replaced function, whose signature and documentation it copies.
     module : str
-        Where the name of the original leads to it.
+        The module that contains the original by its name.
     """
 
     def __init__(self, function: Callable[..., Any], original: Any, module: str) -> None:
@@ -70,5 +70,5 @@ class Replacement(staticmethod):  # type: ignore[type-arg]
         return hash(self._original)
 
     def __reduce__(self) -> str:
-        """Return the name. Another process finds its own replacement by it."""
+        """Return the name, by which another process finds its own replacement."""
         return str(self.__name__)

@@ -1,8 +1,8 @@
-"""What a rank sees at a path: its private files, over those of the caller.
+"""A rank's view of the file system: its private files, over those of the caller.
 
-The words are those of overlay file systems. The lower file is the caller's. The upper one is private: its path is that
-of the lower one, below a folder of the rank. A whiteout there is a link that says what the rank has removed. So the
-dict from real paths to private ones is a folder, and processes that the rank forks, such as a loader's, share it.
+The terms are those of overlay file systems. The lower file is the caller's. The upper one is private: it has the lower
+file's path below a folder of the rank. A whiteout is a link there that marks a path as removed by the rank. So the
+mapping from real to private paths is a folder, which forked processes, such as a loader's workers, share.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from nano_loop.distributed.files.shards import Shards
 
 Result = TypeVar("Result")
 
-#: What the system makes files of, and shared memory.
+#: Device files and shared memory of the system.
 SYSTEM = ("/dev/", "/proc/", "/sys/")
 _WHITEOUT = "/proc/self/removed by this rank:"
 _NEVER = 1 << 63  # ctime sentinel: no file is newer
-_MOST_LINKS = 40  # that lead to one another, as in the kernel
+_MOST_LINKS = 40  # maximum number of nested links, as in the kernel
 
 
 class Overlay:
     """The private files of a rank, and of the processes that it forks.
 
-    Before `begin` and after `end` every file is shared: the functions do what Python's do.
+    Before `begin` and after `end`, every file is shared: the functions behave like Python's.
 
     Attributes
     ----------
     root : str
         The folder of the private files; empty while there are none.
     shared : tuple of str
-        Folders whose files all ranks write, with a slash at their ends.
+        Folders whose files all ranks write, with a trailing slash.
     rank : int
-        Whose files they are.
+        The owner of the files.
     shards : Shards
-        Those of them that belong to the caller.
+        The private files that belong to the caller.
     temporary : str
-        A folder for temporary files, which are real ones.
+        A folder for temporary files, which are real.
     since : int
-        When the run began, in ns, by the clock of the file systems. What of the caller's has changed since then, rank 0
-        has changed.
+        The start of the run in ns, by the file system clock. Files of the caller that changed since then were changed
+        by rank 0.
     databases : set of str
-        The caller's databases that were opened, for reading alone.
+        The databases of the caller that were opened read-only.
     outside : executor or None
-        A thread that may do what the kernel refuses to the others of this process: to write to the caller's pipes.
+        A thread that is exempt from the kernel's restrictions on the other threads: it can write to the caller's pipes.
     """
 
     def __init__(self) -> None:
@@ -61,16 +61,16 @@ class Overlay:
         self.end()
 
     def begin(self, rank: int, place: str, temporary: str, since: int, shared: Iterable[str]) -> None:
-        """Keep what is written from now on private.
+        """Make all writes from now on private.
 
         Parameters
         ----------
         rank : int
-            See above.
+            See the attributes.
         place : str
-            An existing folder without symbolic links in its path, for the files.
+            An existing folder for the files, without symbolic links in its path.
         temporary, since : str, int
-            See above.
+            See the attributes.
         shared : iterable of str
             Folders whose files all ranks write, such as caches.
         """
@@ -80,43 +80,43 @@ class Overlay:
         self.shared = (*SYSTEM, *(f"{folder}/" for folder in (place, *shared)))
 
     def end(self) -> None:
-        """Let every file be shared again."""
+        """Share every file again."""
         self.root, self.temporary, self.shared, self.since, self._is_used = "", "", ("/",), _NEVER, False
         self.rank, self.shards = 0, Shards(self)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no file is private, so that nothing need be looked up."""
+        """Whether no file is private, so that lookups can be skipped."""
         self._is_used = self._is_used or bool(self.root and _names(self.root))
         return not self._is_used
 
     def past_kernel(self, change: Callable[[], Result]) -> Result:
-        """Do what the kernel refuses to this thread."""
+        """Make a change that the kernel denies to this thread."""
         return self.outside.submit(change).result() if self.outside else change()
 
     def is_shared(self, key: str) -> bool:
-        """Whether a file is no rank's own: of the system, of a cache, or of the run."""
+        """Whether a file is shared by all ranks: of the system, of a cache, or of the run."""
         return f"{key}/".startswith(self.shared)
 
-    # --- what is at a path ---
+    # # --- lookups ---
 
     def key(self, path: Any, follow: bool = True) -> str:
-        """Return the absolute path without symbolic links, as the rank sees it; that of a link itself unless `follow`.
+        """Return the absolute path as the rank sees it, without symbolic links, except a final one unless `follow`.
 
         Raises
         ------
         OSError
-            If the rank sees no folder that it could be in.
+            If the rank sees no folder that could contain it.
         """
         return self.resolved(path, follow)[0]
 
     def reading(self, path: Any, follow: bool = True) -> Any:
-        """Return what to read instead of a path.
+        """Return the path to read instead of `path`.
 
         Raises
         ------
         FileNotFoundError
-            If the rank has removed what is there.
+            If the rank has removed the file.
         """
         if self.is_empty and not self._is_new(lower(path)):
             return path
@@ -126,9 +126,9 @@ class Overlay:
         return os.fsencode(place) if isinstance(path, bytes) else place
 
     def resolved(self, path: Any, follow: bool = True) -> tuple[str, str | None]:
-        """Return the absolute path without symbolic links, and where the file lies that the rank sees there."""
+        """Return the absolute path without symbolic links, and the location of the file that the rank sees there."""
         path = os.fsdecode(path)
-        if path.startswith(SYSTEM):  # where links lead to what has no path, such as a pipe
+        if path.startswith(SYSTEM):  # links there can lead to unnamed files, such as pipes
             return path, path
         if not path:
             raise missing(path)
@@ -160,7 +160,7 @@ class Overlay:
         return key or "/", place
 
     def at(self, key: str) -> tuple[str | None, os.stat_result | None]:
-        """Return where that lies which the rank sees at a resolved path, None if it has removed it, and its status."""
+        """Return the location of the file seen at a resolved path, None if the rank has removed it, and its status."""
         (upper, whiteout), status = self._upper(key), lower(key)
         if upper is not None and not (_is_folder(upper) and _is_folder(status)):
             return self.root + key, upper
@@ -181,7 +181,7 @@ class Overlay:
         return (None, target[len(_WHITEOUT) :]) if target.startswith(_WHITEOUT) else (status, None)
 
     def names(self, key: str) -> list[str] | None:
-        """Return the names that the rank sees in a folder; None where it has nothing there."""
+        """Return the names that the rank sees in a folder; None if it has nothing private there."""
         if not _is_folder(self._upper(key)[0]):
             return None
         upper = original_os.listdir(self.root + key)
@@ -189,14 +189,14 @@ class Overlay:
         return [name for name in names if name not in upper or self.seen(os.path.join(key, name)) is not None]
 
     def working_folder(self) -> str:
-        """Return the working folder, as the rank knows it."""
+        """Return the working folder as seen by the rank."""
         place: str = original_os.getcwd()
         return place[len(self.root) :] or "/" if self.root and f"{place}/".startswith(f"{self.root}/") else place
 
-    # --- what rank 0 has done before this rank, which is later in the loop that both run ---
+    # # --- changes by rank 0, which is further along in the same loop ---
 
     def is_rank_0s(self, key: str) -> bool:
-        """Whether rank 0 has made, in this run, what this rank sees, and this one has nothing there."""
+        """Whether the file that this rank sees was created by rank 0 in this run and has no private version."""
         (upper, whiteout), status = self._upper(key), self.seen(key)
         if upper is not None or status is None or self.shards.own(key, status):
             return False
@@ -218,7 +218,7 @@ class Overlay:
     # --- changes ---
 
     def new(self, key: str) -> str:
-        """Return the place of a private file that is written anew, whatever there was before."""
+        """Return the location for a new private file, replacing any previous one."""
         if self.is_shared(key):
             return key
         self.shards.note(key)
@@ -228,11 +228,11 @@ class Overlay:
         return self.root + key
 
     def _upper_folder(self, key: str) -> str:
-        """Return the private folder over one that the rank sees. It stays until the rank removes it."""
+        """Return the private folder over one that the rank sees. It exists until the rank removes it."""
         place, (upper, whiteout) = self.root + key, self._upper(key)
         if _is_folder(upper):
             return place
-        if upper is not None or whiteout is not None:  # rank 0 has made a folder there
+        if upper is not None or whiteout is not None:  # rank 0 has created a folder there
             original_os.unlink(place)
         else:
             self._upper_folder(os.path.dirname(key))
@@ -241,13 +241,13 @@ class Overlay:
         return place
 
     def writing(self, path: Any) -> Any:
-        """Return what to write anew instead of a path."""
+        """Return the path to write to instead of `path`, for a new file."""
         key = self.key(path)
         status = self.seen(key)
         return self.new(key) if status is None or stat.S_ISREG(status.st_mode) else path
 
     def copy_up(self, key: str) -> str:
-        """Return the place of a private copy of a file or a link; that of what cannot be copied, such as a folder."""
+        """Return the path of a private copy of a file or link; other kinds, such as folders, are not copied."""
         place, status = self.at(key)
         if place is None or status is None:
             raise missing(key)
@@ -261,7 +261,7 @@ class Overlay:
         return place
 
     def copy_up_tree(self, key: str) -> str:
-        """Return the place of a private copy of a file, or of a folder with all that the rank sees in it."""
+        """Return a private copy of a file, or of a folder with everything that the rank sees in it."""
         if not _is_folder(self.seen(key)) or self.is_shared(key):
             return self.copy_up(key)
         place = self._upper_folder(key)
@@ -270,7 +270,7 @@ class Overlay:
         return place
 
     def make_folder(self, key: str, mode: int) -> None:
-        """Make a folder, which the rank does not see yet."""
+        """Make a folder that the rank does not see yet."""
         if self.is_shared(key):
             original_os.mkdir(key, mode)
             return
@@ -281,7 +281,7 @@ class Overlay:
             self._hide_below(key)
 
     def move(self, old: str, new: str) -> None:
-        """Let the rank see at a path, where it sees nothing yet, what it sees at another one."""
+        """Make the rank see the file at `old` at the path `new`, where it sees nothing yet."""
         original_os.rename(self.copy_up_tree(old), self.new(new))
         if _is_folder(self._upper(new)[0]):
             self._hide_below(new)
@@ -289,19 +289,19 @@ class Overlay:
         self.remove(old)
 
     def follow(self, old: str, new: str) -> None:
-        """Let the rank see at a path, to which rank 0 has renamed a folder, its own files of that folder, too."""
+        """After rank 0 has renamed a folder, make the rank see its own files of that folder there as well."""
         original_os.rename(self.root + old, self.new(new))
         self._note(new)
 
     def _note(self, key: str) -> None:
-        """Note the private files at a path and below."""
+        """Record the private files at a path and below it."""
         if not _is_folder(self._upper(key)[0]):
             self.shards.note(key)
         for name in _names(self.root + key):
             self._note(os.path.join(key, name))
 
     def remove(self, key: str) -> None:
-        """Let the rank see nothing at a path."""
+        """Make the rank see nothing at a path."""
         if _is_folder(self._upper(key)[0]):
             original_os.rmtree(self.root + key)
         elif lower(self.root + key) is not None:
@@ -315,7 +315,7 @@ class Overlay:
             original_os.symlink(_WHITEOUT + _identity(status), self.new(key))
 
     def _hide_below(self, key: str) -> None:
-        """Let the rank see nothing of the caller's below its own folder, which it has put in the place of another."""
+        """Hide the caller's files below a folder of the rank's own that replaces another one."""
         for name in _names(key):
             path = os.path.join(key, name)
             upper = self._upper(path)[0]
@@ -330,7 +330,7 @@ def _is_folder(status: os.stat_result | None) -> bool:
 
 
 def _identity(status: os.stat_result) -> str:
-    """Return what tells a file from another one, made later, of the same name."""
+    """Return a value that distinguishes a file from a later one with the same name."""
     return f"{status.st_dev} {status.st_ino} {status.st_ctime_ns}"
 
 

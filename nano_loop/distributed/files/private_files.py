@@ -1,4 +1,4 @@
-"""The switch of a process to private files: functions that ask an overlay are put in place of Python's, and back."""
+"""Switches a process to private files: replaces Python's file functions by ones that use an overlay, and back."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from nano_loop.distributed.files.refused import explaining_files
 from nano_loop.distributed.files.shards import Shards
 from nano_loop.patching.when_imported import WhenImported
 
-# Modules that keep such functions in classes, in default arguments, or in dicts of objects.
+# Modules that store such functions in classes, default arguments, or dicts of objects.
 _KEEPING = ("glob", "numpy.lib._datasource", "pathlib", "shutil", "tempfile")
 _OURS = __name__.rpartition(".")[0]
-_OF_MULTIPROCESSING = "pymp-"  # what the names of its folders begin with: they hold sockets, and last
-_sanitize = "_sanitize_params"  # where tempfile decides on the folder; it has no public place
+_OF_MULTIPROCESSING = "pymp-"  # prefix of its folders, which contain sockets and are persistent
+_sanitize = "_sanitize_params"  # tempfile's private function that chooses the folder; there is no public hook
 
 _overlay = Overlay()
-_forever = ExitStack()  # never left: what `prepare` replaces ends with the process
+_forever = ExitStack()  # never closed: the replacements of `prepare` last until the process ends
 
 
 @functools.cache
 def prepare() -> None:
-    """Replace the functions in this process and those that it forks; until `redirect_files` they do what they did.
+    """Replace the functions in this process and its forks. They behave as before until `redirect_files` is called.
 
-    It takes 10 ms in a forked process, which copies each page of memory that it writes to. So the process that workers
+    This takes 10 ms in a forked process, which copies each memory page that it writes to, so the process that workers
     are forked from does it once.
     """
     _replace_functions(_forever)
 
 
 def redirect_files(run: Path, rank: int) -> None:
-    """Let this process, a worker that ends with the run, keep what it writes private.
+    """Make the writes of this process, a worker that ends with the run, private.
 
     Parameters
     ----------
     run : pathlib.Path
-        The private folder of the run, in which `nano_loop.distributed.files.folder.workers_files` has left a link.
+        The private folder of the run, which contains a link made by `nano_loop.distributed.files.folder.workers_files`.
     rank : int
         The rank of this process.
     """
@@ -65,30 +65,30 @@ def redirect_files(run: Path, rank: int) -> None:
 
 
 def guard_files() -> None:
-    """Let the kernel refuse to this thread, and to what it starts, to change the caller's files past the overlay."""
+    """Let the kernel forbid this thread, and everything that it starts, to change the caller's files directly."""
     outside = ThreadPoolExecutor(1)
-    outside.submit(os.getpid).result()  # it is there before the boundary is drawn around this thread
+    outside.submit(os.getpid).result()  # started before this thread is restricted
     if keep_writes_in(_overlay.shared):
         _overlay.outside = outside
-        tempfile.gettempdir()  # which is kept: the caller's files there are found by it
+        tempfile.gettempdir()  # cached, so that the caller's files there are found
         os.environ["TMPDIR"] = _overlay.temporary  # programs such as a compiler may write nowhere else
         os.register_at_fork(after_in_child=lambda: setattr(_overlay, "outside", None))
 
 
 @contextlib.contextmanager
 def private_files(rank: int, own: Path, since: int, *shared: Path) -> Iterator[None]:
-    """Keep what this process, a rank other than 0 that somebody else has started, writes in the body private.
+    """In the body, make the writes of this process private, a rank other than 0 that was started externally.
 
     Parameters
     ----------
     rank : int
         The rank of this process.
     own : pathlib.Path
-        The private folder of this process, in which `nano_loop.distributed.files.folder.workers_files` has left a link.
+        The private folder of this process, with a link made by `nano_loop.distributed.files.folder.workers_files`.
     since : int
-        When the run began, in ns, by the clock of the file systems.
+        The start of the run in ns, by the file system clock.
     *shared : pathlib.Path
-        The folders of the run, which the ranks of this host have in common.
+        The folders of the run that the ranks of this host share.
     """
     with ExitStack() as stack:
         place = tempfile.mkdtemp(dir=place_of(own))
@@ -101,7 +101,7 @@ def private_files(rank: int, own: Path, since: int, *shared: Path) -> Iterator[N
 
 
 def explaining() -> AbstractContextManager[None]:
-    """Let the errors of a rank say which disk is full, and which file compiled code could not open."""
+    """Make errors of a rank name the disk that is full, or the file that compiled code could not open."""
     return explaining_files(_overlay)
 
 
@@ -114,13 +114,13 @@ def _begin(rank: int, place: str, temporary: str, own: Path, since: int, *shared
     with contextlib.suppress(FileExistsError):
         original_os.mkdir(temporary, 0o700)
     _overlay.begin(rank, place, temporary, since, (*folders_of(own), *map(os.path.realpath, shared), *cache_folders()))
-    # Compiled code binds sockets there, as those by which a loader's workers send tensors.
+    # Compiled code binds sockets there, such as those by which a loader's workers send tensors.
     _overlay.shared += (os.path.join(os.path.realpath(tempfile.gettempdir()), _OF_MULTIPROCESSING),)
     return _keep_temporary_files_in(temporary)
 
 
 def _replace_functions(undo: ExitStack) -> None:
-    """Replace Python's functions and compiled ones, also those of modules that are imported later, until `undo`."""
+    """Replace Python's functions and compiled ones until `undo`, also in modules that are imported later."""
     replaced = [*_of_python()]
     for name in COMPILED.keys() & sys.modules.keys():
         replaced.extend(replacements_in(_overlay, sys.modules[name]))
@@ -148,7 +148,7 @@ def _of_python() -> Iterator[tuple[Any, str, Any, Any]]:
 
 
 def _swap(pairs: Iterable[tuple[Any, str, Any, Any]]) -> None:
-    """Set the new in place of the old where they belong, and wherever modules have imported the old by name."""
+    """Replace old values by new ones where they are defined, and wherever modules have imported them by name."""
     replaced = {id(old): new for _, _, old, new in pairs}
     for owner, name, _, new in pairs:
         setattr(owner, name, new)
@@ -167,7 +167,7 @@ def _replace_values(names: dict[Any, Any], replaced: Mapping[int, Any]) -> None:
 
 
 def _replace_where_kept(module: ModuleType, replaced: Mapping[int, Any]) -> None:
-    """Replace what the classes, functions and objects of a module keep."""
+    """Replace values stored in a module's classes, functions and objects."""
     values = [*vars(module).values()]
     for value in values:
         if type(value).__module__ == module.__name__:
@@ -185,9 +185,10 @@ def _replace_where_kept(module: ModuleType, replaced: Mapping[int, Any]) -> None
 
 
 def _keep_temporary_files_in(folder: str) -> Callable[[], None]:
-    """Let `tempfile` make files in a folder where the caller names none; return what undoes it.
+    """Make `tempfile` use a folder if the caller passes none; return a function that undoes it.
 
-    They are real files, for other programs too. `tempfile.gettempdir()` stays, where the caller may have put something.
+    The files are real, for other programs too. `tempfile.gettempdir()` is unchanged: the caller may have put files
+    there.
     """
     original = getattr(tempfile, _sanitize, None)
     if original is None:
@@ -203,14 +204,14 @@ def _keep_temporary_files_in(folder: str) -> Callable[[], None]:
     return lambda: setattr(tempfile, _sanitize, original)
 
 
-# --- functions of compiled code: a rank gives each its private path ---
+# # --- functions of compiled code, which receive private paths ---
 
 _Function = Callable[..., Any]
-_Replacing = Callable[[Overlay, _Function], _Function]  # makes the replacement of a function
+_Replacing = Callable[[Overlay, _Function], _Function]  # creates the replacement of a function
 
 
 def _at(position: int, parameter: str, opened: Callable[[Overlay, Any], Any]) -> _Replacing:
-    """Return what makes the replacement of a function that takes a path at a position, or by a name."""
+    """Return a factory of replacements for a function that accepts a path at a position or by keyword."""
 
     def replacing(overlay: Overlay, original: _Function) -> _Function:
         def function(*args: Any, **options: Any) -> Any:
@@ -229,7 +230,7 @@ def _at(position: int, parameter: str, opened: Callable[[Overlay, Any], Any]) ->
 
 
 def _connect_function(overlay: Overlay, original: _Function) -> _Function:
-    """Return what opens the caller's databases for reading alone: SQLite refuses to write to one, or to make it."""
+    """Return a function that opens the caller's databases read-only: SQLite refuses to write to or create them."""
 
     def connect(database: Any, *args: Any, **options: Any) -> Any:
         name = os.fsdecode(database)
@@ -244,7 +245,7 @@ def _connect_function(overlay: Overlay, original: _Function) -> _Function:
     return connect
 
 
-#: The functions by their modules and names, with what makes the replacement of each.
+#: The functions by module and name, each with the factory of its replacement.
 COMPILED: dict[str, dict[str, _Replacing]] = {
     "torch": {"save": _at(1, "f", Overlay.writing), "load": _at(0, "f", Overlay.reading)},
     "torch.autograd.profiler": {"profile.export_chrome_trace": _at(1, "path", Overlay.writing)},
@@ -257,7 +258,7 @@ COMPILED: dict[str, dict[str, _Replacing]] = {
 
 
 def replacements_in(overlay: Overlay, module: ModuleType) -> Iterator[tuple[Any, str, Any, Any]]:
-    """Yield what is to be replaced in a module: owners, names, originals and replacements."""
+    """Yield the replacements for a module: owners, names, originals and new values."""
     for name, replacing in COMPILED[module.__name__].items():
         *owners, own = name.split(".")
         owner: Any = module

@@ -1,4 +1,4 @@
-"""Errors of compiled code that could not open a file in a rank, which name it; and those of a full disk."""
+"""Explains errors of a rank whose compiled code could not open a file, and errors of full disks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _MOST_TEXT = 10_000  # characters
 _DENIED = re.compile(r"permission denied|read-?only", re.IGNORECASE)
 _MISSING = re.compile(r"no such file|not found|does not exist|unable to open|cannot open", re.IGNORECASE)
 _QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"|(/[^\s:'\",]+)")
-_ONE_RULE = "only rank 0 writes your files, and what another rank writes is its own, which compiled code does not see"
-_ADVICE = "Do it on rank 0 alone: if nano_loop.is_global_zero()"
-_ROOM = "what a worker writes needs room there until the run ends"
-_MAKE_ROOM = "Make room, set TMPDIR to a folder on a larger disk, or write on rank 0 alone (nano_loop.is_global_zero())"
-_LITTLE = 1 << 20  # bytes that are free on a disk that is as good as full
+_ONE_RULE = "only rank 0 writes your files; other ranks' writes are private, and compiled code does not see them"
+_ADVICE = "Do it on rank 0 only: if nano_loop.is_global_zero()"
+_ROOM = "files written by a worker are stored there until the run ends"
+_MAKE_ROOM = "Free space, set TMPDIR to a folder on a larger disk, or write on rank 0 only (nano_loop.is_global_zero())"
+_LITTLE = 1 << 20  # free bytes on a disk that is considered full
 
 
 @contextlib.contextmanager
 def explaining_files(overlay: Overlay) -> Iterator[None]:
-    """Let the errors of a rank say which disk is full, and which file compiled code could not open, and what to do.
+    """Make errors of a rank name the full disk, or the file that compiled code could not open, with advice.
 
     Raises
     ------
     OSError
-        Instead of the one for which there was no room, and instead of torch's, which names no reason.
+        Replaces the error of a full disk, and torch's, which states no reason.
     NanoError
-        Instead of that of compiled code.
+        Replaces the error of compiled code.
     """
     try:
         yield
@@ -60,10 +60,10 @@ def _is_for_lack_of_room(overlay: Overlay, error: Exception) -> bool:
 
 
 def _text(error: Exception) -> str:
-    """Return the beginning of an error's message; none of one that has no sound message."""
+    """Return the start of an error's message, or an empty string if it has none."""
     try:
         return str(error)[:_MOST_TEXT]
-    except Exception:  # the user's class may raise any
+    except Exception:  # a user's class may raise anything
         return ""
 
 
@@ -71,7 +71,7 @@ def _file(overlay: Overlay, error: Exception) -> str | None:
     """Return the file that compiled code could not open; None for other errors."""
     frames = [*traceback.walk_tb(error.__traceback__)][::-1]
     if any(frame.f_code.co_filename == functions.__file__ for frame, _ in frames):
-        return None  # it is one of Python's functions, which are as without ranks
+        return None  # raised by a Python function, which works as without ranks
     number, text = error.errno if isinstance(error, OSError) else None, _text(error)
     if overlay.databases and "database" in text:
         return " or ".join(sorted(overlay.databases))
@@ -81,12 +81,12 @@ def _file(overlay: Overlay, error: Exception) -> str | None:
     named = [os.fsdecode(error.filename)] if isinstance(error, OSError) and error.filename else []
     named += [next(filter(None, match.groups())) for match in _QUOTED.finditer(text)]
     for path in (*named, *(value for frame, _ in frames for value in frame.f_locals.values() if _is_path(value))):
-        with contextlib.suppress(Exception):  # it leads nowhere, or is an object of the user's that raises
+        with contextlib.suppress(Exception):  # not a valid path, or an object of the user's that raises
             key = overlay.key(path)
             folder = os.path.dirname(key)
             is_own = overlay.at(key)[0] != key or overlay.at(folder)[0] != folder
             is_file = is_denied and not os.path.isdir(key)
-            # One that the user may write was refused to this process alone.
+            # The user may write to it, so only this process was denied.
             is_refused = is_file and original_os.access(key if lower(key) else folder, os.W_OK)
             if not overlay.is_shared(key) and (is_own or is_refused):
                 return key

@@ -1,8 +1,8 @@
-"""The parts that ranks other than 0 have of what all ranks write together, such as the shards of a checkpoint.
+"""Files of ranks other than 0 that are parts of joint output of all ranks, such as checkpoint shards.
 
-A library that knows its rank has its number in the names of its files: ``__1_0.distcp`` beside rank 0's
-``__0_0.distcp``, ``model-00002-of-00002`` beside ``model-00001-of-00002``. Such a file is moved from the private files
-of its rank to where its path says, when the ranks meet the next time: by then rank 0 has written its own.
+A library that knows its rank puts its number into file names: ``__1_0.distcp`` next to rank 0's ``__0_0.distcp``,
+``model-00002-of-00002`` next to ``model-00001-of-00002``. Such a file is moved from the rank's private files to its
+actual path at the next synchronization of the ranks: by then rank 0 has written its own.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Counterpart(NamedTuple):
-    """What rank 0 may have where another rank has a path: a number is 0 in place of the rank, or 1 in place of it + 1.
+    """The possible path of rank 0 for a path of another rank: the rank number is replaced by 0, or rank + 1 by 1.
 
     Attributes
     ----------
     path : str
         The path.
     named : str
-        The file or folder in it that has the number in its name.
+        The file or folder on this path whose name contains the number.
     own : str
-        The same of the other rank.
+        The same for the other rank.
     family : str
-        What the paths of that rank begin with, and how they go on but for later numbers, which rank 0 need not have.
+        The prefix of that rank's paths and their continuation up to later numbers, which rank 0 need not have.
     """
 
     path: str
@@ -45,7 +45,7 @@ class Counterpart(NamedTuple):
 
 
 def counterparts(path: str, rank: int) -> Iterator[Counterpart]:
-    """Yield what rank 0 may have where a rank has a path."""
+    """Yield the possible paths of rank 0 for a path of this rank."""
     for match in _NUMBER.finditer(path):
         digits, (start, end) = match[0], match.span()
         first = int(digits) - rank
@@ -60,11 +60,11 @@ def counterparts(path: str, rank: int) -> Iterator[Counterpart]:
 
 
 class Shards:
-    """The files of one rank that may be such parts, and those that have been moved.
+    """The files of one rank that may be shards, and those that have been moved.
 
-    A rank that chooses the first free number of a series is no part of anything: it has seen what rank 0 has. Nor
-    is one that has written itself what rank 0 has, as at each epoch. Nor is the number of a folder that of a rank if
-    the rank works in it, or rank 0 writes to it too: another run, as of a sweep, has the folder with the other number.
+    A rank that picks the first free number of a series writes no shard: it has seen rank 0's files. Nor does a
+    rank that has itself written rank 0's path, as in each epoch. Nor is a folder's number a rank if the rank works in
+    it, or if rank 0 also writes to it: the folder with the other number is another run's, as in a sweep.
 
     Parameters
     ----------
@@ -74,26 +74,26 @@ class Shards:
     Attributes
     ----------
     latest : int
-        How often a file was written that may be one.
+        The number of writes of possible shards.
     """
 
     def __init__(self, overlay: Any) -> None:
         self._overlay = overlay
         self._lock = threading.Lock()
         self.latest = self._last = 0
-        # By their paths, which write of `latest` it was, and what of rank 0's files the rank knew by then.
+        # By path: the value of `latest` at the write, and the files of rank 0 known to the rank at that time.
         self._waiting: dict[str, tuple[int, set[str]]] = {}
-        self._known: set[str] = set()  # paths of rank 0's files, also of folders, that this rank knew of before
+        self._known: set[str] = set()  # paths of rank 0's files and folders that this rank knew of before
         self._families: set[str] = set()
-        self._published: dict[str, tuple[int, int]] = {}  # devices and inodes, by their paths; also of folders
+        self._published: dict[str, tuple[int, int]] = {}  # devices and inodes by path, including folders
 
     @property
     def are_waiting(self) -> bool:
-        """Whether any file is left that may be one."""
+        """Whether any possible shard is left."""
         return bool(self._waiting)
 
     def note(self, key: str) -> None:
-        """Note that the rank writes a private file."""
+        """Record that the rank writes a private file."""
         folder = f"{self._overlay.working_folder()}/"
         others = counterparts(key, self._overlay.rank)
         named = {other.named for other in others if not folder.startswith(f"{other.own}/")}
@@ -103,16 +103,16 @@ class Shards:
             self._waiting[key] = self.latest, known
 
     def note_known(self, key: str) -> None:
-        """Note that the rank has seen what rank 0 has made."""
+        """Record that the rank has seen a file created by rank 0."""
         self._known.add(key)
 
     def own(self, key: str, status: os.stat_result) -> bool:
-        """Whether a file of the caller's is one that this rank has put there."""
+        """Whether a file of the caller was put there by this rank."""
         return self._published.get(key) == (status.st_dev, status.st_ino)
 
     def move(self, after: int = 0) -> None:
-        """Move what rank 0 has counterparts of, of the files that were written after so many."""
-        with self._lock:  # a thread that saves in the background has collectives, too
+        """Move the files written after the first `after` writes that have a counterpart of rank 0."""
+        with self._lock:  # a thread that saves in the background also calls collectives
             waiting = {
                 key: [
                     other
@@ -129,12 +129,12 @@ class Shards:
                     self._overlay.past_kernel(partial(self._move, key))
 
     def move_latest(self) -> None:
-        """Move those that were written since the last time."""
+        """Move the files written since the last call."""
         last, self._last = self._last, self.latest
         self.move(last)
 
     def remove(self, key: str) -> bool:
-        """Remove what this rank has put among the caller's files; return False where that is not its own."""
+        """Remove a file that this rank has put among the caller's; return False if it is not its own."""
         status = lower(key)
         if status is None or not self.own(key, status):
             return False
@@ -142,14 +142,14 @@ class Shards:
         return True
 
     def _is_movable(self, key: str) -> bool:
-        """Whether there is a private file, and nothing where it belongs that rank 0 has written in this run."""
+        """Whether there is a private file, and rank 0 has not written its target path in this run."""
         private, status = lower(self._overlay.root + key), lower(key)
         if private is None or not stat.S_ISREG(private.st_mode):
             return False
         return status is None or self.own(key, status) or status.st_ctime_ns < self._overlay.since
 
     def _is_rank_0_in(self, folder: str, key: str) -> bool:
-        """Whether rank 0 has written a file, in this run, in a folder or in one in it on the way to a path."""
+        """Whether rank 0 has written a file in a folder, or in a subfolder on the way to a path, in this run."""
         while len(key) > len(folder):
             key = os.path.dirname(key)
             for name in original_os.listdir(key) if lower(key) is not None else ():
@@ -163,13 +163,13 @@ class Shards:
         place = self._overlay.root + key
         self._make_folder(os.path.dirname(key))
         try:
-            original_os.rename(place, key)  # what has it open goes on writing to it
+            original_os.rename(place, key)  # processes that have it open continue to write to it
             is_complete = True
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
             _copy(place, key)
-            is_complete = not _is_open(place)  # else it is copied once more, at the end
+            is_complete = not _is_open(place)  # otherwise it is copied again at the end
             if is_complete:
                 original_os.unlink(place)
         if is_complete:
@@ -188,7 +188,7 @@ class Shards:
 
 
 def _copy(place: str, key: str) -> None:
-    """Copy a file to another disk, where it appears at once."""
+    """Copy a file to another disk, where it appears atomically."""
     copy = f"{os.path.dirname(key)}/.nano_loop-{os.getpid()}"
     with original_os.open_file(place, "rb") as source, original_os.open_file(copy, "wb") as target:
         shutil.copyfileobj(source, target)
@@ -197,7 +197,7 @@ def _copy(place: str, key: str) -> None:
 
 
 def _delete(path: str) -> None:
-    """Delete a file or a folder, as `shutil.rmtree`, which asks the overlay, does not."""
+    """Delete a file or folder, unlike `shutil.rmtree`, which uses the overlay."""
     if stat.S_ISDIR(original_os.lstat(path).st_mode):
         for name in original_os.listdir(path):
             _delete(f"{path}/{name}")
@@ -207,12 +207,12 @@ def _delete(path: str) -> None:
 
 
 def _is_open(place: str) -> bool:
-    """Whether this process may have a file open, as a log."""
+    """Whether this process may have a file open, such as a log."""
     descriptors = "/proc/self/fd"
     if lower(descriptors) is None:  # not Linux
         return True
     for number in original_os.listdir(descriptors):
-        with contextlib.suppress(FileNotFoundError):  # that of the list
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             if original_os.readlink(f"{descriptors}/{number}") == place:
                 return True
     return False

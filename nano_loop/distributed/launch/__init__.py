@@ -1,1 +1,1 @@
-"""How the ranks of a run come together; `nano_loop.distributed.launch.launcher.Launcher` is the contract."""
+"""How the ranks of a run come together; `nano_loop.distributed.launch.launcher.Launcher` defines the interface."""

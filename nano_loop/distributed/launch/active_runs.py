@@ -1,4 +1,4 @@
-"""Which runs are under way in this process: how they nest in a thread, and which of them has the whole process."""
+"""The active runs of this process: their nesting in each thread, and the run that holds the whole process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nano_loop.patching.patch_table import process_wide
 
 
 class _RunsOfThread(threading.local):
-    """The ranks of each run that is under way in this thread, the innermost last."""
+    """The ranks of each active run of this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.ranks: list[Ranks] = []
 
 
 class _Holder:
-    """A run that has the whole process, and the thread that it is in; its ranks, where it is of several processes."""
+    """A run that holds the whole process, its thread, and its ranks if it has several processes."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -47,20 +47,20 @@ def innermost() -> Ranks | None:
 
 
 def of_process() -> Ranks | None:
-    """Return the ranks of the run of several processes that this one is in, in any thread; None if it is in none."""
+    """Return the ranks of the multi-process run that this process is in, in any thread, or None."""
     return next((holder.ranks for holder in _holders if holder.ranks is not None), None)
 
 
 class RunScope:
-    """Where a run is the innermost: what happens elsewhere is not its concern.
+    """The scope in which a run is the innermost one. Code elsewhere does not belong to it.
 
     Parameters
     ----------
     ranks : Ranks
-        Those of the run.
+        The ranks of the run.
     in_all_threads : bool
-        Whether it is for all threads, and for the processes that they fork, outside of all runs of these; else for this
-        thread.
+        Whether it includes all threads, and the processes that they fork, outside of their own runs; otherwise only
+        this thread.
     """
 
     def __init__(self, ranks: Ranks, in_all_threads: bool = False) -> None:
@@ -68,7 +68,7 @@ class RunScope:
         self._place = None if in_all_threads else (os.getpid(), threading.get_ident())
 
     def is_here(self) -> bool:
-        """Return whether this code is in the scope."""
+        """Return whether the calling code is in the scope."""
         if self._place is None:
             return innermost() is None
         return self._place == (os.getpid(), threading.get_ident()) and innermost() is self._ranks
@@ -76,7 +76,7 @@ class RunScope:
 
 @contextmanager
 def active_run(ranks: Ranks) -> Iterator[None]:
-    """Note that a run of these ranks is under way in this thread."""
+    """Record that a run of these ranks is active in this thread."""
     before = len(_runs.ranks)
     try:
         try:
@@ -87,12 +87,12 @@ def active_run(ranks: Ranks) -> Iterator[None]:
         finally:
             del _runs.ranks[before:]
     finally:
-        del _runs.ranks[before:]  # where Ctrl-C came just before the line above
+        del _runs.ranks[before:]  # in case Ctrl-C came just before the line above
 
 
 @contextmanager
 def running(slot: RankSlot, task: Task | None) -> Iterator[None]:
-    """Note that this process is a rank of a run, for the body."""
+    """Record that this process is a rank of a run during the body."""
     if task is not None:
         slot.ranks.context.loop = task.loop
     slot.ranks.context.common_seed = torch.initial_seed()
@@ -102,25 +102,25 @@ def running(slot: RankSlot, task: Task | None) -> Iterator[None]:
 
 
 def of_ranks(size: int) -> str:
-    """Return what a run of several processes does with this one, for the message of a run that it is in the way of."""
+    """Return how a multi-process run uses this process, for the error of a run that conflicts with it."""
     return f"a run of {size} processes, which has the process group and binds all threads"
 
 
 @contextmanager
 def whole_process(option: str, what: str) -> Iterator[None]:
-    """Hold the process group and the CPU binding of all threads for one run; in a thread, runs nest.
+    """Hold the process group and the CPU binding of all threads for one run; runs of one thread can be nested.
 
     Parameters
     ----------
     option : str
-        The option that asks for it, as it was typed, for the message of a run that is refused.
+        The option that requires it, as it was typed, for the error of a rejected run.
     what : str
-        What the run does, for the message of a run that is refused because of this one.
+        How the run uses the process, for the error of a run that is rejected because of this one.
 
     Raises
     ------
     NanoError
-        If a run in another thread has the process.
+        If a run in another thread holds the process.
     """
     holder = _Holder(what)
     try:
@@ -133,7 +133,7 @@ def whole_process(option: str, what: str) -> Iterator[None]:
         finally:
             _release(holder)
     finally:
-        _release(holder)  # where Ctrl-C came just before the line above
+        _release(holder)  # in case Ctrl-C came just before the line above
 
 
 def _release(holder: _Holder) -> None:
@@ -150,7 +150,7 @@ def _refusal(option: str, holder: _Holder) -> str:
 
 @contextmanager
 def forked_children_ending() -> Iterator[None]:
-    """End a process that the body forks as it leaves the body. Else it would end the run and go on with the script."""
+    """End forked child processes when they exit the body. They would otherwise end the run and continue the script."""
     process = os.getpid()
     code = 0
     try:
@@ -159,7 +159,7 @@ def forked_children_ending() -> Iterator[None]:
         if os.getpid() == process:
             raise
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # whatever it is, it is the child's own
+    except BaseException:  # whatever it is, it belongs to the child
         if os.getpid() == process:
             raise
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""How the ranks of a run end together when one of them fails, and what rank 0 raises then."""
+"""How the ranks of a run end together if one of them fails, and the error that rank 0 then raises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nano_loop.errors import NanoWorkerError, RankLeftError, error_message
 
 Joined = TypeVar("Joined")
 
-_ECHO_WAITS = 3.0  # seconds that an error which another rank has caused waits for that rank's report
+_ECHO_WAITS = 3.0  # seconds to wait for another rank's report if an error was caused by that rank
 
 
 @contextmanager
@@ -26,31 +26,31 @@ def running_together(
     *,
     forget: Callable[[], object] = lambda: None,
 ) -> Iterator[Joined]:
-    """Run the body as rank 0 beside `workers`, until all have finished or one has failed; end them on leaving.
+    """Run the body as rank 0 alongside `workers` until all have finished or one has failed, then end them.
 
     Parameters
     ----------
     workers : Workers
-        The other ranks, about to read their payload. Interrupts are heard in the body, and in the waits before and
+        The other ranks, about to read their payload. Interrupts are handled in the body, and in the waits before and
         after it.
     connect : callable
-        Takes what raises where another rank has failed, and returns a context in which the ranks are connected.
+        Accepts a function that raises if another rank failed; returns a context in which the ranks are connected.
     timeout : float
         Seconds that rank 0 waits for the others before and after its body.
     loop : Loop
-        What the ranks execute.
+        The function that the ranks run.
     forget : callable
         Deletes the payload; called when all have read it.
 
     Yields
     ------
     object
-        What the context of `connect` yields.
+        The value of the context from `connect`.
 
     Raises
     ------
     NanoWorkerError
-        If another rank fails; the workers are killed then, as they are if the body raises.
+        If another rank fails. The workers are then killed, as they are if the body raises.
     """
     has_joined, interrupts = False, workers.interrupts
 
@@ -63,7 +63,7 @@ def running_together(
         stack.callback(workers.end)
         with interrupts.heard():
             workers.wait_until_ready(timeout)
-        forget()  # whatever happens now, its memory is freed
+        forget()  # free the memory as early as possible
         stack.callback(interrupts.hold)
         with ending_together(workers, timeout, loop), connect(check) as joined, interrupts.heard():
             has_joined = True
@@ -75,7 +75,7 @@ def running_together(
 
 @contextmanager
 def ending_together(workers: Workers, timeout: float, loop: Loop, *, has_returned: bool = False) -> Iterator[None]:
-    """Kill the workers if rank 0 raises, and raise what came first, without the echoes of it on rank 0."""
+    """Kill the workers if rank 0 raises, and raise the first error, rather than its consequences on rank 0."""
     try:
         yield
     except BaseException as error:
@@ -88,7 +88,7 @@ def ending_together(workers: Workers, timeout: float, loop: Loop, *, has_returne
 
 
 def _cause_of(error: BaseException, workers: Workers, timeout: float, loop: Loop, has_returned: bool) -> BaseException:
-    """Return what is to be raised for an exception of rank 0: itself, or what another rank has done."""
+    """Return the error to raise for an exception of rank 0: itself, or the failure of another rank."""
     if has_returned:
         return _left_behind(error, workers, loop)
     kind = kind_of(error)
@@ -97,7 +97,7 @@ def _cause_of(error: BaseException, workers: Workers, timeout: float, loop: Loop
     is_late, left = kind is Kind.LATE, error.rank if isinstance(error, RankLeftError) else None
     workers.leave(raised(0, error, "".join(traceback.format_exception(error))) if is_late else None)
     patience = max(_ECHO_WAITS, workers.latest_news) + (0 if kind is Kind.ECHO else timeout)
-    failure = workers.await_failure(patience, of=left)  # a rank with a long message takes its time to say why it left
+    failure = workers.await_failure(patience, of=left)  # a rank with a long message needs time to report why it left
     if failure is not None and failure.kind <= Kind.LATE:
         return failure.as_error()
     if left is not None:

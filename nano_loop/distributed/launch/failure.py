@@ -1,4 +1,4 @@
-"""How a rank can fail, which of several failures is the cause, and the error that is raised for it."""
+"""How a rank can fail, which of several failures is the cause, and the error raised for it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from nano_loop.distributed.comm.system_limits import limit_in_words
 from nano_loop.errors import NanoWorkerError, RankLateError, RankLeftError, error_message
 
 _RUNS_TOGETHER = "a run needs all of its ranks"
-_LARGEST = 16 << 20  # bytes of an exception that is sent; of a larger one only the words are
+_LARGEST = 16 << 20  # maximum size in bytes of a pickled exception; only the message of a larger one is sent
 _LONGEST_WORDS = 10_000  # characters of an exception's message
 _LONGEST_TRACEBACK = 100_000
-# What the system sends to a process for what that has done itself.
+# Signals that the system sends to a process for its own faults.
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGSTKFLT")
-_NO_THREAD = "can't start new thread"  # as Python says it
+_NO_THREAD = "can't start new thread"  # Python's message
 _MORE_PROCESSES = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
 
 
 class Kind(IntEnum):
-    """How near a failure is to the cause; of several, the smallest is reported."""
+    """The relation of a failure to the cause; of several failures, the one with the smallest value is reported."""
 
-    CAUSE = 0  # an exception of the loop, a signal, an exit
-    LATE = 1  # another rank did not come within the timeout
+    CAUSE = 0  # an exception of the loop, a signal, or an exit
+    LATE = 1  # another rank did not respond within the timeout
     LEFT = 2  # another rank has left the run
     ECHO = 3  # a connection to another rank broke
 
@@ -42,21 +42,21 @@ class Failure:
     Parameters
     ----------
     rank : int
-        Which.
+        The rank.
     kind : Kind
-        How near it is to the cause.
+        Its relation to the cause.
     what : str
-        What happened to it, such as ``raised ValueError: bad batch``.
+        A description, such as ``raised ValueError: bad batch``.
     advice : str
-        What to do next.
+        The recommended action.
     exitcode : int or None
         The exit code of its process, negative for a signal.
     traceback : str or None
         Its formatted traceback.
     pickled : bytes
-        What it raised, pickled; empty where that could not be sent.
+        Its exception, pickled; empty if it could not be sent.
     late : int or None
-        The rank that it has waited for in vain; None where it does not know which, or failed otherwise.
+        The rank that it waited for in vain; None if it is unknown or the failure is of another kind.
     """
 
     rank: int
@@ -69,10 +69,10 @@ class Failure:
     late: int | None = None
 
     def as_error(self) -> NanoWorkerError:
-        """Return the error to raise for it, with the rank's own exception as its cause."""
+        """Return the error to raise, with the rank's own exception as its cause."""
         message = error_message(f"rank {self.rank} {self.what}", _RUNS_TOGETHER, self.advice)
         if self.kind in (Kind.LATE, Kind.LEFT):
-            message = self.what  # which says where it was: its traceback leads through nano_loop
+            message = self.what  # it already names the place; the traceback would only show nano_loop
         if self.traceback and self.kind is not Kind.LEFT:
             message += f"\n\nrank {self.rank}:\n{self.traceback.rstrip()}"
         error = NanoWorkerError(message, rank=self.rank, exitcode=self.exitcode, traceback=self.traceback)
@@ -81,10 +81,10 @@ class Failure:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Return whether an exception is a cause, or the consequence of another rank's end.
+    """Return whether an exception is a cause, or a consequence of another rank's end.
 
-    A connection that torch.distributed has lost is a consequence; one of the user's own, to a database or a closed
-    terminal, is a cause, in the same words.
+    A connection lost by torch.distributed is a consequence; a connection of the user's, to a database or a closed
+    terminal, is a cause with the same message.
     """
     if isinstance(error, RankLeftError):
         return Kind.LEFT
@@ -100,12 +100,12 @@ def _raised_by_torch_distributed(traceback: TracebackType | None) -> bool:
     while traceback is not None:
         module = traceback.tb_frame.f_globals.get("__name__", "")
         traceback = traceback.tb_next
-    # `Ranks.finish` waits for what torch.distributed has begun.
+    # `Ranks.finish` waits for collectives that torch.distributed has started.
     return module.startswith("torch.distributed.") or module == "nano_loop.distributed.comm.ranks"
 
 
 def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> Failure:
-    """Return the failure of a rank that raised; `where` is ``" in worker_init"`` if the loop did not."""
+    """Return the failure of a rank that raised; `where` is ``" in worker_init"`` if the loop did not raise."""
     if isinstance(error, RankLateError):
         return Failure(rank, Kind.LATE, str(error), "", traceback=_shortened(traceback), late=error.rank)
     if isinstance(error, SystemExit):
@@ -123,29 +123,29 @@ def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> 
 
 
 def _limit(error: BaseException) -> str | None:
-    """Return what to do about a limit of the system that an error is for; None for another error."""
+    """Return advice about the system limit that caused an error; None for other errors."""
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         return _MORE_PROCESSES
     if isinstance(error, OSError) and isinstance(error.filename, str):
-        with contextlib.suppress(OSError):  # the folder may be gone
+        with contextlib.suppress(OSError):  # the folder may be deleted
             words = limit_in_words(error, Path(error.filename).parent)
             return f"{words[1]}: {words[0]}" if words else None
     return None
 
 
 def pickled(error: BaseException) -> bytes:
-    """Return an exception pickled; empty where it cannot be, or is too large to send."""
+    """Return an exception pickled; empty if it cannot be pickled or is too large to send."""
     try:
         content = cloudpickle.dumps(error)
-    except Exception:  # nothing is known of what a user's exception does when it is pickled
+    except Exception:  # pickling a user's exception may raise anything
         return b""
     return content if len(content) <= _LARGEST else b""
 
 
 def flush_output() -> None:
-    """Write out what standard output and standard error hold back."""
+    """Flush standard output and standard error."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the loop may have closed it, or put its own object there
+        with contextlib.suppress(Exception):  # the loop may have closed or replaced it
             stream.flush()
 
 
@@ -157,16 +157,16 @@ def _words_of(error: BaseException) -> str:
 
 
 def _shortened(traceback: str) -> str:
-    """Leave the middle out of a traceback that a message of many megabytes has made long."""
+    """Omit the middle of a very long traceback, which has a message of many megabytes."""
     half = _LONGEST_TRACEBACK // 2
     return traceback if len(traceback) <= 2 * half else f"{traceback[:half]}\n[...]\n{traceback[-half:]}"
 
 
 def _unpickled(content: bytes) -> BaseException | None:
-    """Return a worker's exception; None where it does not come back as one."""
+    """Return a worker's exception; None if it cannot be unpickled as one."""
     try:
         error = pickle.loads(content)
-    except Exception:  # what a user's class does when it is unpickled is anything; its words are known
+    except Exception:  # a user's class may raise anything; its message is known
         return None
     return error if isinstance(error, BaseException) else None
 
@@ -177,13 +177,13 @@ def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failur
     Parameters
     ----------
     rank : int
-        Which.
+        The rank.
     exitcode : int or None
-        Negative for a signal; None where the launcher does not know it.
+        Negative for a signal; None if the launcher does not know it.
     last_words : str
-        The end of what it wrote to standard error.
+        The end of its standard error.
     """
-    advice = "See what it wrote before" if last_words else "Run the loop with num_processes=1 to find the cause"
+    advice = "See its previous output" if last_words else "Run the loop with num_processes=1 to find the cause"
     if exitcode is None or exitcode >= 0:
         code = "" if exitcode is None else f" with exit code {exitcode}"
         return Failure(rank, Kind.CAUSE, f"ended its process{code}", advice, exitcode, last_words or None)
@@ -191,12 +191,12 @@ def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failur
     what = f"crashed with {name}" if name in _CRASHES else f"was ended by {name}"
     if name == "SIGKILL":
         what = "was killed by SIGKILL"
-        advice = "The kernel does that when memory runs out: see dmesg, lower the batch size or num_processes"
+        advice = "The kernel does this when memory runs out: see dmesg; lower the batch size or num_processes"
     elif name not in _CRASHES and not last_words:
         advice = "Find out what sends it: a job scheduler, a time limit (ulimit -t) or another program"
     return Failure(rank, Kind.CAUSE, what, advice, exitcode, last_words or None)
 
 
 def first(failures: list[Failure]) -> Failure | None:
-    """Return the failure to report, of failures in their order of arrival: the first of the most causal kind."""
+    """Return the failure to report, given failures in order of arrival: the first of the most causal kind."""
     return min(failures, key=lambda failure: failure.kind, default=None)

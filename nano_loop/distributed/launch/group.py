@@ -1,4 +1,4 @@
-"""How the ranks of a run are connected: a channel and a process group, made when it begins, gone when it ends."""
+"""Connections between the ranks of a run: a channel and a process group, which exist as long as the run."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from nano_loop.patching.torch_versions import is_older_than
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 
-#: Of the run that is under way; torch's registry of backends outlives it.
+#: For the active run; torch's registry of backends outlives it.
 _groups: list[SharedGroups] = process_wide("process groups of runs", [])
 
 
 @contextmanager
 def local_group(ranks: Ranks, backend: str | None) -> Iterator[None]:
-    """Connect ranks of one host, which meet in their folder, and let `torch.distributed` be used between them.
+    """Connect ranks of one host, which meet in their folder, and enable `torch.distributed` between them.
 
-    They meet without a socket. Until all are there, each wait ends with an error as soon as `Ranks.check` raises, and
-    after the timeout; whatever ends it, nothing is left.
+    No socket is used to meet. Until all have arrived, waits raise an error as soon as `Ranks.check` does, and after the
+    timeout; in any case, nothing is left behind.
 
     Parameters
     ----------
     ranks : Ranks
-        Which of them this is; its channel is set until the context is left.
+        This rank; its channel is set until the context exits.
     backend : str or None
-        torch.distributed's name of the backend of the default process group; None means one over shared memory.
+        torch.distributed's name of the default process group's backend; None uses shared memory.
     """
     assert ranks.folder is not None
     with shared_channel(ranks, ranks.folder) as channel, ExitStack() as stack:
@@ -54,7 +54,7 @@ def local_group(ranks: Ranks, backend: str | None) -> Iterator[None]:
             stack.enter_context(_shared_groups(SharedGroups(ranks, ranks.folder, channel)))
             stack.enter_context(process_group(store, ranks, NAME))
         else:
-            # A host's name need not resolve, and what connects ranks of one host is not for other hosts to reach.
+            # A host's name may not resolve, and other hosts must not reach these connections.
             stack.enter_context(_through_interface_of(_LOOPBACK, forced=True))
             stack.enter_context(process_group(store, ranks, backend))
         yield
@@ -62,7 +62,7 @@ def local_group(ranks: Ranks, backend: str | None) -> Iterator[None]:
 
 @contextmanager
 def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
-    """Give `ranks` a channel through shared memory, and let the others know how this rank leaves it."""
+    """Give `ranks` a channel through shared memory, and tell the others how this rank leaves it."""
     refuse_foreign_folder(folder)
     channel = SharedChannel(ranks, folder)
     returned = False
@@ -82,24 +82,24 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
 
 @contextmanager
 def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: str | None = None) -> Iterator[None]:
-    """Make torch's default process group, and destroy it on leaving.
+    """Create torch's default process group, and destroy it on exit.
 
     Parameters
     ----------
     store : torch.Store
-        Where the ranks meet.
+        The store where the ranks meet.
     ranks : Ranks
-        Which of them this is, and how many seconds a collective may take.
+        This rank, and the timeout of collectives in seconds.
     backend : str or None
-        torch.distributed's name; None means gloo.
+        torch.distributed's name of the backend; None means gloo.
     address : str or None
-        An address of this host: gloo connects through its network interface, unless the user has chosen one by
-        ``GLOO_SOCKET_IFNAME``. None leaves the choice to gloo, which resolves the host's name.
+        An address of this host: gloo uses its network interface, unless the user has chosen one by
+        ``GLOO_SOCKET_IFNAME``. With None, gloo resolves the host's name.
     """
     timeout = timedelta(seconds=ranks.timeout)
     try:
         with _through_interface_of(address), without_greeting(), ExitStack() as stack:
-            # torch puts a hook in its place that marks every line with the rank.
+            # torch replaces it by a hook that prefixes every line with the rank.
             stack.callback(setattr, sys, "excepthook", sys.excepthook)
             distributed.init_process_group(
                 backend or "gloo", store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout
@@ -107,19 +107,19 @@ def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: s
         yield
     finally:
         if distributed.is_initialized():
-            distributed.destroy_process_group()  # a process that leaves with work in flight is aborted
+            distributed.destroy_process_group()  # a process that exits with work in flight is aborted
         else:
-            forget_group_count()  # else the next group has another name here than on ranks that have not failed
+            forget_group_count()  # otherwise the next group's name would differ from that on ranks that have not failed
 
 
 @contextmanager
 def gradient_group(ranks: Ranks, *, address: str | None = None) -> Iterator[None]:
-    """Make a process group for the gradients of all ranks, beside the default one. Collective.
+    """Create a process group for the gradients of all ranks, in addition to the default one. Collective.
 
     Parameters
     ----------
     ranks : Ranks
-        All ranks. Their context has the group until this one is left.
+        All ranks. Their context has the group until this context exits.
     address : str or None
         See `process_group`.
     """
@@ -135,11 +135,11 @@ def gradient_group(ranks: Ranks, *, address: str | None = None) -> Iterator[None
 
 @contextmanager
 def _file_store(ranks: Ranks, folder: Path) -> Iterator[Store]:
-    """Give the store of ranks of one host, in their folder.
+    """Yield the store of ranks of one host, in their folder.
 
-    A rank whose store is deleted just as rank 0 deletes the folder would look for the file until the timeout, and then
-    be aborted by torch. So each rank knows the file by a link that it deletes itself, before the store: torch leaves a
-    store alone whose file is gone.
+    A rank whose store is deleted while rank 0 deletes the folder would look for the file until the timeout, and then be
+    aborted by torch. So each rank accesses the file by a link that it deletes itself before the store: torch does
+    nothing for a store whose file is gone.
     """
     link = folder / f"store-{ranks.rank}"
     link.symlink_to("store")
@@ -151,7 +151,7 @@ def _file_store(ranks: Ranks, folder: Path) -> Iterator[Store]:
 
 @contextmanager
 def _shared_groups(groups: SharedGroups) -> Iterator[None]:
-    """Let torch make `groups` where it is asked for our backend."""
+    """Make torch create `groups` for our backend."""
     if NAME not in distributed.Backend.backend_list:
         distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu"])
     _groups.append(groups)
@@ -167,21 +167,21 @@ def _shared_groups(groups: SharedGroups) -> Iterator[None]:
 def _make_group(options: Any, backend_options: Any = None) -> SharedGroup:
     if not _groups:
         got = f"backend={NAME!r} outside a run"
-        raise NanoError(error_message(got, "it connects the ranks of a run of nano_loop", 'Use "gloo"'))
+        raise NanoError(error_message(got, "it connects the ranks of a nano_loop run", 'Use "gloo"'))
     return _groups[-1].make(options, backend_options)
 
 
 def refuse_existing_group() -> None:
-    """Raise if the process is in a group already: torch has one default group a process."""
+    """Raise if the process is already in a group: torch has one default group per process."""
     if distributed.is_available() and distributed.is_initialized():
-        got = f"this process is in a process group of {distributed.get_world_size()} already"
-        expected = "num_processes makes a process group, and torch has one default group"
+        got = f"this process is already in a process group of {distributed.get_world_size()}"
+        expected = "num_processes creates a process group, and torch has one default group"
         raise NanoError(error_message(got, expected, "Call torch.distributed.destroy_process_group() before"))
 
 
 @contextmanager
 def _through_interface_of(address: str | None, *, forced: bool = False) -> Iterator[None]:
-    """Let gloo listen and connect at `address`, unless the user has chosen an interface; where `forced`, even then."""
+    """Make gloo listen and connect at `address`, unless the user has chosen an interface and `forced` is False."""
     chosen = os.environ.pop(_INTERFACE, None) if forced else None
     name = None if _INTERFACE in os.environ else _interface_of(address)
     os.environ.update({_INTERFACE: name} if name else {})
@@ -202,10 +202,10 @@ def _interface_of(address: str | None) -> str | None:
 
 @contextmanager
 def without_greeting() -> Iterator[None]:
-    """Leave the line in which gloo says that it is connected out of standard output.
+    """Hide the line that gloo prints to standard output when it is connected.
 
-    The gloo in torch 2.8 prints it from C++, always; later ones have ``GLOO_LOG_LEVEL`` for it (pytorch/gloo#467),
-    which leaves it out unless asked.
+    In torch 2.8, gloo always prints it from C++; later versions hide it unless ``GLOO_LOG_LEVEL`` requests it
+    (pytorch/gloo#467).
     """
     with without_lines(1, b"[Gloo] ") if is_older_than(2, 13) else nullcontext():
         yield

@@ -1,4 +1,4 @@
-"""Ctrl-C for the length of a launch: held back while something is acquired or given back, and heard in between."""
+"""Ctrl-C during a launch: deferred while resources are acquired or released, and handled in between."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-_ECHO = 0.5  # seconds in which another interrupt is the same Ctrl-C, pressed twice or sent by another process
+_ECHO = 0.5  # seconds within which another interrupt is treated as the same Ctrl-C, repeated or sent by another process
 
 
 class Interrupts:
-    """Handles SIGINT in the main thread: as the user's handler does, but never between two steps of a launch.
+    """Handles SIGINT in the main thread like the user's handler, but never between two steps of a launch.
 
-    Python raises a KeyboardInterrupt between any two lines, so also after a process was started and before that is
-    registered for its end. So an interrupt is held back, except in the body of `heard`. One that comes while the run is
-    cleaned up is raised when that is done; a second one comes through at once.
+    Python raises a KeyboardInterrupt between any two lines, including after a process was started and before its
+    cleanup is registered. So interrupts are deferred, except in the body of `heard`. An interrupt during the cleanup of
+    a run is raised when that is finished; a second one takes effect immediately.
 
-    In other threads, which are never interrupted, it does nothing.
+    It does nothing in other threads, which are never interrupted.
     """
 
     def __init__(self) -> None:
-        self._user: Any = None  # the handler in whose place this one is
+        self._user: Any = None  # the handler that this one replaces
         self._holds = True
         self._held: list[FrameType | None] = []
-        self._at = float("-inf")  # when one came last that was not an echo
+        self._at = float("-inf")  # time of the last interrupt that was not an echo
 
     def __enter__(self) -> Interrupts:
         self.hold()
@@ -37,7 +37,7 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if signal.getsignal(signal.SIGINT) is self:
-            if self._user is signal.default_int_handler:  # which would hear the same Ctrl-C again, in what follows
+            if self._user is signal.default_int_handler:  # it would handle the same Ctrl-C again later
                 time.sleep(max(0.0, self._at + _ECHO - time.monotonic()))
             signal.signal(signal.SIGINT, self._user)
         if self._held and not isinstance(error, KeyboardInterrupt):
@@ -46,7 +46,7 @@ class Interrupts:
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         """Handle one interrupt."""
         is_echo = time.monotonic() < self._at + _ECHO
-        # Twice would be too often: an exception just where contexts begin to be left would have them not left at all.
+        # Raising twice could interrupt the start of the cleanup, and contexts would not be exited at all.
         if is_echo and self._user is signal.default_int_handler:
             return None
         self._at = time.monotonic()
@@ -57,7 +57,7 @@ class Interrupts:
         return self._user(number, frame)
 
     def hold(self) -> None:
-        """Hold interrupts back from now on, also where the loop has installed another handler."""
+        """Defer interrupts from now on, even if the loop has installed another handler."""
         self._holds = True
         present = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and callable(present) and present is not self:
@@ -66,7 +66,7 @@ class Interrupts:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Let the user's handler be called in the body, and at once where an interrupt was held back."""
+        """Let the user's handler be called in the body, and immediately if an interrupt was deferred."""
         try:
             self._holds = False
             self.hear()
@@ -75,7 +75,7 @@ class Interrupts:
             self._holds = True
 
     def hear(self) -> None:
-        """Call the user's handler now if an interrupt was held back: to be called where a wait can be left."""
+        """Call the user's handler now if an interrupt was deferred. Call this where a wait can be aborted."""
         if self._held:
             frame = self._held[0]
             self._held.clear()

@@ -1,4 +1,4 @@
-"""The begin of a run in the caller's process, beside and inside other runs."""
+"""The start of a run in the caller's process, alongside and inside other runs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def choose(options: Options, *, inside_run: bool) -> Launcher:
     options : Options
         The options of the run.
     inside_run : bool
-        Whether it begins inside another run of this thread, which the processes of an external launcher are for.
+        Whether it starts inside another run of this thread, which already uses the external launcher's processes.
     """
-    # Launchers of several processes are imported where they are chosen: a run of one process begins 25 ms earlier.
+    # Import launchers of several processes lazily: a run of one process starts 25 ms earlier.
     launch = None if inside_run else found_launch(os.environ)
     if launch is not None:
         from nano_loop.distributed.launch_external.launcher import External
@@ -44,18 +44,18 @@ def choose(options: Options, *, inside_run: bool) -> Launcher:
 
 
 def expected_ranks(options: Options) -> Ranks:
-    """Return this process's place in its next run, as far as it is known before.
+    """Return this process's place in its next run, as far as it is known in advance.
 
     Raises
     ------
     NanoConfigError
-        If ``num_processes`` and the launcher do not agree.
+        If ``num_processes`` and the launcher disagree.
     """
     return choose(options, inside_run=innermost() is not None).expected_ranks()
 
 
 def prepare(options: Options, machine: Machine) -> None:
-    """Start what takes long of a run with these options, outside of all runs."""
+    """Start the slow parts of a run with these options in advance, outside of all runs."""
     if innermost() is None and of_process() is None:
         with suppress(NanoError):  # the run raises it
             choose(options, inside_run=False).prepare(machine)
@@ -64,8 +64,8 @@ def prepare(options: Options, machine: Machine) -> None:
 def current_ranks() -> Ranks:
     """Return the ranks of the innermost run of this thread.
 
-    In a thread without a run, it is the run that has the process, and outside of all runs what torchrun, srun or mpirun
-    has started.
+    In a thread without a run, this is the run that holds the process; outside of all runs, the ranks started by
+    torchrun, srun or mpirun.
     """
     return innermost() or of_process() or expected_ranks(Options())
 
@@ -74,28 +74,28 @@ def current_ranks() -> Ranks:
 def joined(
     options: Options, machine: Machine, task: Task | None, launcher: Launcher | None = None
 ) -> Iterator[RankSlot]:
-    """Bring the ranks of a run together, until all of them have done the task or one has failed.
+    """Connect the ranks of a run until all of them have finished the task or one has failed.
 
     Parameters
     ----------
     options : Options
         The options.
     machine : Machine
-        What all ranks of this host may use together.
+        The part of the machine available to all ranks of this host together.
     task : Task or None
-        What the other ranks do; this one does it in the body. None where there are no others to start.
+        The task of the other ranks; this rank runs it in the body. None if there are no ranks to start.
     launcher : Launcher, optional
-        By default the one that `choose` finds.
+        By default, the launcher that `choose` returns.
 
     Yields
     ------
     RankSlot
-        This process's. If CPUs were assigned to it, every thread of the process is bound to them.
+        The slot of this process. If CPUs were assigned to it, all threads of the process are bound to them.
 
     Raises
     ------
     NanoError
-        If a run that is under way is in the way.
+        If an active run prevents it.
     NanoWorkerError
         If another rank fails.
     """
@@ -122,7 +122,7 @@ def _refuse_ranks_inside(options: Options, outer: int) -> None:
 
 
 def _what_it_takes(launcher: Launcher) -> tuple[str, str]:
-    """Return what asks for the whole process, as it was typed, and what the run does with it."""
+    """Return the option that requires the whole process, as it was typed, and the purpose that it is used for."""
     ranks, options = launcher.expected_ranks(), launcher.options
     if ranks.size > 1:
         got = (

@@ -1,4 +1,4 @@
-"""The contract of a launcher, and of the work that it has every rank do; and the run of one process alone."""
+"""The interface of launchers and of the task that every rank does; and the launcher of a single process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from nano_loop.distributed.comm.ranks import Loop, Ranks
 
 
 class Task(ABC):
-    """What every rank of a run does. Picklable: ranks in other processes execute a copy.
+    """The work of every rank of a run. Picklable: ranks in other processes execute a copy.
 
     Parameters
     ----------
     names : mapping of str to Any
-        The user's objects in the task, by their names in the user's code. An error about an object that cannot be
-        pickled uses these names. The mapping itself is not pickled.
+        The user's objects in the task by their names in the user's code, used in errors about objects that cannot be
+        pickled. The mapping itself is not pickled.
     loop : Loop
         The user's function, for messages.
     """
@@ -32,7 +32,7 @@ class Task(ABC):
 
     @abstractmethod
     def run_in(self, slot: RankSlot) -> object:
-        """Execute the task in a process whose launcher has already joined the ranks; what it raises ends the run."""
+        """Execute the task in a process whose launcher has already joined the ranks. Exceptions end the run."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle."""
@@ -40,32 +40,32 @@ class Task(ABC):
 
 
 class Launcher(ABC):
-    """Brings the ranks of one run together, and lets them end together.
+    """Brings the ranks of one run together, and ends them together.
 
-    Whoever adds a launcher writes a subclass, in a new file or folder, and a line in
-    `nano_loop.distributed.launch.join_run.choose`. A launcher has to do six things, the first of them twice:
+    To add a launcher, write a subclass in a new file or folder, and a line in
+    `nano_loop.distributed.launch.join_run.choose`. A launcher must do six things, the first of them twice:
 
-    - *slots, before the run*: `expected_ranks` says how many ranks there will be and which this process is, from the
-      options and the environment alone. It starts nothing and changes nothing;
-    - *slots, in the run*: each rank gets a `RankSlot`: its place among the ranks, its CPUs, and a private folder where
-      all ranks are on one host. It is bound to its CPUs with every thread (`nano_loop.cpu.bound`), unless they are not
-      the launcher's to give. A slot's ``ranks.check`` raises, at any time, if another rank has failed;
+    - *slots, before the run*: `expected_ranks` returns the number of ranks and this process's rank, using only the
+      options and the environment. It starts nothing and changes nothing;
+    - *slots, in the run*: each rank gets a `RankSlot`: its place among the ranks, its CPUs, and a private folder if all
+      ranks are on one host. All of its threads are bound to its CPUs (`nano_loop.cpu.bound`), unless the launcher does
+      not control them. A slot's ``ranks.check`` raises, at any time, if another rank has failed;
     - *rendezvous*: in the body of `joined`, and in `Task.run_in`, a channel and torch's default process group connect
       the ranks: on one host through their private folder (`nano_loop.distributed.launch.group.local_group`), between
-      hosts over a store that no other run uses (`process_group`). What is read from the store is never
-      unpickled (docs/security.md). A process group of the user's is refused, or used and left;
-    - *sending*: a launcher that starts processes sends each the task, in an `Assignment`, and has it call
-      `nano_loop.distributed.launch.worker.work`. The task is pickled before anything is changed, so that what
-      cannot be pickled is an error by name (`nano_loop.distributed.payload`);
-    - *files*: a rank other than 0 writes to a private folder, which is deleted with the run
+      hosts through a store that no other run uses (`process_group`). Data from the store is never unpickled
+      (docs/security.md). A process group of the user's is rejected, or used and kept;
+    - *sending*: a launcher that starts processes sends each of them the task in an `Assignment`, and makes it call
+      `nano_loop.distributed.launch.worker.work`. The task is pickled before anything is changed, so that an object
+      that cannot be pickled raises an error that names it (`nano_loop.distributed.payload`);
+    - *files*: ranks other than 0 write to a private folder, which is deleted with the run
       (`nano_loop.distributed.files.folder`);
-    - *watching*: a launcher that starts processes describes each as a
+    - *watching*: a launcher that starts processes represents each by a
       `nano_loop.distributed.launch.workers.Worker`. `nano_loop.distributed.launch.ending.running_together` watches
-      them, and turns the first failure into the `NanoWorkerError` that rank 0 raises;
-    - *ending*: when the body of `joined` is left, in whatever way, every rank has ended, and processes, process group,
-      files, environment variables and affinity masks are as they were before.
+      them, and converts the first failure into the `NanoWorkerError` that rank 0 raises;
+    - *ending*: when the body of `joined` is exited, in any way, every rank has ended, and processes, process group,
+      files, environment variables and affinity masks are restored.
 
-    Whether a run may begin beside or inside another is not a launcher's concern: `join_run.joined` sees to it.
+    `join_run.joined`, rather than a launcher, decides whether a run may start alongside or inside another one.
 
     Parameters
     ----------
@@ -77,14 +77,14 @@ class Launcher(ABC):
         self.options = options
 
     def expected_ranks(self) -> Ranks:
-        """Return this process's place in its next run, as far as it is known before.
+        """Return this process's place in its next run, as far as it is known in advance.
 
-        By default, it is rank 0, and starts the others.
+        By default, it is rank 0 and starts the others.
 
         Raises
         ------
         NanoConfigError
-            If the options ask for what this launcher cannot give.
+            If this launcher does not support the options.
         """
         count = self.options.processes
         return Ranks(size=count, local_size=count)
@@ -96,47 +96,47 @@ class Launcher(ABC):
         Parameters
         ----------
         machine : Machine
-            What all ranks of this host may use together.
+            The part of the machine available to all ranks of this host together.
         task : Task
-            What the processes that are started do; this process does it itself, in the body of the context.
+            The task of the started processes; this process does it itself in the body of the context.
 
         Raises
         ------
         NanoError
-            If the ranks cannot come together.
+            If the ranks cannot be connected.
         NanoWorkerError
-            If another rank fails; raised when the context is left.
+            If another rank fails; raised when the context exits.
         """
 
     def prepare(self, machine: Machine) -> None:  # noqa: B027 - most launchers have nothing to prepare
-        """Start what takes long, before a run needs it. By default, nothing does.
+        """Start slow parts before a run needs them. By default, there are none.
 
         Parameters
         ----------
         machine : Machine
-            What all ranks of this host may use together.
+            The part of the machine available to all ranks of this host together.
 
         Raises
         ------
         NanoError
-            If the run cannot start either.
+            If the run could not start either.
         """
 
     @property
     def needs_whole_process(self) -> bool:
-        """Whether the run takes what a process has once: the default process group, or the CPUs of all threads."""
+        """Whether the run needs process-wide resources: the default process group, or the CPUs of all threads."""
         return self.expected_ranks().size > 1 or self.options.cpu_for_each_process is not None
 
 
 class Alone(Launcher):
-    """One rank, this process. Only with ``cpu_for_each_process`` is it bound to CPUs.
+    """One rank, this process, which is bound to CPUs only with ``cpu_for_each_process``.
 
     Parameters
     ----------
     options : Options
         The options of the run.
     processes : int
-        How many such runs share the machine, each in a process that somebody else has started.
+        The number of such runs that share the machine, in processes that were started externally.
     """
 
     def __init__(self, options: Options, processes: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""The private folder of a run, whose files all ranks of one host can map."""
+"""The private folder of a run, whose files all ranks on one host can map."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _PREFIX = "nano_loop-"
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make a folder, in memory where this system has a file system there, and delete it on leaving.
+    """Create a folder, in memory if this system has an in-memory file system, and delete it on exit.
 
-    What processes have left there that were killed is deleted too: before, on leaving, and when this process ends.
+    Folders left by killed processes are deleted as well: before, on exit, and when this process ends.
     """
     parent = trusted_parent((SHARED_MEMORY, Path(tempfile.gettempdir())))
     _delete_abandoned_at_exit(parent)
@@ -41,9 +41,9 @@ def private_folder() -> Iterator[Path]:
 
 @functools.cache
 def folder_of_process(process: int) -> Path:
-    """Return the private folder that a process, this one, has until it ends, with one for files on disk.
+    """Return the private folder that this process has until it ends, including one for files on disk.
 
-    So what it leaves where it is killed is deleted by others, also after the run.
+    So if it is killed, other processes delete its files, even after the run.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(private_folder())
@@ -52,7 +52,7 @@ def folder_of_process(process: int) -> Path:
 
     @atexit.register
     def end() -> None:
-        if os.getpid() == process:  # and not a process that it has forked
+        if os.getpid() == process:  # not in a process that it has forked
             ending.close()
 
     return folder
@@ -64,32 +64,32 @@ def _delete_abandoned_at_exit(parent: Path) -> None:
 
 
 def refuse_foreign_folder(folder: Path) -> None:
-    """Raise a NanoError unless `folder` is a private folder of this user, which nobody else can replace."""
+    """Raise a NanoError unless `folder` is a private folder of this user that nobody else can replace."""
     try:
         os.close(open_folder(folder, private=True))
     except OSError as error:
         got = f"the folder of the run, {folder}, cannot be found ({error.strerror})"
         hint = "Start all ranks of a host in one container, or with one shared-memory file system"
-        raise NanoError(error_message(got, "ranks of one host meet there", hint)) from error
+        raise NanoError(error_message(got, "the ranks of one host meet there", hint)) from error
 
 
 def shared_memory_device() -> int:
-    """Return the number of this host's shared-memory file system, which containers have each their own of."""
+    """Return the device number of this host's shared-memory file system, which differs between containers."""
     return SHARED_MEMORY.stat().st_dev if SHARED_MEMORY.exists() else 0
 
 
 # --- folders of processes that were killed ---
-# Other processes delete them, those of the same run or of the next one. A process holds a lock on its folder, which the
-# system releases when it ends. The number in the folder's name alone does not tell: containers that share memory number
-# their processes independently.
+# Other processes of the same run or the next one delete them. A process holds a lock on its folder, which the system
+# releases when it ends. The process id in the folder's name is not sufficient, because containers that share memory
+# have separate process ids.
 
-_ENDED = ("Z", "X")  # states of processes
-_locks: set[int] = set()  # the descriptors of this process
+_ENDED = ("Z", "X")  # process states
+_locks: set[int] = set()  # descriptors of this process
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a folder for the body; give False if another process has it, or it is not this user's folder."""
+    """Hold the lock of a folder during the body; yield False if another process has it or another user owns it."""
     with contextlib.ExitStack() as stack:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -98,20 +98,20 @@ def held(folder: Path) -> Iterator[bool]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(descriptor)
             is_held = os.path.samestat(status, folder.lstat()) and status.st_uid == os.geteuid()
-        except OSError:  # it is gone or locked, or its file system has no locks
+        except OSError:  # deleted or locked, or its file system has no locks
             is_held = False
         yield is_held
 
 
 def delete_abandoned(parent: Path, prefix: str) -> None:
-    """Delete what processes of this user have left in a folder when they were killed.
+    """Delete folders that killed processes of this user have left in a folder.
 
     Parameters
     ----------
     parent : Path
-        Where the private folders of runs are.
+        The parent of the private folders of runs.
     prefix : str
-        What their names begin with; the number of the process that has made one follows.
+        The prefix of their names, followed by the id of the process that created them.
     """
     for folder in parent.glob(f"{prefix}[0-9]*-*"):
         process = folder.name[len(prefix) :].partition("-")[0]
@@ -124,7 +124,7 @@ def delete_abandoned(parent: Path, prefix: str) -> None:
 
 
 def has_ended(process: int) -> bool:
-    """Return whether a process is gone, or is there only for its parent to ask how it has ended."""
+    """Return whether a process has ended or is a zombie."""
     if not os.path.exists(f"/proc/{process}"):
         return os.path.exists("/proc/self")
     with contextlib.suppress(OSError):
@@ -139,5 +139,5 @@ def _close(*descriptors: int) -> None:
             os.close(descriptor)
 
 
-# A process that a rank has forked, such as a loader's worker, may live longer than the rank.
+# A process that a rank has forked, such as a loader's worker, may outlive the rank.
 os.register_at_fork(after_in_child=lambda: _close(*_locks))

@@ -1,7 +1,7 @@
-"""Messages between two processes over a stream socket, and what a worker says of its task.
+"""Messages between two processes over a stream socket, and a worker's reports about its task.
 
-A message is a line of JSON, and the bytes of content that it announces. Nothing in it is executed or unpickled before
-it is known who has sent it.
+A message is a line of JSON, followed by the bytes of content that it announces. Nothing in it is executed or unpickled
+before the sender is known.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from nano_loop.patching.user_code import trim_tracebacks
 
 _READ = 1 << 16  # bytes at a time
 _ROOM = socket.CMSG_LEN(64 * array("i").itemsize)  # for descriptors, at a time
-_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # SIGPIPE may end the caller's process
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # SIGPIPE could end the caller's process
 
 
 class Stream:
-    """One end of a stream socket. Messages may be sent in any thread, and are received in one at a time.
+    """One end of a stream socket. Any thread may send; only one thread at a time may receive.
 
     Parameters
     ----------
     connection : socket.socket
-        The end, blocking.
+        The blocking socket.
 
     Attributes
     ----------
     is_open : bool
-        Whether more can come from the other end.
+        Whether the other end can still send.
     descriptors : list of int
-        Those that have come with messages; their owner takes them out.
+        Descriptors received with messages; their owner removes them.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -49,11 +49,11 @@ class Stream:
         self._received = bytearray()
 
     def fileno(self) -> int:
-        """Return the descriptor, for what waits until there is a message."""
+        """Return the descriptor, to wait for messages."""
         return self._connection.fileno()
 
     def send(self, kind: str, content: bytes = b"", *, descriptors: Sequence[int] = (), **header: Any) -> None:
-        """Send a message; raise an OSError where the other end, or this one, is closed."""
+        """Send a message; raise an OSError if either end is closed."""
         message = json.dumps({"kind": kind, **header, "bytes": len(content)}).encode() + b"\n" + content
         with self._sending:
             if descriptors:
@@ -61,14 +61,14 @@ class Stream:
             self._connection.sendall(message, _NO_SIGNAL)
 
     def receive(self) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Yield the messages that have come, without waiting: each with its kind in the header, and its content."""
+        """Yield the available messages without waiting: each with its header, including the kind, and its content."""
         while self.is_open:
             try:
-                # Not `socket.recv_fds`, which leaves its flags out.
+                # `socket.recv_fds` ignores its flags.
                 data, extra, _, _ = self._connection.recvmsg(_READ, _ROOM, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
-            except OSError:  # the other end was closed with something unread
+            except OSError:  # the other end was closed with unread data
                 data, extra = b"", []
             self.is_open = bool(data)
             self._received += data
@@ -84,17 +84,17 @@ class Stream:
             yield header, content
 
     def end(self) -> None:
-        """Let the other end know that nothing more comes from this one."""
+        """Signal to the other end that nothing more will be sent."""
         self._connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close this end; also once more."""
+        """Close this end; may be called repeatedly."""
         self.is_open = False
         self._connection.close()
 
 
 class Reporter:
-    """What a worker says of its task: "ready" when it has read its payload, and at the end "finished" or "failed".
+    """Sends a worker's reports: "ready" when it has read its payload, and at the end "finished" or "failed".
 
     Parameters
     ----------
@@ -109,13 +109,13 @@ class Reporter:
         self._send = send
 
     def report(self, kind: str, content: bytes = b"", **header: Any) -> None:
-        """Send a report, if rank 0 is still there."""
+        """Send a report if rank 0 still exists."""
         with contextlib.suppress(OSError):
             self._send(kind, content, **header)
 
     def report_failure(self, error: BaseException, where: str) -> None:
-        """Report the exception that has ended the task, in its handler; see `failure.raised`."""
-        # torch's handler raises where a loader's process has died, also in the midst of the report.
+        """Report the exception that ended the task, from its handler; see `failure.raised`."""
+        # torch's handler raises if a loader's process has died, even during the report.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         trim_tracebacks(error)
         text = "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""What a worker process is sent (its task, the slots of the ranks, the state of the caller's process), and its work."""
+"""The data sent to a worker process (its task, the ranks' slots, the state of the caller's process), and its work."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from nano_loop.integrations.cuda_calls.patching import is_cuda_patched, patch_cu
 from nano_loop.integrations.fabric.rank_zero import note_rank
 from nano_loop.storage.trusted_files import opened_folder, path_of
 
-# Folders of what is pickled for the workers.
+# Folders of the data pickled for the workers.
 PAYLOAD, WORKER_INIT = "payload", "worker_init"
 
 
 @dataclass
 class State:
-    """Settings of the caller's process that a worker takes over, so that it computes the same."""
+    """Settings of the caller's process that a worker copies to compute the same results."""
 
     settings: list[Callable[[], object]]
     threads: int | None
@@ -43,12 +43,12 @@ class State:
 
     @classmethod
     def of_this_process(cls, usual_threads: int) -> State:
-        """Read it.
+        """Read the settings of this process.
 
         Parameters
         ----------
         usual_threads : int
-            The compute threads that torch would have here: fewer mean that the user has chosen.
+            torch's default number of compute threads here: if it is lower, the user has chosen it.
         """
         states, threads = process_states(), torch.get_num_threads()
         is_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -64,7 +64,7 @@ class State:
         return cls(settings, threads if threads < usual_threads else None, [*warnings.filters])
 
     def take_over(self, threads: int) -> None:
-        """Put it in force in a worker, which has `threads` compute threads at the most."""
+        """Apply the settings in a worker that has at most `threads` compute threads."""
         for put_in_force in self.settings:
             put_in_force()
         if self.threads is not None:
@@ -75,18 +75,18 @@ class State:
 
 @dataclass
 class Assignment:
-    """What a worker is to do, as it comes in the payload.
+    """The work of a worker, as sent in the payload.
 
     Parameters
     ----------
     task : Task
-        What every rank does.
+        The task of every rank.
     state : State
         torch's settings, and the random states.
     options : Options
         The options of the run.
     slots : list of RankSlot
-        The slots of all ranks, by rank; empty where they are known when the ranks have joined.
+        The slots of all ranks, by rank; empty if they are only known once the ranks have joined.
     """
 
     task: Task
@@ -96,33 +96,33 @@ class Assignment:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.options.processes
 
 
 def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worker_init: object = None) -> int:
-    """Write what the workers read to new folders in `folder`.
+    """Write the data for the workers to new folders in `folder`.
 
     Parameters
     ----------
     payload : object
-        What they are to do, such as an `Assignment`.
+        Their work, such as an `Assignment`.
     folder : pathlib.Path
-        The run's, in the shared-memory file system.
+        The run's folder in the shared-memory file system.
     names : mapping of str to Any
         See `Task`.
     worker_init : callable, optional
-        What they call before they read the payload.
+        A function that they call before they read the payload.
 
     Returns
     -------
     int
-        The bytes of the large storages and arrays that were copied.
+        The number of bytes of large storages and arrays that were copied.
 
     Raises
     ------
     NanoWorkerError
-        If something cannot be pickled, or a worker would import other code.
+        If an object cannot be pickled, or a worker would import different code.
     """
     try:
         if worker_init is not None:
@@ -138,18 +138,18 @@ Join = Callable[[Assignment, int], AbstractContextManager[RankSlot]]
 
 
 def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path) -> None:
-    """Do what a worker process is for: read its payload, do the task, and report how that has ended.
+    """Run a worker process: read its payload, do the task, and report the outcome.
 
-    What is changed in the process (torch's settings, its seeds, its files) is left changed: it ends with the run.
+    Changes to the process (torch's settings, its seeds, its files) are not undone, because it ends with the run.
 
     Parameters
     ----------
     reporter : Reporter
         The connection to rank 0.
     folder : pathlib.Path
-        The private folder for what this process writes (`nano_loop.distributed.files.folder`).
+        The private folder for files written by this process (`nano_loop.distributed.files.folder`).
     join : callable
-        Takes the assignment and this rank, and returns a context in which the ranks are connected.
+        Accepts the assignment and this rank, and returns a context in which the ranks are connected.
     payload : pathlib.Path
         The folder with the payload.
     """
@@ -166,14 +166,14 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path) -> None
                 where = ""
             assignment: Assignment = load(sent_by_rank_0 / PAYLOAD)
         task = assignment.task
-        guard_files()  # what is in the payload may be mapped from rank 0's descriptors, which it shuts off
-        gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
+        guard_files()  # only after `load`: it denies access to rank 0's descriptors, which `load` may map
+        gc.freeze()  # exclude imported objects from garbage collection
         gc.enable()
         reporter.report("ready")
         whole = whole_process("this worker process", of_ranks(assignment.size))
         with explaining(), whole, join(assignment, reporter.rank) as slot:
             assignment.state.take_over(slot.machine.num_threads)
-            # An optimizer that was pickled has lost the mark of its scheduler, not the scheduler.
+            # A pickled optimizer has lost its scheduler's mark, but not its scheduler.
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")
             with running(slot, task):
                 task.run_in(slot)
@@ -185,10 +185,10 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path) -> None
 
 
 def _keep_sockets_in(folder: Path) -> None:
-    """Let multiprocessing, which loaders use, have its temporary folder where rank 0 deletes it.
+    """Make multiprocessing, which loaders use, put its temporary folder where rank 0 deletes it.
 
-    And where paths are short: that of a socket has 107 characters at the most, and this process's temporary folder lies
-    deep in the caller's.
+    The path must also be short: socket paths have at most 107 characters, and this process's temporary folder is deeply
+    nested in the caller's.
     """
     place = folder / f"pymp-{os.getpid()}"
     place.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Rank 0's side of the processes that it has started, whatever has started them: watches them, and ends them."""
+"""Rank 0's handling of the worker processes of any launcher: it watches them and ends them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nano_loop.distributed.comm.system_limits import SHARED_MEMORY, limits_in_wo
 from nano_loop.distributed.launch.failure import Failure, Kind, first
 from nano_loop.distributed.launch.interrupts import Interrupts
 
-_INTERVAL = 0.1  # seconds between two looks at the workers
-_GRACE = 1.0  # seconds that a failure waits for its cause, and a rank that has waited for others that have
+_INTERVAL = 0.1  # seconds between checks of the workers
+_GRACE = 1.0  # seconds that a failure waits for its cause, and a rank that waited in vain for others that did
 
 
 class Worker(ABC):
-    """A process that a launcher has started for a rank, as rank 0 watches it.
+    """A process that a launcher has started for a rank, as seen by rank 0.
 
-    `poll` is called in the thread that watches, `kill` and `stack_dump` in any, and `close` at last.
+    `poll` is called in the watching thread, `kill` and `stack_dump` in any thread, and `close` last.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class Worker(ABC):
     Attributes
     ----------
     ready, finished : bool
-        Whether it has read the payload, and whether the task has returned there; `poll` sets them.
+        Whether it has read the payload, and whether its task has returned; set by `poll`.
     """
 
     def __init__(self, rank: int) -> None:
@@ -43,24 +43,24 @@ class Worker(ABC):
 
     @property
     def sources(self) -> Sequence[Any]:
-        """What `multiprocessing.connection.wait` can wait for, so that `poll` is called when there is news."""
+        """Objects for `multiprocessing.connection.wait`, so that `poll` is called when there is news."""
         return ()
 
     @abstractmethod
     def poll(self) -> Failure | None:
-        """Take in what is new of the process, without waiting; return its failure once there is one."""
+        """Process news from the worker without waiting; return its failure once there is one."""
 
     @abstractmethod
     def stack_dump(self) -> str:
-        """Return where the process is in its Python code, as far as it can be seen within a few seconds."""
+        """Return where the process is in its Python code, as far as this can be determined within a few seconds."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End the process and all that it has started, at once; also one that has ended already."""
+        """End the process and everything that it has started immediately, also if it has already ended."""
 
     @abstractmethod
     def close(self) -> None:
-        """Take in what is left, and free all that rank 0 holds for it; called last, after `kill`."""
+        """Process remaining news and release all resources of rank 0 for it; called last, after `kill`."""
 
 
 class Workers:
@@ -69,17 +69,17 @@ class Workers:
     Parameters
     ----------
     workers : sequence of Worker
-        Those that have been started; `end` closes them.
+        The started workers; `end` closes them.
     interrupts : Interrupts
-        Of rank 0.
+        The interrupts of rank 0.
     latest_news : float
-        Seconds until it is known that a process or its host is gone, where that may take long. An error that this
-        causes on other ranks waits for it.
+        Maximum seconds until the loss of a process or its host is detected. Errors that it causes on other ranks wait
+        for this long.
 
     Raises
     ------
     NanoError
-        If there can be no such thread; the workers are closed.
+        If the thread cannot be started; the workers are then closed.
     """
 
     def __init__(self, workers: Sequence[Worker], interrupts: Interrupts, latest_news: float = 0.0) -> None:
@@ -88,10 +88,10 @@ class Workers:
         self._workers = workers
         self._failures: list[Failure] = []
         self._failed_at: float | None = None
-        self._failure: Failure | None = None  # that ends the run
+        self._failure: Failure | None = None  # the failure that ends the run
         self._changed = threading.Condition()
         self._ending = False
-        self._thread: int | None = threading.get_ident()  # of rank 0, in the loop
+        self._thread: int | None = threading.get_ident()  # rank 0's thread while it is in the loop
         self._watch = threading.Thread(target=self._watch_workers, name="nano_loop watch", daemon=True)
         with limits_in_words("the processes of a run could not be watched", SHARED_MEMORY), ExitStack() as stack:
             for worker in workers:
@@ -110,19 +110,19 @@ class Workers:
         return [worker.rank for worker in self._workers if not worker.finished]
 
     def leave(self, failure: Failure | None = None) -> None:
-        """Note that rank 0 is in the loop no more, and its failure, if that may end the run."""
+        """Record that rank 0 has left the loop, and its failure, if that may end the run."""
         self._thread = None
         self._note(failure)
 
     def stack_dump(self, rank: int) -> str:
-        """Return where a rank is in its Python code, rank 0 included."""
+        """Return where a rank is in its Python code, including rank 0."""
         if rank == 0:
             frame = sys._current_frames().get(self._thread or 0)
             return "".join(traceback.format_stack(frame)) if frame is not None else ""
         return next((worker.stack_dump() for worker in self._workers if worker.rank == rank), "")
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Wait until every worker has imported what it needs and read its payload."""
+        """Wait until every worker has finished its imports and read its payload."""
         advice = "Check that its Python starts, or pass a longer timeout"
         self._wait(lambda worker: worker.ready, timeout, "did not start", advice)
 
@@ -132,12 +132,12 @@ class Workers:
         self._wait(lambda worker: worker.finished, timeout, "did not return from the loop after rank 0", advice)
 
     def check(self) -> None:
-        """Raise a `NanoWorkerError` if a worker has failed, once it is known which was the first."""
+        """Raise a `NanoWorkerError` if a worker has failed, once the first failure is known."""
         if self._failure is not None:
             raise self._failure.as_error()
 
     def await_failure(self, timeout: float, of: int | None = None) -> Failure | None:
-        """Return the first failure, waiting for one that is not seen yet, until rank `of`, or all, have finished."""
+        """Return the first failure, waiting for one not seen yet until rank `of`, or all ranks, have finished."""
 
         def is_known() -> bool:
             waiting = self.unfinished
@@ -153,7 +153,7 @@ class Workers:
             worker.kill()
 
     def end(self) -> None:
-        """Kill every worker, stop watching, and close them."""
+        """Kill every worker, stop watching, and close the workers."""
         self._ending = True
         self.kill()
         self._watch.join()
@@ -172,7 +172,7 @@ class Workers:
                     late = Failure(waiting[0], Kind.CAUSE, f"{what} within {timeout:g} s", advice)
                     late.traceback = self.stack_dump(late.rank) or None
                     raise late.as_error()
-                self._changed.wait(_INTERVAL)  # short, so that Ctrl-C is heard
+                self._changed.wait(_INTERVAL)  # short, so that Ctrl-C is handled
 
     def _decisive_failure(self) -> Failure | None:
         failure = first(self._failures)
@@ -185,10 +185,10 @@ class Workers:
         return self._located(failure) if failure.kind is Kind.LATE else failure
 
     def _located(self, failure: Failure) -> Failure:
-        """Return the failure of a rank that has waited in vain as one of the ranks that are late, with where they are.
+        """Convert the failure of a rank that waited in vain into one of the late ranks, with their locations.
 
-        The rank that it has waited for may wait itself: those are late that have not waited in vain, or, where all
-        have, the others.
+        The rank that it waited for may itself be waiting: the late ranks are those that have not waited in vain, or the
+        others if all have.
         """
         known = {other.rank: other for other in self._failures}
         running = [*([] if self._thread is None else [0]), *self.unfinished]
@@ -209,7 +209,7 @@ class Workers:
                 self._note(worker.poll())
             self._failure = self._failure or self._decisive_failure()
             if self._failure is not None:
-                self.kill()  # which also ends what rank 0 waits for
+                self.kill()  # also ends rank 0's waits for them
             with self._changed:
                 self._changed.notify_all()
 

@@ -1,32 +1,32 @@
-"""The environment variables in which torchrun, srun and MPI pass a process its place."""
+"""The environment variables by which torchrun, srun and MPI assign a rank to a process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# A launch is one where a rank has a size beside it. SLURM_NTASKS alone is not one: sbatch and salloc set it too.
-# The innermost comes first: srun may have started one torchrun or one daemon of mpirun on each host.
+# A launch has both a rank and a size. SLURM_NTASKS alone does not indicate one: sbatch and salloc also set it. The
+# innermost launcher comes first: srun may have started one torchrun or one mpirun daemon on each host.
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("mpirun", "PMI_RANK", "PMI_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-#: What variables of launchers begin with, and those that have other names.
+#: Prefixes of launchers' variables, including variables with other names.
 PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Launch(NamedTuple):
-    """The place that an external launcher has given to this process.
+    """The rank that an external launcher has assigned to this process.
 
     Attributes
     ----------
     launcher : str
-        Its name, for messages.
+        The launcher's name, for messages.
     rank, size : int
-        Which process this is, and how many it has started.
+        The rank of this process, and the number of processes.
     """
 
     launcher: str
@@ -35,7 +35,7 @@ class Launch(NamedTuple):
 
 
 def found_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Return the place that torchrun, srun or MPI has given to this process; None if there is one process."""
+    """Return the rank assigned by torchrun, srun or MPI; None if there is only one process."""
     for launcher, rank, size in _LAUNCHERS:
         if environ.get(rank, "").isdecimal() and environ.get(size, "").isdecimal():
             by_srun = size == "PMI_SIZE" and environ[size] == environ.get("SLURM_STEP_NUM_TASKS")  # srun --mpi=pmi2
@@ -45,11 +45,11 @@ def found_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def local_size(launch: Launch, environ: Mapping[str, str]) -> int:
-    """Return how many processes there are on each host, as far as torchrun says; else all of them."""
+    """Return the number of processes per host if torchrun specifies it; otherwise of all processes."""
     size = environ.get("LOCAL_WORLD_SIZE", "")
     return int(size) if size.isdecimal() and int(size) else launch.size
 
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without the variables that launchers set for the processes that they start."""
+    """Return `environ` without the variables that launchers set for their processes."""
     return {name: value for name, value in environ.items() if not name.startswith(PREFIXES) and name not in NAMES}

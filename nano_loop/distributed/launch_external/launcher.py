@@ -1,4 +1,4 @@
-"""A run whose processes torchrun, srun or MPI has started: they find each other, and divide each host among them."""
+"""Runs whose processes were started by torchrun, srun or MPI: they find each other and divide each host among them."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _Mask = tuple[int, ...]  # the CPUs that a rank may use
 
 
 class External(Launcher):
-    """The ranks of a launch, of which this process is one: nothing is started, sent or watched.
+    """The ranks of an external launch, including this process: nothing is started, sent or watched.
 
-    The external launcher ends all of its processes when one of them fails. A process group that the user has made
-    already is used, and left as it is.
+    The external launcher ends all of its processes if one of them fails. An existing process group of the user's is
+    used and kept.
 
     Parameters
     ----------
     options : Options
         The options of the run.
     launch : Launch
-        The place that the external launcher has given to this process.
+        The rank that the external launcher has assigned to this process.
     """
 
     def __init__(self, options: Options, launch: Launch) -> None:
@@ -92,28 +92,28 @@ def join_run(
     threads: int | None = None,
     parent: Path | None = None,
 ) -> Iterator[RankSlot]:
-    """Join the other processes of a launch, whoever has started them, and divide this host among its ranks. Collective.
+    """Join the other processes of a launch, however started, and divide this host among its ranks. Collective.
 
-    By default the ranks of a host watch each other, and what one above rank 0 writes is private during the run. A
-    launcher that gives them `parent` sees to both.
+    By default, the ranks of a host watch each other, and files written by ranks other than 0 are private during the
+    run. A launcher that passes `parent` handles both itself.
 
     Parameters
     ----------
     store : torch.Store or None
-        Where all of them meet, used by no other run. None: in the process group that the user has made, which is used
-        and left as it is.
+        The store where they meet, used by no other run. None: the user's existing process group, which is used and
+        kept.
     options : Options
         The options of the run.
     machine : Machine
-        What this process may use, which the launcher may have restricted already.
+        The part of the machine available to this process, which the launcher may already have restricted.
     launch : Launch
-        The place of this process.
+        The rank of this process.
     check : callable
         See `Ranks`.
     address : str or None
         See `process_group`.
     threads : int or None
-        Compute threads of this process, which is not bound then. None: the ranks of a host divide it.
+        Compute threads of this process, which is then not bound. None: the ranks of a host divide it.
     parent : Path or None
         See `common_folder`.
     """
@@ -165,7 +165,7 @@ def join_run(
 
 
 def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Mask]) -> tuple[Share, ...]:
-    """Divide the host among its ranks; nothing if the launcher has done so, or has started too many of them."""
+    """Divide the host among its ranks; empty if the launcher has already done so, or has started too many of them."""
     if options.cpu_for_each_process is None:
         divided = any(mask != machine.allowed for mask in masks)
         if divided or len(here) > machine.num_threads or not hasattr(os, "sched_setaffinity"):
@@ -174,9 +174,9 @@ def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Ma
 
 
 def _undivided(machine: Machine, masks: list[_Mask], threads: int | None) -> Machine:
-    """Return the machine as one of the ranks with these masks may use it, if nano_loop binds none of them.
+    """Return the part of the machine for one of the ranks with these masks, if nano_loop binds none of them.
 
-    A quota is common to all of them, and so are the cores where their masks are the same.
+    They share a quota, and also the cores if their masks are equal.
     """
     if threads is not None:
         return replace(machine, quota=float(min(threads, machine.num_threads)))
@@ -184,21 +184,21 @@ def _undivided(machine: Machine, masks: list[_Mask], threads: int | None) -> Mac
     return machine if shared is None else replace(machine, quota=shared / len(masks))
 
 
-# --- how ranks of one host see that another's process has ended ---
+# # --- how ranks of one host detect that another rank's process has ended ---
 
-_INTERVAL = 0.2  # seconds between two looks at the others
+_INTERVAL = 0.2  # seconds between checks of the others
 
 
 @contextmanager
 def watching_each_other(ranks: Ranks, processes: Sequence[int]) -> Iterator[None]:
-    """Let every wait of the ranks of one host see that another's process has ended without leaving the run.
+    """Make every wait of a host's ranks detect that another rank's process has ended without leaving the run.
 
     Parameters
     ----------
     ranks : Ranks
-        Who they are. Their ``check`` raises a `NanoWorkerError` then.
+        The ranks. Their ``check`` then raises a `NanoWorkerError`.
     processes : sequence of int
-        The numbers of their processes, by rank.
+        Their process ids, by rank.
     """
     launcher_s, looked = ranks.check, time.monotonic()
 
@@ -209,7 +209,7 @@ def watching_each_other(ranks: Ranks, processes: Sequence[int]) -> Iterator[None
             return
         looked = time.monotonic()
         for rank, process in enumerate(processes):
-            # It may have left, and ended, since we looked at its process.
+            # It may have left and ended since its process was checked.
             if has_ended(process) and not _has_left(ranks, rank):
                 raise died(rank).as_error()
 

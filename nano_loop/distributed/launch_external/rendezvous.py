@@ -1,4 +1,4 @@
-"""The rendezvous of an external launch: where its processes meet, and what they tell each other there, as text."""
+"""The rendezvous of an external launch: where its processes meet, and the text messages that they exchange there."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from nano_loop.distributed.launch.shared_folder import private_folder, refuse_fo
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.errors import NanoError, RankLateError, error_message
 
-_INTERVAL = 0.01  # seconds between two looks at a store, which may be on another host
-#: A file that is newer than what was there before the run, and older than all that a rank does in the run.
+_INTERVAL = 0.01  # seconds between checks of a store, which may be on another host
+#: A file that is newer than files from before the run, and older than files that ranks write in the run.
 BEGAN = "began"
 
-_Place = tuple[str, int]  # a host, and a port
+_Place = tuple[str, int]  # host and port
 
-_stores: dict[_Place, Store] = {}  # a server has to outlive the runs that meet on it
+_stores: dict[_Place, Store] = {}  # servers must outlive the runs that use them
 _runs: dict[_Place, int] = {}
 
-#: Returns the texts of all ranks, by rank, when all have called it with theirs.
+#: Returns the texts of all ranks, in rank order, once all ranks have passed theirs.
 Gather = Callable[[str], list[str]]
 
 
 def external_store(launch: Launch, environ: Mapping[str, str], timeout: float) -> Store:
-    """Return a store that all ranks of a launch share, new for each run.
+    """Return a store shared by all ranks of a launch, new for each run.
 
     Raises
     ------
     NanoError
-        If the launcher does not say where the ranks can meet.
+        If the launcher does not specify where the ranks can meet.
     """
     place = _meeting_place(launch, environ)
-    # torchrun's agent has the server; without it, rank 0 has.
+    # torchrun's agent runs the server; otherwise rank 0 does.
     serves = launch.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if place not in _stores:
         waiting = timedelta(seconds=timeout)
@@ -53,7 +53,7 @@ def external_store(launch: Launch, environ: Mapping[str, str], timeout: float) -
 
 
 def _meeting_place(launch: Launch, environ: Mapping[str, str]) -> _Place:
-    # OpenMPI's name, and that of MPICH and Intel MPI.
+    # The variables of OpenMPI, and of MPICH and Intel MPI.
     local = str(launch.size) in map(environ.get, ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
     usual = _usual_place_of_srun(environ) if launch.launcher == "srun" else ("127.0.0.1", 12910) if local else ("", "")
     address, port = environ.get("MASTER_ADDR") or usual[0], environ.get("MASTER_PORT") or str(usual[1])
@@ -67,10 +67,10 @@ def _meeting_place(launch: Launch, environ: Mapping[str, str]) -> _Place:
 
 
 def _usual_place_of_srun(environ: Mapping[str, str]) -> _Place:
-    """Return the first host of the step, and a port that other steps and jobs are unlikely to have."""
-    from nano_loop.integrations.fabric.strategy import SLURMEnvironment  # only for srun's ranks: it takes seconds
+    """Return the first host of the step, and a port that other steps and jobs are unlikely to use."""
+    from nano_loop.integrations.fabric.strategy import SLURMEnvironment  # only for srun: the import takes seconds
 
-    # A step may have a part of the job's nodes. Fabric's own answer is for jobs with --ntasks-per-node alone.
+    # A step may use only some of the job's nodes. Fabric's own method requires --ntasks-per-node.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
     job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     number = 7 * int(job if job.isdecimal() else 0) + int(step if step.isdecimal() else 0)
@@ -78,7 +78,7 @@ def _usual_place_of_srun(environ: Mapping[str, str]) -> _Place:
 
 
 class Host(NamedTuple):
-    """What identifies a host; a container with its own shared memory or process numbers counts as one."""
+    """The identity of a host; a container with its own shared memory or process ids counts as a host."""
 
     name: str
     boot: str
@@ -87,16 +87,16 @@ class Host(NamedTuple):
 
 
 class Presence(NamedTuple):
-    """What a process says of itself when it joins.
+    """A process's description of itself when it joins.
 
     Attributes
     ----------
     host : Host
-        Where it is.
+        The host of the process.
     cpus : tuple of int
         The logical CPUs that it may use.
     process : int
-        Its number.
+        The process id.
     """
 
     host: Host
@@ -104,24 +104,24 @@ class Presence(NamedTuple):
     process: int
 
     def as_text(self) -> str:
-        """Return it as JSON."""
+        """Return the description as JSON."""
         return json.dumps(self)
 
     @classmethod
     def from_text(cls, text: str, rank: int) -> Presence:
-        """Read what a rank has said.
+        """Parse the description sent by a rank.
 
         Raises
         ------
         NanoError
-            If it is something else.
+            If it is invalid.
         """
         try:
             host, cpus, process = json.loads(text)
             return cls(Host(*host), tuple(cpus), process)
         except (TypeError, ValueError) as error:
-            got = f"rank {rank} has sent {text[:100]!r}"
-            expected = "a rank begins with its host and its CPUs, as nano_loop writes them"
+            got = f"rank {rank} sent {text[:100]!r}"
+            expected = "a rank first sends its host and its CPUs, in nano_loop's format"
             hint = "Run the same version of nano_loop on every host"
             raise NanoError(error_message(got, expected, hint)) from error
 
@@ -137,7 +137,7 @@ def this_host() -> Host:
 
 
 def gather_at(store: Store, ranks: Ranks) -> Gather:
-    """Return a way to exchange texts at a store that no other run uses; every wait calls `Ranks.check`."""
+    """Return a function that exchanges texts through a store that no other run uses; waits call `Ranks.check`."""
     rounds = itertools.count()
 
     def gather(text: str) -> list[str]:
@@ -157,25 +157,25 @@ def gather_at(store: Store, ranks: Ranks) -> Gather:
 
 
 def gather_in_group(ranks: Ranks) -> Gather:
-    """Return a way to exchange texts in the process group that the user has made."""
+    """Return a function that exchanges texts in the user's existing process group."""
     channel = ProcessGroupChannel(ranks)
     return lambda text: [data.decode(errors="replace") for data in channel.exchange(text.encode(), "gather")]
 
 
 @contextmanager
 def common_folder(rank: int, gather: Gather, here: list[int], parent: Path | None = None) -> Iterator[Path]:
-    """Give the private folder that the first of the ranks of this host makes for them, with `BEGAN` in it. Collective.
+    """Yield the private folder that the first rank of this host creates for all, with `BEGAN` in it. Collective.
 
     Parameters
     ----------
     rank : int
-        This one.
+        This rank.
     gather : callable
         See `Gather`.
     here : list of int
-        Those of this host.
+        The ranks of this host.
     parent : Path or None
-        A private folder of this process, in which the folder is made.
+        A private folder of this process in which to create the folder.
     """
     with _made(parent) if rank == here[0] else nullcontext() as made:
         folder = Path(gather(str(made or ""))[here[0]])
@@ -198,4 +198,4 @@ def _made(parent: Path | None) -> Iterator[Path]:
 def _is_late(rank: int, ranks: Ranks) -> str:
     got = f"rank {ranks.rank} has waited {ranks.timeout:g} seconds for rank {rank} to join the run"
     hint = f"Check what rank {rank} is doing, or pass a longer timeout if it is working"
-    return error_message(got, "every rank has to get there within the timeout", hint)
+    return error_message(got, "every rank must reach it within the timeout", hint)

@@ -1,1 +1,1 @@
-"""Ranks on this host that nano_loop starts itself, as Python processes."""
+"""Ranks on this host that nano_loop itself starts as Python processes."""

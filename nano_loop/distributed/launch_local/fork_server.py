@@ -1,8 +1,8 @@
-"""The process that worker processes are forked from: it has imported torch and nano_loop, and holds no thread.
+"""The process that workers are forked from: it has imported torch and nano_loop, and has no threads.
 
-It forks workers when the caller asks, ends them when the caller asks or is gone, and says how each of them has ended.
-Without work it ends after a while, and in any case with the caller. A worker is so never a child of the caller's, and
-the caller's own children are not disturbed.
+It forks and ends workers at the caller's request, ends them if the caller has ended, and reports their exit status. It
+ends after being idle for a while, and with the caller at the latest. So workers are never children of the caller, and
+do not interfere with the caller's own children.
 
 `nano_loop.distributed.launch_local.server.BOOTSTRAP` calls `serve`.
 """
@@ -30,7 +30,7 @@ from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch_local import stack_dump
 from nano_loop.distributed.launch_local.forked_worker import work_for
 
-_DESCRIPTORS = 3  # that come with each request for a worker: its stream, standard output, standard error
+_DESCRIPTORS = 3  # per request for a worker: its stream, standard output, standard error
 
 
 def serve(control: socket.socket, origin: dict[str, Any]) -> NoReturn:
@@ -39,15 +39,15 @@ def serve(control: socket.socket, origin: dict[str, Any]) -> NoReturn:
     Parameters
     ----------
     control : socket.socket
-        A stream socket to the caller.
+        A stream socket connected to the caller.
     origin : dict
-        What `nano_loop.distributed.launch_local.server.Server` has passed to this process.
+        The settings that `nano_loop.distributed.launch_local.server.Server` passed to this process.
     """
     preload(origin["modules"], origin["folder"])
     server = ForkServer(Stream(control), _handle_of(origin["caller"]), origin["idle"])
     try:
         server.run()
-    except BaseException:  # the caller shows it as the last words of its workers
+    except BaseException:  # the caller shows it as the last output of its workers
         traceback.print_exc()
     finally:
         server.end()
@@ -61,22 +61,22 @@ def preload(modules: Sequence[str], folder: str | None) -> None:
     modules : sequence of str
         Their names.
     folder : str or None
-        The temporary folder meanwhile: this process deletes none that an import makes, as torch._dynamo's does in
-        torch 2.8. None for the system's.
+        The temporary folder during the imports: this process does not delete folders that an import creates, such as
+        that of torch._dynamo in torch 2.8. None for the system's.
     """
     before, tempfile.tempdir = tempfile.tempdir, folder
     for name in modules:
-        with contextlib.suppress(Exception):  # any, for the caller has imported it, and this process must go on
+        with contextlib.suppress(Exception):  # the caller has imported it, and this process must continue
             importlib.import_module(name)
     tempfile.tempdir = before
     prepare()
-    allocator_of_this_process()  # which takes 2 ms in a worker
+    allocator_of_this_process()  # takes 2 ms in a worker otherwise
     gc.collect()
-    gc.freeze()  # so that the pages of what has been imported stay common to all workers
+    gc.freeze()  # keeps the pages of imported objects shared by all workers
 
 
 class ForkedProcess(NamedTuple):
-    """A worker, the folder of its run, and its rank."""
+    """A worker, its run's folder, and its rank."""
 
     pid: int
     folder: str
@@ -84,14 +84,14 @@ class ForkedProcess(NamedTuple):
 
 
 class ForkServer:
-    """See the module.
+    """The server; see the module's docstring.
 
     Parameters
     ----------
     control : Stream
-        The end of the socket to the caller.
+        The stream to the caller.
     caller : int or None
-        A descriptor that is readable when the caller has ended; None where the system has none.
+        A descriptor that is readable when the caller has ended; None if the system does not support this.
     idle : float
         Seconds without a run after which the process ends.
     """
@@ -100,8 +100,8 @@ class ForkServer:
         self._control = control
         self._idle = idle
         self._caller = caller
-        self._workers: dict[Stream, ForkedProcess] = {}  # by their streams to the caller
-        self._folders: set[str] = set()  # of the runs that are under way
+        self._workers: dict[Stream, ForkedProcess] = {}  # by the stream to the caller
+        self._folders: set[str] = set()  # of active runs
         self._woken, self._waking = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._waking, False)
@@ -109,7 +109,7 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # interrupts the wait below
 
     def run(self) -> None:
-        """Do what the caller asks for, until there is nothing more to do."""
+        """Handle the caller's requests until there is nothing more to do."""
         self._say("ready")
         sources: list[Any] = [self._control, self._woken, *([] if self._caller is None else [self._caller])]
         while True:
@@ -121,7 +121,7 @@ class ForkServer:
                 self._reap()
             for stream in self._workers.keys() & {*readable}:
                 self._heed(stream, self._workers[stream])
-            if self._control in readable:  # also of a caller that is gone: it has said which folders are to be deleted
+            if self._control in readable:  # read first even if the caller has ended: it names the folders to delete
                 for request, _ in self._control.receive():
                     self._do(**request)
                 if not self._control.is_open:
@@ -130,17 +130,17 @@ class ForkServer:
                 return
 
     def end(self) -> NoReturn:
-        """Kill all workers and what they have started, delete what the runs have left, and end this process."""
+        """Kill all workers and what they have started, delete files left by the runs, and end this process."""
         for worker in self._workers.values():
             _kill_group(worker.pid)
-        for worker in self._workers.values():  # what still runs could write to the folders
+        for worker in self._workers.values():  # running processes could still write to the folders
             os.waitpid(worker.pid, 0)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
     def _do(self, kind: str, folder: str = "", start: dict[str, Any] | None = None, **_: Any) -> None:
-        """Do what the caller has asked for."""
+        """Handle a request of the caller."""
         if kind == "answer":
             self._say("answer")
         elif kind == "begin":
@@ -151,7 +151,7 @@ class ForkServer:
             self._fork(start)
 
     def _say(self, kind: str) -> None:
-        with contextlib.suppress(OSError):  # the caller is gone
+        with contextlib.suppress(OSError):  # the caller has ended
             self._control.send(kind)
 
     # --- workers ---
@@ -167,7 +167,7 @@ class ForkServer:
             os.close(descriptor)
 
     def _heed(self, stream: Stream, worker: ForkedProcess) -> None:
-        """Do what the caller has asked for on a worker's stream; where it has closed that, end the worker."""
+        """Handle requests on a worker's stream; if the caller has closed it, end the worker."""
         kinds = {request["kind"] for request, _ in stream.receive()}
         if "stack" in kinds:
             stack_dump.request(*worker)
@@ -175,10 +175,10 @@ class ForkServer:
             _kill_group(worker.pid)
 
     def _forked(self, start: dict[str, Any], stream: Stream, outputs: list[int]) -> int:
-        """Return a new worker, which ends with this process at the latest."""
+        """Return the id of a new worker, which ends with this process at the latest."""
         server = os.getpid()
         with warnings.catch_warnings():
-            # Python warns of threads: numpy's linear algebra has some, and makes them anew in the child.
+            # Python warns about threads: numpy's BLAS has some, and recreates them in the child.
             warnings.simplefilter("ignore")
             pid = os.fork()
         if pid:
@@ -193,10 +193,10 @@ class ForkServer:
             os._exit(1)
 
     def _leave(self) -> None:
-        """Release the server's resources, in a worker."""
+        """Release the server's resources in a worker."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()  # Ctrl-C is for rank 0, and what the process starts ends with it
+        os.setsid()  # Ctrl-C goes to rank 0 only; a session also lets its children be killed together
         caller = [] if self._caller is None else [self._caller]
         for descriptor in (self._woken, self._waking, *self._control.descriptors, *caller):
             os.close(descriptor)
@@ -204,33 +204,33 @@ class ForkServer:
             stream.close()
 
     def _reap(self) -> None:
-        """Take note of the workers that have ended, and end what they have started."""
+        """Record the workers that have ended, and end the processes that they have started."""
         for stream, (pid, *_) in [*self._workers.items()]:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                _kill_group(pid)  # as long as nobody has waited for the worker, its number is not given away
+                _kill_group(pid)  # the process id is not reused before the worker is waited for
                 _, status = os.waitpid(pid, 0)
                 del self._workers[stream]
                 _say_last(stream, "exited", exitcode=os.waitstatus_to_exitcode(status))
 
 
 def _say_last(stream: Stream, kind: str, **header: Any) -> None:
-    """Say what has become of a worker. Nobody else writes to its stream then."""
-    with contextlib.suppress(OSError):  # the caller is gone
+    """Report the end of a worker. Nothing else writes to its stream then."""
+    with contextlib.suppress(OSError):  # the caller has ended
         stream.send(kind, **header)
     stream.close()
 
 
 def _kill_group(leader: int) -> None:
-    """Kill a process that nobody has waited for yet, and all that it has started."""
-    for kill in (os.killpg, os.kill):  # between its fork and its setsid it has no group
+    """Kill a process that has not been waited for yet, and everything that it has started."""
+    for kill in (os.killpg, os.kill):  # there is no group between the fork and setsid
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(leader, signal.SIGKILL)
 
 
 def _handle_of(process: int) -> int | None:
-    """Return a descriptor that stands for a process, and is readable once that has ended.
+    """Return a descriptor for a process that is readable once the process has ended.
 
-    None where this system has none (Linux has, from 5.3 on, unless a sandbox forbids it), or the process has ended.
+    None if the system does not support it (Linux 5.3 and later do, unless sandboxed), or the process has ended.
     """
     try:
         return os.pidfd_open(process)

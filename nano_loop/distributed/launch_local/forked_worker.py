@@ -1,4 +1,4 @@
-"""A worker process, from its fork on."""
+"""The code of a worker process from its fork on."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from nano_loop.integrations.fabric.rank_zero import note_rank
 
 
 def work_for(start: dict[str, Any], stream: Stream, output: int, errors: int) -> None:
-    """Do the work of a rank in this process, and end it.
+    """Run a rank in this process, then end the process.
 
     Parameters
     ----------
     start : dict
-        What `nano_loop.distributed.launch_local.start.start_of` has returned.
+        The result of `nano_loop.distributed.launch_local.start.start_of`.
     stream : Stream
-        Its stream to rank 0.
+        The stream to rank 0.
     output, errors : int
-        The descriptors of its standard output and its standard error.
+        The descriptors of standard output and standard error.
     """
     _take_streams(output, errors)
     _take_over(start)
@@ -40,30 +40,30 @@ def work_for(start: dict[str, Any], stream: Stream, output: int, errors: int) ->
     reporter = Reporter(start["rank"], stream.send)
     folder = Path(start["folder"])
     work(reporter, folder, functools.partial(_joined, reporter), payload=folder)
-    # Threads of the user's may be running; there is nothing to clean up that rank 0 does not.
+    # User threads may be running, and rank 0 does all cleanup.
     os._exit(0)
 
 
 def _take_over(start: dict[str, Any]) -> None:
-    """Take over from the caller's process what a process has from its start."""
+    """Apply the process-level settings of the caller's process."""
     if start["cpus"]:
         os.sched_setaffinity(0, start["cpus"])
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
     os.environ.update(start["environ"])
     if os.environ.get("OMP_NUM_THREADS", "") != before and os.environ["OMP_NUM_THREADS"].isdecimal():
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read another number
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP was loaded with another number
     if start["working_folder"] is not None:
         os.chdir(start["working_folder"])
     sys.argv[:] = start["argv"]
-    if start["script"] is not None:  # which processes that are spawned import
+    if start["script"] is not None:  # spawned processes import it
         sys.modules["__main__"].__file__ = start["script"]
     importlib.invalidate_caches()
 
 
 @contextlib.contextmanager
 def _joined(reporter: Reporter, assignment: Assignment, rank: int) -> Iterator[RankSlot]:
-    """Connect a worker with the other ranks; the one after the last is the witness, and is alone."""
+    """Connect a worker with the other ranks; the worker after the last rank is the witness, which is not connected."""
     if rank == assignment.size:
         note_rank(None)
         _end_at_sockets(reporter)
@@ -76,7 +76,7 @@ def _joined(reporter: Reporter, assignment: Assignment, rank: int) -> Iterator[R
 
 
 def _end_at_sockets(reporter: Reporter) -> None:
-    """End this process, whose other effects are dropped, before it talks to another host."""
+    """End this process before it contacts another host; its other side effects are discarded."""
     process = os.getpid()
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Starts a process for each rank but the first, which is the caller's own, and ends them with the run."""
+"""Starts a process for each rank except the first, which is the caller's process, and ends them with the run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from nano_loop.distributed.launch_local.server import Server, keep, server_for, 
 
 
 class Local(Launcher):
-    """``num_processes`` ranks on this host: this process, and workers that are started for the run."""
+    """``num_processes`` ranks on this host: this process, and workers started for the run."""
 
     def prepare(self, machine: Machine) -> None:
-        """See `Launcher.prepare`: the process that workers are forked from imports torch while the caller goes on."""
+        """See `Launcher.prepare`: the fork server imports torch while the caller continues."""
         shares = shares_of(self.options, machine, range(self.options.processes))
         start_early(slots_of(machine, shares, Path(), self.options.timeout)[1])
 
@@ -37,7 +37,7 @@ class Local(Launcher):
     def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:
         """See `Launcher.joined`."""
         options = self.options
-        assert task is not None  # what has none is a run of one process
+        assert task is not None  # only runs of one process have none
         shares = shares_of(options, machine, range(options.processes))
         refuse_existing_group()
         with Interrupts() as interrupts, ExitStack() as stack:
@@ -50,7 +50,7 @@ class Local(Launcher):
                 server = stack.enter_context(_serving(slots[1], folder, Path(place_of(folder))))
                 with interrupts.heard():
                     state = State.of_this_process(machine.num_threads)
-                    # While the other process imports torch.
+                    # Concurrently with the other process's import of torch.
                     assignment = Assignment(task, state, options, slots)
                     slots[0].copied = write_payload(assignment, folder, task.names, options.worker_init)
                 stack.enter_context(bound(shares[0].cpus))
@@ -76,7 +76,7 @@ class Local(Launcher):
 
 @contextmanager
 def _serving(slot: RankSlot, *folders: Path) -> Iterator[Server]:
-    """Give the process that forks a slot's worker and its like, and deletes folders if this process is killed."""
+    """Yield the server that forks workers like a slot's, and deletes the folders if this process is killed."""
     server = server_for(slot)
     try:
         for folder in folders:
@@ -89,7 +89,7 @@ def _serving(slot: RankSlot, *folders: Path) -> Iterator[Server]:
 
 
 def slots_of(machine: Machine, shares: tuple[Share, ...], folder: Path, timeout: float) -> list[RankSlot]:
-    """Return the slots of the ranks of this host that have these shares, and meet in this folder."""
+    """Return the slots of this host's ranks that have these shares and meet in this folder."""
     binds = hasattr(os, "sched_setaffinity")
     return [
         RankSlot(

@@ -1,4 +1,4 @@
-"""What processes write to their standard streams, shown on the caller's, line by line with the rank in front."""
+"""Relays processes' output to the caller's streams, line by line, prefixed by the rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-_LAST_WORDS = 4000  # characters that are kept for a message
-_LONGEST_WORDS = 400  # of one line there: faulthandler ends with the names of all extension modules, 10,000 characters
-_LONGEST_LINE = 1 << 16  # bytes; a longer one is shown in pieces
+_LAST_WORDS = 4000  # characters kept for a message
+_LONGEST_WORDS = 400  # per line there: faulthandler lists all extension modules at the end, in 10,000 characters
+_LONGEST_LINE = 1 << 16  # bytes; longer lines are shown in pieces
 _READ = 1 << 16  # bytes at a time
-_STANDARD = 3  # descriptors below are the standard streams, which C libraries write to by number
+_STANDARD = 3  # lower descriptors are the standard streams, which C libraries write to by number
 
 
 class Output:
@@ -20,11 +20,11 @@ class Output:
     Parameters
     ----------
     descriptor : int
-        The pipe, non-blocking; its owner closes it.
+        The non-blocking pipe; its owner closes it.
     stream : file or None
-        Where it is shown; None for nowhere.
+        The stream to show it on; None to discard it.
     prefix : str
-        What each line begins with.
+        The prefix of each line.
     """
 
     def __init__(self, descriptor: int, stream: Any, prefix: str) -> None:
@@ -33,21 +33,21 @@ class Output:
         self.last_words = ""
         self._stream = stream
         self._prefix = prefix
-        self._line: list[bytes] = []  # pieces of the line that has not ended
+        self._line: list[bytes] = []  # pieces of the unfinished line
         self._length = 0
 
     def relay(self) -> None:
-        """Show the lines that have come since."""
+        """Show the lines received since the last call."""
         if not self.is_open:
             return
-        with contextlib.suppress(BlockingIOError):  # nothing more has come
+        with contextlib.suppress(BlockingIOError):  # no more data
             while data := os.read(self.descriptor, _READ):
                 self._take(data)
             self.is_open = False
             self.finish()
 
     def finish(self) -> None:
-        """Show what has no end of line."""
+        """Show the unfinished last line."""
         if self._line:
             self._take(b"\n")
 
@@ -63,7 +63,7 @@ class Output:
         self._show("".join(f"{self._prefix}{line.decode(errors='replace')}\n" for line in lines))
 
     def _keep(self, text: str) -> None:
-        """Keep the end of the output. Long lines are shortened, so that lines before them stay."""
+        """Keep the end of the output. Long lines are shortened, so that previous lines are kept."""
         lines = text[-_LONGEST_LINE:].splitlines(keepends=True)
         self.last_words = (self.last_words + "".join(map(_shortened, lines)))[-_LAST_WORDS:]
 
@@ -74,21 +74,21 @@ class Output:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except Exception:  # the caller's stream may be closed or be the user's own object: training goes on
+        except Exception:  # the caller's stream may be closed or a user's object: training must continue
             self._stream = None
 
 
 def _shortened(line: str) -> str:
-    """Leave the middle out of a long line."""
+    """Omit the middle of a long line."""
     half = _LONGEST_WORDS // 2
     return line if len(line) <= 2 * half else f"{line[:half]}[...]{line[-half:]}"
 
 
 @contextlib.contextmanager
 def standard_streams_open() -> Iterator[None]:
-    """Have something open in place of standard streams that the caller has closed.
+    """Open placeholders for standard streams that the caller has closed.
 
-    Else what is opened in the body gets their numbers, and what is written to the streams goes there.
+    Otherwise, files opened in the body would get their descriptors, and output would be written to these files.
     """
     with contextlib.ExitStack() as stack:
         while (descriptor := os.open(os.devnull, os.O_RDWR)) < _STANDARD:
@@ -98,7 +98,7 @@ def standard_streams_open() -> Iterator[None]:
 
 
 def pipe() -> tuple[int, int]:
-    """Return a pipe, its first end non-blocking."""
+    """Return a pipe whose read end is non-blocking."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     return reading, writing

@@ -1,4 +1,4 @@
-"""A worker process as rank 0 has it: the stream to it, what it writes, and how it ends."""
+"""Rank 0's handle of a worker process: the stream to it, its output, and its end."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from nano_loop.distributed.launch_local.output import Output, pipe
 from nano_loop.distributed.launch_local.server import HELLO, Server
 from nano_loop.distributed.launch_local.start import start_of
 
-_ENDED_BY_OTHERS = "End no Python by its name (pkill); where memory runs out, the kernel ends processes: see dmesg"
-_ENDING = 3.0  # seconds that a killed process may take to end, before the one that has forked it is ended too
+_ENDED_BY_OTHERS = "Do not kill Python by name (pkill); if memory runs out, the kernel kills processes: see dmesg"
+_ENDING = 3.0  # seconds for a killed process to end before its fork server is ended as well
 
 
 class WorkerProcess(Worker):
-    """A `Worker` that is a process of this host.
+    """A `Worker` that is a process on this host.
 
     Parameters
     ----------
     server : Server
-        Forks it.
+        The server that forks it.
     slot : RankSlot
-        Its place.
+        The slot of its rank.
     verbose : bool or None
-        Whether what it prints is shown; None: nor is its standard error.
+        Whether its standard output is shown; None hides standard error as well.
     """
 
     def __init__(self, server: Server, slot: RankSlot, verbose: bool | None = False) -> None:
@@ -47,8 +47,8 @@ class WorkerProcess(Worker):
         self._server = server
         self._outputs: list[Output] = []
         self._failure: Failure | None = None
-        self._end: dict[str, Any] | None = None  # how it has ended, or why it could not begin
-        # The other ends are the worker's alone.
+        self._end: dict[str, Any] | None = None  # how it ended, or why it could not start
+        # The other ends belong to the worker.
         with contextlib.ExitStack() as own, contextlib.ExitStack() as others:
             ours, other = socket.socketpair()
             own.callback(ours.close)
@@ -73,7 +73,7 @@ class WorkerProcess(Worker):
     def poll(self) -> Failure | None:
         """See `Worker.poll`."""
         self._server.read_replies()
-        ended = self._has_ended  # asked first: what it has written then is all that there will be
+        ended = self._has_ended  # read first, so that all output is read after the end
         self._read()
         if self._failure is None and ended and not self.finished:
             return self._death()
@@ -87,7 +87,7 @@ class WorkerProcess(Worker):
     def kill(self) -> None:
         """See `Worker.kill`."""
         if not self._server.ready:
-            self._server.end()  # it imports, and would fork the worker first
+            self._server.end()  # it is still importing, and would fork the worker first
         else:
             self._ask("kill")
 
@@ -109,7 +109,7 @@ class WorkerProcess(Worker):
 
     @property
     def _has_ended(self) -> bool:
-        """Whether it has ended, or will never begin. Who has forked it says so, unless that was killed with it."""
+        """Whether it has ended, or will never start. Its fork server reports this, unless it was killed with it."""
         return self._end is not None or not self._stream.is_open
 
     def _ask(self, kind: str) -> None:
@@ -117,14 +117,14 @@ class WorkerProcess(Worker):
             self._stream.send(kind)
 
     def _read(self) -> None:
-        """Take in what it has reported, and show what it has written to its standard streams."""
+        """Process its reports, and show its output."""
         for output in self._outputs:
             output.relay()
         for header, content in self._stream.receive():
             self._take(header, content)
 
     def _take(self, header: dict[str, Any], content: bytes) -> None:
-        """Take in one report."""
+        """Process one report."""
         kind = header["kind"]
         self.ready = self.ready or kind == "ready"
         self.finished = self.finished or kind == "finished"
@@ -136,7 +136,7 @@ class WorkerProcess(Worker):
     def _death(self) -> Failure:
         """Return the failure of a process that has ended without a report."""
         if self._end is None:
-            self._server.end()  # the other end closes unsaid with it alone
+            self._server.end()  # only its end closes the stream without a report
         end = self._end or {}
         refusal = self._server.refusal or end.get("reason")
         if refusal is not None:
@@ -146,13 +146,13 @@ class WorkerProcess(Worker):
         words = self._outputs[-1].last_words or self._server.last_words
         if exitcode is None and self._server.pid is not None:
             server = f" ({self._server.pid})" if self._server.gone else ""
-            what = f"ended with the process that it was forked from{server}, which was killed or has failed"
+            what = f"ended with the process that it was forked from{server}, which was killed or failed"
             return Failure(self.rank, Kind.CAUSE, what, _ENDED_BY_OTHERS, traceback=words or None)
         return died(self.rank, exitcode, words)
 
 
 def forked(server: Server, slots: Sequence[RankSlot], verbose: bool = False) -> list[WorkerProcess]:
-    """Return a new worker for each; if one cannot be started, end the others."""
+    """Return a new worker for each slot; if one cannot be started, end the others."""
     workers: list[WorkerProcess] = []
     with contextlib.ExitStack() as stack:
         for slot in slots:
@@ -162,28 +162,28 @@ def forked(server: Server, slots: Sequence[RankSlot], verbose: bool = False) -> 
     return workers
 
 
-_PATIENCE = 20.0  # seconds that rank 0 waits for it, and N times as many as it has run itself
+_PATIENCE = 20.0  # seconds that rank 0 waits for it, plus N times its own running time
 
 
 class WitnessProcess(WorkerProcess):
-    """The witness of a run that splits batches, as rank 0 has it: it computes whole batches, as one process does.
+    """Rank 0's handle of the witness of a run that splits batches: a process that computes whole batches.
 
-    Nobody else watches it: whatever becomes of it, the run goes on.
+    It is not watched: whatever happens to it, the run continues.
 
-    Its number is the one after the last rank's, by which its files have a place. It may use the CPUs of all ranks,
-    which wait for it.
+    Its number is one higher than the last rank, which gives its files a place. It may use the CPUs of all ranks, which
+    wait for it.
 
     Parameters
     ----------
     server : Server
-        Forks it.
+        The server that forks it.
     first : RankSlot
-        That of rank 0.
+        The slot of rank 0.
 
     Attributes
     ----------
     why : str
-        Why there is nothing to compare with; empty where there may be.
+        The reason why there is nothing to compare; empty if there may be.
     """
 
     def __init__(self, server: Server, first: RankSlot) -> None:
@@ -201,13 +201,13 @@ class WitnessProcess(WorkerProcess):
         self._wait(lambda: self.ready, lambda: None)
 
     def next(self, check: Callable[[], None], *, stays: bool = False) -> dict[str, Any] | None:
-        """Return what it says of its next backward, or None where it has nothing more to say; see `why`."""
+        """Return its report on the next backward, or None if there will be no more; see `why`."""
         self._wait(lambda: bool(self._told), check)
         return None if not self._told else self._told[0] if stays else self._told.pop(0)
 
     def _wait(self, done: Callable[[], bool], check: Callable[[], None]) -> None:
         came_in = time.monotonic() - self._began
-        # The other ranks, which wait meanwhile, do so no longer than the timeout.
+        # The other ranks wait in the meantime, but no longer than the timeout.
         deadline = time.monotonic() + min(_PATIENCE + self._size * came_in, self._timeout / 2)
         while True:
             self._read()
@@ -216,9 +216,9 @@ class WitnessProcess(WorkerProcess):
             if self._failure is not None:
                 self.why = f"it {self._failure.what}"
             elif self.finished or self._has_ended:
-                self.why = "it has ended before"
+                self.why = "it has ended already"
             elif time.monotonic() > deadline:
-                self.why = f"it has taken {deadline - self._began:.0f} s"
+                self.why = f"it took {deadline - self._began:.0f} s"
             else:
                 check()
                 wait([*self.sources], 0.1)

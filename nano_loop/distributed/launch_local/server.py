@@ -1,4 +1,4 @@
-"""The caller's side of the process that workers are forked from: it starts it, asks it for workers, and ends it."""
+"""The caller's side of the fork server, the process that workers are forked from: starts, uses and ends it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from nano_loop.errors import NanoWorkerError, error_message
 from nano_loop.patching.torch_private_compiler import COMPILER_PACKAGE
 from nano_loop.patching.torch_versions import is_older_than
 
-#: Seconds in which a process that is there answers.
+#: Seconds within which a live process answers.
 HELLO = 1.0
-_ENDING = 2.0  # seconds that its workers may take to end
-_UNFORKED = 75  # of the first process where the system refuses the second; that of a temporary failure in sysexits.h
-# The first process ends at once, so that what it leaves is no child of the caller's: `os.wait` in the user's program
-# never meets it. Of the working folder, which -c puts first on the path, a json.py would be taken for Python's own.
-# CPUs are chosen before a thread exists that would keep another mask. Nothing of what imports make is garbage: to look
-# for it takes a fifth of the start. torch 2.8 makes a temporary folder when it is imported, which a killed process
-# would leave behind: in the first run's own folder it goes with that.
+_ENDING = 2.0  # seconds for its workers to end
+_UNFORKED = 75  # exit code of the first process if the second cannot be forked: EX_TEMPFAIL of sysexits.h
+# The first process ends immediately, so that the second one is not the caller's child: `os.wait` in the user's program
+# never sees it. The working folder, which -c puts first on the path, is removed, since a json.py in it would shadow
+# Python's. CPUs are set before any thread exists, which would keep another mask. Garbage collection is disabled, since
+# it takes a fifth of the start and imports create no garbage. torch 2.8 creates a temporary folder on import, which a
+# killed process would leave behind, so it is created in the first run's own folder.
 BOOTSTRAP = """
 import os, sys
 try:
@@ -62,27 +62,27 @@ serve(control, origin)
 
 
 class Server:
-    """A process of `nano_loop.distributed.launch_local.fork_server`.
+    """Handle of a process running `nano_loop.distributed.launch_local.fork_server`.
 
-    Its answers are read in one thread at a time; requests may come from any thread.
+    Only one thread at a time reads its replies; requests may come from any thread.
 
     Parameters
     ----------
     origin : dict
-        What `nano_loop.distributed.launch_local.start.origin_of` has returned.
+        The result of `nano_loop.distributed.launch_local.start.origin_of`.
     cpus : list of int
-        Where it imports; empty for no binding.
+        The CPUs for its imports; empty for no binding.
     folder : str or None
-        The temporary folder while it imports; None for the system's.
+        The temporary folder during its imports; None for the system's.
     idle : float
         Seconds without a run after which the process ends.
     modules : iterable of str
-        What it imports besides torch.
+        The modules that it imports in addition to torch.
 
     Attributes
     ----------
     ready, gone : bool
-        Whether it has imported what it is to import, and whether it has ended.
+        Whether it has finished its imports, and whether it has ended.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Server:
     ) -> None:
         self.origin = origin
         self.ready = self.gone = self._answered = False
-        self.pid: int | None = None  # known once it has begun
+        self.pid: int | None = None  # known once it has started
         self._reading = threading.RLock()
         setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": idle}
         with contextlib.ExitStack() as stack:
@@ -106,19 +106,19 @@ class Server:
                     os.close(writing)
             self._resources = stack.pop_all()
         self._output = Output(reading, sys.stderr, "[workers] ")
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is seen soon enough
+        with contextlib.suppress(BrokenPipeError):  # it has already ended, which is detected later
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({**setup, "modules": [*modules]}).encode() + b"\n")
             self._process.stdin.close()
 
     @property
     def sources(self) -> Sequence[Any]:
-        """What is readable when there is a reply to read."""
+        """The objects that are readable when there is a reply."""
         return [] if self.gone else [self._control, *([self._output.descriptor] if self._output.is_open else [])]
 
     @property
     def last_words(self) -> str:
-        """The end of what it wrote to standard error."""
+        """The end of its standard error."""
         return self._output.last_words
 
     @property
@@ -128,11 +128,11 @@ class Server:
 
     @property
     def refusal(self) -> str | None:
-        """Why the system refused to start it; None if it did not."""
+        """The reason why the system refused to start it; None if it did not."""
         return os.strerror(errno.EAGAIN) if self.gone and self.exitcode == _UNFORKED else None
 
     def answers(self) -> bool:
-        """Whether it is there and does its work: somebody may have killed or stopped it since the last run."""
+        """Whether it is alive and responsive: it may have been killed or stopped since the last run."""
         self._answered = False
         self.ask("answer")
         deadline = time.monotonic() + HELLO
@@ -142,21 +142,21 @@ class Server:
         return self._answered
 
     def fork(self, start: dict[str, Any], descriptors: Sequence[int]) -> None:
-        """Ask for a worker, which takes over `start` and gets its stream, its output and its errors.
+        """Request a worker with the settings `start`; its stream, output and errors are passed as descriptors.
 
-        On the stream it takes requests about the worker ("kill", "stack"), and says at last how that has "exited", or
-        why it was "refused".
+        The stream accepts requests about the worker ("kill", "stack"), and finally reports how it has "exited", or why
+        it was "refused".
         """
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `read_replies` notices
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # detected by `read_replies`
             self._control.send("fork", descriptors=descriptors, start=start)
 
     def ask(self, kind: str, **header: Any) -> None:
-        """Send a request: "begin" a run, whose folder it deletes if this process is killed, "finish" it, "answer"."""
+        """Send a request: "begin" a run, whose folder it deletes if this process is killed, "finish", "answer"."""
         with contextlib.suppress(OSError):
             self._control.send(kind, **header)
 
     def read_replies(self) -> None:
-        """Take in what it has answered, without waiting."""
+        """Process its replies without waiting."""
         with self._reading:
             if not self.gone:
                 self._take_replies()
@@ -165,18 +165,18 @@ class Server:
                     self._reap()
 
     def end(self) -> None:
-        """End it, and with it all of its workers, at once."""
+        """End it with all of its workers immediately."""
         with self._reading:
             if self.gone:
                 return
             self._read_pid()
-            self._control.end()  # it ends its workers, with all that they have started, and itself
+            self._control.end()  # it then ends its workers, with all that they have started, and itself
             if not self.ready or not self._has_closed(_ENDING):
                 self._kill()
             self._reap()
 
     def forget(self) -> None:
-        """Close what this process has of it, which was forked: the server is its parent's."""
+        """Close the resources of a forked process: the server belongs to its parent."""
         self.gone = True
         self._resources.close()
 
@@ -185,12 +185,12 @@ class Server:
             kind = header["kind"]
             if kind == "hello":
                 self.pid = header["pid"]
-                self._process.wait()  # the process that was started has forked this one, and ended
+                self._process.wait()  # the first process has forked the server and ended
             self.ready = self.ready or kind == "ready"
             self._answered = self._answered or kind == "answer"
 
     def _read_pid(self) -> None:
-        """Learn the number of the process, if it is about to say it: the one that was started has ended."""
+        """Read the id of the process if it is about to report it, because the first process has ended."""
         if self.pid is None and self._process.poll() is not None and wait([self._control.fileno()], HELLO):
             self._take_replies()
 
@@ -203,12 +203,12 @@ class Server:
     def _kill(self) -> None:
         self._process.kill()
         with contextlib.suppress(ProcessLookupError):
-            if self.pid is not None:  # nobody else has the number: the process has not closed its end
+            if self.pid is not None:  # not reused: the process has not closed its end
                 os.kill(self.pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         self.gone = True
-        if self.pid is None:  # it has closed its end without having begun
+        if self.pid is None:  # it has closed its end without starting
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(HELLO)
         self._output.relay()
@@ -224,32 +224,32 @@ def _popen(origin: dict[str, Any], control: int, errors: int) -> subprocess.Pope
         stderr=errors,
         env=origin["environ"],
         pass_fds=(control,),
-        start_new_session=True,  # Ctrl-C is for rank 0
+        start_new_session=True,  # Ctrl-C goes to rank 0 only
     )
 
 
 # --- the one that is kept for the next run ---
-# Starting Python and importing torch takes seconds; forking takes milliseconds. So the first run starts it, or before
-# that a script that is going to need it. The kept process uses no CPU, and ends by itself after a minute without a run,
+# Starting Python and importing torch takes seconds; forking takes milliseconds. So the first run starts it, or even
+# earlier a script that will need it. The kept process uses no CPU, and ends automatically after a minute without a run,
 # with the caller, or when a run needs another environment.
 
-_IS_PYTHON = "every rank but the first is a Python process that nano_loop starts"
-_HAS_NANO_LOOP = "Point sys.executable to a Python that has nano_loop"
+_IS_PYTHON = "every rank except the first is a Python process that nano_loop starts"
+_HAS_NANO_LOOP = "Set sys.executable to a Python that has nano_loop"
 
-_TASKS = tuple(f"nano_loop.{room}" for room in ("api", "integrations.lightning"))  # which the rooms below do not import
+_TASKS = tuple(f"nano_loop.{room}" for room in ("api", "integrations.lightning"))  # not imported by the rooms below
 #: Seconds without a run after which the process ends.
 IDLE = 60.0
 
-_kept: list[Server] = []  # one at the most
+_kept: list[Server] = []  # at most one
 
 
 def server_for(slot: RankSlot) -> Server:
-    """Return the process that forks the worker of a slot, and others like it: the kept one if it fits, or a new one.
+    """Return the server for the worker of a slot, and others like it: the kept one if it fits, or a new one.
 
     Parameters
     ----------
     slot : RankSlot
-        The place of one of the workers.
+        The slot of one of the workers.
     """
     folder = slot.ranks.folder
     assert folder is not None
@@ -273,21 +273,20 @@ def server_for(slot: RankSlot) -> Server:
 
 
 def _imported() -> list[str]:
-    """Return what this process has of the modules of tasks, and of what an optimizer imports, which takes a second."""
+    """Return the modules of tasks that this process has imported, and those that optimizers import, which are slow."""
     return [name for name in [*sys.modules] if name.startswith(_TASKS) or name == COMPILER_PACKAGE]
 
 
 def _is_there(server: Server) -> bool:
-    """Whether a server will fork workers: at once, or when it has imported what they need."""
+    """Whether a server will fork workers, now or after its imports."""
     server.read_replies()
     return server.answers() if server.ready else not server.gone
 
 
 def start_early(slot: RankSlot) -> None:
-    """Start the process for a run that is to come, unless one is kept or it cannot be started.
+    """Start the server for a future run, unless one is kept or it cannot be started.
 
-    It then imports torch while the caller makes its model and reads its data. What keeps it from starting is for the
-    run to report.
+    It imports torch while the caller creates its model and reads its data. Errors are left for the run to report.
     """
     if _kept or not sys.executable or _torch_makes_a_folder():
         return
@@ -296,12 +295,12 @@ def start_early(slot: RankSlot) -> None:
 
 
 def _torch_makes_a_folder() -> bool:
-    """Whether torch's import makes a temporary folder, as 2.8's does. It is to be in the folder of a run."""
+    """Whether importing torch creates a temporary folder, as in 2.8. It should be in the folder of a run."""
     return is_older_than(2, 9)
 
 
 def keep(server: Server) -> None:
-    """Keep a server, which has no workers any more, for the next run."""
+    """Keep a server that has no workers left for the next run."""
     server.read_replies()
     if server.ready and not server.gone and not _kept:
         _keep(server)
@@ -312,16 +311,16 @@ def keep(server: Server) -> None:
 def _keep(server: Server) -> None:
     _kept.append(server)
     atexit.unregister(end_kept)
-    atexit.register(end_kept)  # before Python warns that nobody closed the connection, with ``-X dev``
+    atexit.register(end_kept)  # with ``-X dev``, Python would warn about an unclosed connection
 
 
 def kept() -> list[Server]:
-    """Return the processes that are kept: one, or none."""
+    """Return the kept servers: one or none."""
     return [*_kept]
 
 
 def end_kept() -> None:
-    """End the process that is kept, if there is one."""
+    """End the kept server, if there is one."""
     while _kept:
         _kept.pop().end()
 
@@ -331,4 +330,4 @@ def _forget_kept() -> None:
         _kept.pop().forget()
 
 
-os.register_at_fork(after_in_child=_forget_kept)  # it is the parent's
+os.register_at_fork(after_in_child=_forget_kept)  # it belongs to the parent

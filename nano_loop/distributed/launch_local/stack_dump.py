@@ -1,4 +1,4 @@
-"""Where a worker's threads are: it writes that to a file when a signal comes, whatever it is doing then."""
+"""Stack dumps of a worker's threads: it writes them to a file on a signal, whatever it is doing."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import signal
 import time
 from pathlib import Path
 
-#: Not one that a loop handles; handled in C, so also where Python's lock is held.
+#: A signal that loops do not handle. It is handled in C, so it works even if the GIL is held.
 _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 1
 _LONGEST = 20_000  # characters
-_STOPPED = ("T", "t")  # states of a process, as in /proc
-_IS_STOPPED = "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
+_STOPPED = ("T", "t")  # process states, as in /proc
+_IS_STOPPED = "it is stopped by SIGSTOP or a debugger; kill -CONT resumes it"
 
 
 def dump_on_signal(folder: str, rank: int) -> None:
-    """Let this process write the stacks of its threads to a file in the run's folder whenever the signal comes."""
+    """Make this process write the stacks of its threads to a file in the run's folder on the signal."""
     try:
-        file = _path(folder, rank).open("w")  # stays open as long as the process lives
-    except OSError:  # the folder has no room, which what comes next says better
+        file = _path(folder, rank).open("w")  # stays open for the life of the process
+    except OSError:  # the folder is full, for which a later error is clearer
         signal.signal(_SIGNAL, signal.SIG_IGN)
     else:
         faulthandler.register(_SIGNAL, file, all_threads=True)
 
 
 def request(process: int, folder: str, rank: int) -> None:
-    """Send the signal; of a process that is stopped, write down that."""
-    with contextlib.suppress(OSError):  # there is no /proc, or the process is gone
+    """Send the signal; if the process is stopped, write this to the file instead."""
+    with contextlib.suppress(OSError):  # no /proc, or the process has ended
         os.kill(process, _SIGNAL)
         if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in _STOPPED:
             _path(folder, rank).write_text(_IS_STOPPED)
 
 
 def read(folder: str, rank: int, deadline: float) -> str:
-    """Return what the process has written, once that is complete; nothing where it writes nothing."""
+    """Return the process's output once it is complete; empty if there is none."""
     dump, path = "", _path(folder, rank)
     while time.monotonic() < deadline:
         written = path.read_text(errors="replace") if path.exists() else ""

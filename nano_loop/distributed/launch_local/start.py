@@ -1,4 +1,4 @@
-"""The settings that worker processes start with: those of the Python that they are forked from, and of each of them."""
+"""The start settings of worker processes: those of the Python that they are forked from, and of each worker."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.folder import working_folder
 from nano_loop.distributed.launch_external.environment import without_launch
 
-#: Variables that would put every process on the same CPUs, or stop a worker at a prompt.
+#: Variables that would bind every process to the same CPUs, or make a worker wait at a prompt.
 NOT_FOR_WORKERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "PYTHONINSPECT")
-# They change from call to call, and nothing that Python or a library does when it starts depends on them.
-# torch._dynamo sets the last when it is imported, and reads it when it compiles.
+# They change between calls without affecting how Python or a library starts. torch._dynamo sets the last one on import,
+# and reads it for each compilation.
 _VOLATILE = ("PYTEST_CURRENT_TEST", "OLDPWD", "PWD", "SHLVL", "_", "TORCHINDUCTOR_CACHE_DIR")
 _THREADS = "OMP_NUM_THREADS"
 _FLAGS = (
-    ("optimize", "-O"),  # else an assert would fail on one rank alone
+    ("optimize", "-O"),  # otherwise an assert could fail on one rank only
     ("isolated", "-I"),
     ("ignore_environment", "-E"),
     ("no_user_site", "-s"),
@@ -31,10 +31,10 @@ _FLAGS = (
 
 
 def origin_of(slot: RankSlot) -> dict[str, Any]:
-    """Return what the process is started with that workers are forked from; another origin takes another process.
+    """Return the start settings of the process that workers are forked from; different settings need a new process.
 
-    Its command line and environment (but for what changes from call to call), the path of its imports, how many CPUs
-    each worker is bound to (OpenMP counts them when it is loaded), and the limits that it inherits.
+    They are the command line and environment (except for volatile variables), the import path, the number of CPUs per
+    worker (read by OpenMP when it is loaded), and the inherited limits.
     """
     environ = {name: value for name, value in environment_of(slot, os.environ).items() if name not in _VOLATILE}
     return {
@@ -47,7 +47,7 @@ def origin_of(slot: RankSlot) -> dict[str, Any]:
 
 
 def start_of(slot: RankSlot) -> dict[str, Any]:
-    """Return what a slot's worker takes over from the caller's process when it is forked."""
+    """Return the settings that a slot's worker copies from the caller's process after the fork."""
     return {
         "rank": slot.ranks.rank,
         "cpus": cpus_of(slot),
@@ -60,7 +60,7 @@ def start_of(slot: RankSlot) -> dict[str, Any]:
 
 
 def environment_of(slot: RankSlot, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a slot's worker, where the caller has `environ`."""
+    """Return the environment of a slot's worker, given the caller's `environ`."""
     kept = {name: value for name, value in without_launch(environ).items() if name not in NOT_FOR_WORKERS}
     if is_exported(_THREADS, environ):  # by `nano-loop env`, for the cores of all ranks together
         del kept[_THREADS]
@@ -76,12 +76,12 @@ def command() -> list[str]:
 
 
 def cpus_of(slot: RankSlot) -> list[int]:
-    """Return the CPUs that a slot's worker is bound to; empty for no binding."""
+    """Return the CPUs that a slot's worker is bound to; empty if it is not bound."""
     return list(slot.ranks.shares[slot.ranks.local_rank]) if slot.ranks.shares else []
 
 
 def _path() -> list[str]:
-    # Python skips an entry that is no string, and one in a working folder that is gone.
+    # Python skips entries that are not strings, and those in a deleted working folder.
     entries: list[object] = [*sys.path]
     has_folder = working_folder() is not None
     usable = (entry for entry in entries if isinstance(entry, str) and (has_folder or os.path.isabs(entry)))

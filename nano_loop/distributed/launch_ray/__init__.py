@@ -1,1 +1,1 @@
-"""Ranks that Ray starts, on the nodes of a cluster."""
+"""Ranks that Ray starts on the nodes of a cluster."""

@@ -1,4 +1,4 @@
-"""The caller's process around a run: what actors take over of it, and what Ray changes in it, which is undone."""
+"""The settings that actors copy from the caller's process, and undoing Ray's changes to that process."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from nano_loop.distributed.files.folder import working_folder
 from nano_loop.distributed.launch_external.environment import NAMES, PREFIXES
 from nano_loop.distributed.launch_local.start import NOT_FOR_WORKERS
 
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which a user sets the number of compute threads
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # set by users to choose the number of compute threads
 
 
 def for_actors(cpus: int, *, folder_is_shipped: bool) -> dict[str, Any]:
-    """Return what actors take over before they import torch.
+    """Return the settings that actors apply before they import torch.
 
     Parameters
     ----------
     cpus : int
-        The CPUs of each.
+        The number of CPUs per actor.
     folder_is_shipped : bool
         Whether they run in a copy of the working folder.
     """
@@ -35,7 +35,7 @@ def for_actors(cpus: int, *, folder_is_shipped: bool) -> dict[str, Any]:
         "path": [os.path.abspath(entry) for entry in sys.path],
         "cwd": None if folder_is_shipped else working_folder(),
         "threads_are_chosen": bool(users),
-        # The variables of other launchers, and what binds threads.
+        # The variables of other launchers, and those that bind threads.
         "without": (*PREFIXES, *NAMES, *NOT_FOR_WORKERS),
         "environ": {
             _THREADS[0]: str(cpus),
@@ -53,7 +53,7 @@ def _from_environment(*names: str) -> dict[str, str]:
 
 @contextmanager
 def changes_undone_by(stack: ExitStack) -> Iterator[None]:
-    """Have `stack` undo what the body changes: variables, SIGTERM's handler, the hook of exceptions, fault reports."""
+    """Make `stack` undo the body's changes of variables, SIGTERM's handler, the exception hook and fault reports."""
     environ, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
     hook, reports = sys.excepthook, faulthandler.is_enabled()
     try:
@@ -70,7 +70,7 @@ def changes_undone_by(stack: ExitStack) -> Iterator[None]:
 
 
 def _put_back_variable(name: str, made: str | None, before: str | None) -> None:
-    """Put a variable back, unless somebody has changed it since."""
+    """Restore a variable, unless it has been changed since."""
     if os.environ.get(name) != made:
         return
     if before is None:

@@ -1,6 +1,6 @@
-"""Ray Core as nano_loop uses it: the connection, the nodes, and the actors of a run. The only file that imports Ray.
+"""The interface to Ray Core: the connection, the nodes, and the actors of a run. The only file that imports Ray.
 
-Its import takes a second, so it is imported when a run begins that needs it.
+It is imported when a run first needs it, because importing Ray takes a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray._private.state import available_resources_per_node  # no public function has them by node
+from ray._private.state import available_resources_per_node  # no public function returns them by node
 from ray.util import client
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -31,34 +31,33 @@ from nano_loop.distributed.launch_ray.caller import changes_undone_by
 from nano_loop.distributed.launch_ray.worker import ASKED, READY, STACK, RankWorker
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 
-# For an actor that has ended: Ray tells no signal.
+# For an actor that has ended, for which Ray does not report the signal.
 _ADVICE = (
     "See its standard error and Ray's logs on that node; if memory ran out there, lower the batch size or the ranks "
     "of a node (a larger cpu_for_each_process)"
 )
 _SHARED = (
-    "Put files that all ranks read where all nodes see them under the same path, such as NFS; what rank 0 writes lies "
-    "on its node"
+    "Put files that all ranks read on a path that all nodes share, such as NFS; files written by rank 0 are on its node"
 )
 _INSTALL = (
     "Every node needs the same Python environment as the caller's: install it there, or ship code with "
     'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})'
 )
 _GONE = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
-_INTERVAL = 0.1  # seconds between two looks for Ctrl-C
-_LONGEST = 2000  # characters of what Ray says
-_ANSWER = 3.0  # seconds that a rank has to say where it is
-_ENDING = 10.0  # seconds that a killed process may take to end
+_INTERVAL = 0.1  # seconds between checks for Ctrl-C
+_LONGEST = 2000  # characters of Ray's message
+_ANSWER = 3.0  # seconds for a rank's reply to a stack dump request
+_ENDING = 10.0  # seconds for a killed process to end
 _TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 class Node(NamedTuple):
     """A node of the cluster."""
 
-    id: str  # Ray's
-    address: str  # its IP address, by which Ray reaches it
-    cpus: int  # that Ray may use there
-    free: int  # of these, not in use
+    id: str  # Ray's id
+    address: str  # the IP address that Ray uses
+    cpus: int  # usable by Ray
+    free: int  # the number of these that are not in use
 
     def __str__(self) -> str:
         return f"node {self.address} ({self.id[:8]})"
@@ -66,22 +65,22 @@ class Node(NamedTuple):
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connect to Ray if the caller has not, and disconnect on leaving then."""
+    """Connect to Ray if the caller has not, and disconnect on exit in this case."""
     if client.ray.is_connected():
         got = "this process is connected through Ray Client (ray://)"
-        expected = "the caller is rank 0, so it has to run on a node of the cluster"
+        expected = "the caller is rank 0, so it must run on a node of the cluster"
         raise NanoConfigError(error_message(got, expected, "Start the script with `ray job submit`, or on a node"))
     with ExitStack() as stack:
         if not ray.is_initialized():
             _own_token(stack)
-            stack.callback(ray.shutdown)  # also where Ctrl-C comes on the way
+            stack.callback(ray.shutdown)  # also runs if Ctrl-C interrupts the connection
             with changes_undone_by(stack):
                 ray.init(log_to_driver=True)
         yield
 
 
 def _own_token(stack: ExitStack) -> None:
-    """Let a cluster that Ray starts for this run have a token in memory; by itself Ray would write one to ~/.ray."""
+    """Make a cluster that Ray starts for this run keep its token in memory; Ray would write one to ~/.ray."""
     if {_TOKEN, _TOKEN_FILE} & os.environ.keys() or (Path.home() / ".ray" / "auth_token").exists():
         return
     stack.callback(_forget_token)
@@ -90,14 +89,14 @@ def _own_token(stack: ExitStack) -> None:
 
 
 def _forget_token() -> None:
-    """Let the next `ray.init` look for a token again; Ray remembers this one in C++, and has no public name for it."""
-    loader = getattr(ray._raylet, "AuthenticationTokenLoader", None)  # from 2.52 on
+    """Make the next `ray.init` look for a token again; Ray caches it in C++, without a public way to reset it."""
+    loader = getattr(ray._raylet, "AuthenticationTokenLoader", None)  # 2.52 and later
     if loader is not None:
         loader.instance().reset_cache()
 
 
 def nodes() -> list[Node]:
-    """Return the nodes that are alive and have CPUs, the caller's first."""
+    """Return the live nodes that have CPUs, the caller's first."""
     free = available_resources_per_node()
     alive = {row["NodeID"]: row for row in ray.nodes() if row["Alive"]}
     cpus = {node: int(row["Resources"].get("CPU", 0)) for node, row in alive.items()}
@@ -110,24 +109,24 @@ def nodes() -> list[Node]:
 
 
 def working_folder_is_shipped() -> bool:
-    """Whether Ray has copied the caller's working folder to the nodes, in which actors run then."""
+    """Whether Ray has copied the caller's working folder to the nodes, as the actors' working folder."""
     return "working_dir" in (ray.get_runtime_context().runtime_env or {})
 
 
 class Placement:
-    """CPUs that are reserved for `count` ranks, as many for each, the first on the caller's node.
+    """Reserved CPUs for `count` ranks, the same number for each, with the first rank on the caller's node.
 
     Parameters
     ----------
     on_cluster : sequence of Node
         The nodes, the caller's first.
     count, cpus : int
-        How many ranks, and the CPUs of each.
+        The number of ranks, and of CPUs for each.
 
     Attributes
     ----------
     nodes : list of Node
-        By rank, those of one node beside each other, once they are reserved.
+        The nodes by rank, grouping the ranks of a node, once they are reserved.
     """
 
     def __init__(self, on_cluster: Sequence[Node], count: int, cpus: int) -> None:
@@ -140,7 +139,7 @@ class Placement:
         self._group = placement_group([{"CPU": cpus}] * count, strategy="PACK", bundle_label_selector=selectors)
 
     def is_reserved(self) -> bool:
-        """Return whether it is, after a short wait."""
+        """Return whether the CPUs are reserved, after a short wait."""
         if not self._group.wait(timeout_seconds=_INTERVAL):
             return False
         ids, order = placement_group_table(self._group)["bundles_to_node_id"], [*self._on_cluster]
@@ -150,34 +149,34 @@ class Placement:
         return True
 
     def place(self, rank: int) -> dict[str, Any]:
-        """Return the options with which the actor of a rank starts on its CPUs."""
+        """Return the options that start a rank's actor on its CPUs."""
         bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
         return {"num_cpus": self.cpus, "scheduling_strategy": bundle}
 
     def share(self, rank: int) -> tuple[int, int] | None:
-        """Return the CPUs of a rank, and those of its node; None where the ranks of the run hold the whole host."""
+        """Return the CPUs of a rank and of its node; None if the ranks of the run use the whole host."""
         node = self.nodes[rank]
         held = Counter(other.id for other in self.nodes)[node.id] * self.cpus
-        # Nodes of one host, as in a test, do not know of each other.
+        # Several nodes on one host, as in tests, do not know of each other.
         alone = all(other.id == node.id or other.address != node.address for other in nodes())
         return None if alone and held + self.cpus > node.cpus else (self.cpus, node.cpus)
 
     def remove(self) -> None:
-        """Give the CPUs back."""
+        """Release the CPUs."""
         with contextlib.suppress(ray.exceptions.RayError):
             remove_placement_group(self._group)
 
 
 @contextmanager
 def reserved(options: Options, check: Callable[[], None]) -> Iterator[Placement]:
-    """Reserve CPUs for all ranks, and give them back on leaving.
+    """Reserve CPUs for all ranks, and release them on exit.
 
     Parameters
     ----------
     options : Options
         The options of the run.
     check : callable
-        Raises where the user has interrupted the run.
+        Raises if the user has interrupted the run.
 
     Raises
     ------
@@ -204,7 +203,7 @@ def reserved(options: Options, check: Callable[[], None]) -> Iterator[Placement]
 
 
 def largest(on_cluster: Sequence[Node], count: int) -> int:
-    """Return the most CPUs that each of `count` ranks can have: of those that are free, or else of all; 0 if none."""
+    """Return the maximum CPUs for each of `count` ranks among free CPUs, or else among all; 0 if there are too few."""
     for room in ([node.free for node in on_cluster], [node.cpus for node in on_cluster]):
         fitting = (cpus for cpus in range(max(room), 0, -1) if _fits(room, count, cpus))
         if cpus := next(fitting, 0):
@@ -213,7 +212,7 @@ def largest(on_cluster: Sequence[Node], count: int) -> int:
 
 
 def _fits(room: Sequence[int], count: int, cpus: int) -> bool:
-    """Whether nodes with room for so many CPUs hold `count` ranks, one of them on the first node, the caller's."""
+    """Whether nodes with this many CPUs can hold `count` ranks, one of them on the first node, the caller's."""
     return room[0] >= cpus and sum(node // cpus for node in room) >= count
 
 
@@ -222,14 +221,14 @@ def _too_few(options: Options, count: int, cpus: int, on_cluster: Sequence[Node]
     if options.cpu_for_each_process is not None:
         got += f", {options.as_written['cpu_for_each_process']}"
     share = f"{cpus} CPU{'s' * (cpus > 1)}"
-    expected = f"{count} ranks of {share} need room, rank 0 on this node, and the cluster has {_list(on_cluster)}"
+    expected = f"{count} ranks of {share} must fit, rank 0 on this node, and the cluster has {_list(on_cluster)}"
     return error_message(got, expected, "Lower num_processes, or add nodes to the cluster before the call")
 
 
 def _in_use(options: Options, count: int, cpus: int) -> str:
     got = f"{count} × {cpus} CPUs were not free within {options.timeout:g} s"
-    expected = f"rank 0 is on this node, and free are {_list(nodes(), free=True)}"
-    return error_message(got, expected, "End other jobs, ask for less, or pass a longer timeout")
+    expected = f"rank 0 must be on this node; available: {_list(nodes(), free=True)}"
+    return error_message(got, expected, "End other jobs, request fewer CPUs, or pass a longer timeout")
 
 
 def _list(on_cluster: Sequence[Node], *, free: bool = False) -> str:
@@ -238,20 +237,20 @@ def _list(on_cluster: Sequence[Node], *, free: bool = False) -> str:
 
 
 class Actor(Worker):
-    """A process that Ray starts for a rank, as a `Worker`: Ray is asked whether it has ended.
+    """A `Worker` that is a process started by Ray, which reports whether it has ended.
 
     Parameters
     ----------
     rank : int
         Its rank.
     node : Node
-        Where it is.
+        The node of the process.
     store : torch.Store
-        Where it says that it has read the payload, and where it is in the loop.
+        The store where it reports that it has read the payload, and where it is in the loop.
     setting : dict
-        What it takes over, plain values: see `for_actors` and `RankWorker`.
+        Its settings as plain values: see `for_actors` and `RankWorker`.
     **placed : Any
-        Ray's options, which say where it starts.
+        Ray's placement options.
     """
 
     def __init__(self, rank: int, node: Node, store: Store, setting: dict[str, Any], **placed: Any) -> None:
@@ -261,14 +260,14 @@ class Actor(Worker):
         self._failure: Failure | None = None
         self._questions = itertools.count(1)
         self._handle = _actor_class().options(max_restarts=0, **placed).remote(f"rank {rank}")
-        self._calls = [self._handle.begin.remote(setting, pickle.dumps(RankWorker))]  # each waits for those before
+        self._calls = [self._handle.begin.remote(setting, pickle.dumps(RankWorker))]  # calls run in order
 
     def write(self, name: str, content: Any) -> None:
-        """Have it write a file of the payload, whose content `put` has returned."""
+        """Make it write a file of the payload; `content` is a result of `put`."""
         self._calls.append(self._handle.write.remote(name, content))
 
     def run(self) -> None:
-        """Have it do the task."""
+        """Make it do the task."""
         self._calls.append(self._handle.run.remote())
 
     def poll(self) -> Failure | None:
@@ -291,7 +290,7 @@ class Actor(Worker):
         return str(self._store.get(answer).decode())
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process immediately."""
         with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it has ended, or Ray has been shut down
             ray.kill(self._handle, no_restart=True)
 
@@ -301,12 +300,12 @@ class Actor(Worker):
         ray.wait(self._calls[-1:], timeout=_ENDING)
 
     def _result(self) -> Failure | None:
-        """Return how the task has failed, or the process; None if the task has returned."""
+        """Return the failure of the task or the process; None if the task has returned."""
         try:
-            failure: Failure | None = ray.get(self._calls)[-1]  # raises what the first of them has raised
+            failure: Failure | None = ray.get(self._calls)[-1]  # raises the error of the first failed call
         except _GONE as error:
             reason = " ".join(str(error).split())
-            with contextlib.suppress(ValueError):  # Ray's text goes on with ids and hints for its own developers
+            with contextlib.suppress(ValueError):  # the rest of Ray's text is ids and hints for its developers
                 reason = reason[: reason.index(" class_name:")] + reason[reason.index(" The actor ") :]
             failure = Failure(self.rank, Kind.CAUSE, "ended its process", _ADVICE)
             failure.traceback = f"Ray says: {reason[:_LONGEST]}"
@@ -323,15 +322,15 @@ class Actor(Worker):
 
 
 def put(content: Any) -> Any:
-    """Put an array where all nodes can read it, as long as the reference lives."""
+    """Put an array where all nodes can read it, for as long as the reference exists."""
     return ray.put(content)
 
 
 def _actor_class() -> Any:
-    """Make the class of the actors.
+    """Create the class of the actors.
 
-    Cloudpickle sends a class that a function has made by value, so that nothing of nano_loop, and so no torch, is
-    imported in the process before its environment is set.
+    Cloudpickle sends a class defined in a function by value, so that neither nano_loop nor torch is imported in the
+    process before its environment is set.
     """
 
     class Rank:
@@ -339,7 +338,7 @@ def _actor_class() -> Any:
             self._name = name
             self._worker: Any = None
 
-        def __repr__(self) -> str:  # Ray puts it before each line that the process writes
+        def __repr__(self) -> str:  # Ray prefixes each output line of the process with it
             return self._name
 
         def begin(self, setting: dict[str, Any], worker: bytes) -> None:
@@ -350,7 +349,7 @@ def _actor_class() -> Any:
                 del os.environ[name]
             os.environ.update(setting["environ"])
             sys.path.extend(entry for entry in setting["path"] if entry not in sys.path and os.path.exists(entry))
-            self._worker = pickle.loads(worker)(setting)  # a class, by its name
+            self._worker = pickle.loads(worker)(setting)  # a class sent by name
 
         def write(self, name: str, content: Any) -> None:
             self._worker.write(name, content)

@@ -1,4 +1,4 @@
-"""Starts a process for each rank but the first on the nodes of a Ray cluster; rank 0 is the caller's own process."""
+"""Starts a process for each rank except the first on the nodes of a Ray cluster; rank 0 is the caller's process."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from nano_loop.distributed.launch_ray.caller import changes_undone_by, for_actor
 from nano_loop.distributed.launch_ray.worker import deleted_with_this_process, meeting_at, threads_for, versions
 from nano_loop.errors import error_message
 
-_OLDEST = (2, 51)  # it places by the labels of nodes
-_LATEST_NEWS = 30.0  # seconds in which Ray finds out that a node is lost
+_OLDEST = (2, 51)  # required for placement by node labels
+_LATEST_NEWS = 30.0  # seconds until Ray detects that a node is lost
 
 
 class RayLauncher(Launcher):
-    """``num_processes`` ranks on the nodes of a Ray cluster: this process, and actors that are started for the run."""
+    """``num_processes`` ranks on the nodes of a Ray cluster: this process, and actors started for the run."""
 
     def expected_ranks(self) -> Ranks:
         """See `Launcher.expected_ranks`."""
@@ -45,11 +45,11 @@ class RayLauncher(Launcher):
     def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:
         """See `Launcher.joined`."""
         options = self.options
-        assert task is not None  # what has none is a run of one process
+        assert task is not None  # only runs of one process have none
         refuse_existing_group()
         with Interrupts() as interrupts, ExitStack() as stack:
             with changes_undone_by(stack):
-                from nano_loop.distributed.launch_ray import cluster  # which imports Ray
+                from nano_loop.distributed.launch_ray import cluster  # imports Ray
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(deleted_with_this_process(folder))
@@ -81,13 +81,22 @@ class RayLauncher(Launcher):
                 shared = cluster.put(content)
                 for rank in writers.values():
                     actors[rank].write(name, shared)
-                del shared  # Ray frees it when it is written
+                del shared  # Ray frees it once it is written
             for actor in actors.values():
                 actor.run()
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[RankSlot]:
-                join_options: Any = {"check": check, "address": here.address, "threads": threads, "parent": folder}
-                return join_run(store, assignment.options, machine, Launch("ray", 0, assignment.size), **join_options)
+                launch = Launch("ray", 0, assignment.size)
+                return join_run(
+                    store,
+                    assignment.options,
+                    machine,
+                    launch,
+                    check=check,
+                    address=here.address,
+                    threads=threads,
+                    parent=folder,
+                )
 
             workers = Workers([*actors.values()], interrupts, _LATEST_NEWS)
             with running_together(workers, connect, options.timeout, task.loop) as slot:
@@ -96,13 +105,13 @@ class RayLauncher(Launcher):
 
 
 def _files_of(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the names of the files below a folder, and what they hold."""
+    """Yield the names and contents of the files below a folder."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         yield str(path.relative_to(folder)), np.fromfile(path, np.uint8)
 
 
 def _placed(options: Options) -> Options:
-    """Return the options as a rank joins with: how many CPUs it has was decided when it was placed."""
+    """Return the options for a rank to join with: its number of CPUs was decided by its placement."""
     return options.without_cpus() if isinstance(options.cpu_for_each_process, int) else options
 
 
@@ -113,5 +122,5 @@ def _refuse_missing_ray(options: Options) -> None:
     version = importlib.metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ImportError(
-            error_message(f"{got} with Ray {version}", "it takes Ray 2.51 or later", f"Upgrade: {advice}")
+            error_message(f"{got} with Ray {version}", "Ray 2.51 or later is required", f"Upgrade: {advice}")
         )

@@ -1,6 +1,6 @@
-"""An actor as a rank of one run: it reads the payload, joins the other ranks, and returns how its task has failed.
+"""An actor that is a rank of one run: it reads the payload, joins the other ranks, and returns its failure, if any.
 
-Ray calls the methods of `RankWorker` one after another, in the main thread of a process for this rank alone.
+Ray calls the methods of `RankWorker` in sequence, in the main thread of a process for this rank only.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import join_run
 from nano_loop.version import __version__
 
-#: Keys of the store: that a rank has read its payload; rank 0's questions where it is, and the answers.
+#: Keys of the store: whether a rank has read its payload; rank 0's requests for stack dumps, and the replies.
 READY, ASKED, STACK = "ready/{}", "asked/{}/{}", "stack/{}/{}"
-_COPY = "payload/{}"  # the folder that a rank has written for those of its node
-_LONGEST_WAIT = timedelta(days=24)  # the milliseconds that the system's `poll` takes
+_COPY = "payload/{}"  # the folder that a rank has written for the ranks on its node
+_LONGEST_WAIT = timedelta(days=24)  # in milliseconds, limited by the system's `poll`
 
-# It waits for the end of the process that holds the pipe. Ray kills the children of an actor, so it is no child: the
-# first shell ends at once. Once a folder has another name, nothing can be put into it by its path.
+# It waits for the end of the process that holds the pipe. Ray kills an actor's children, so it must not be a child: the
+# first shell ends immediately. Once a folder has been renamed, its path cannot be used to add files.
 _WAIT_AND_DELETE = """
 exec 3<&0
 (
@@ -51,14 +51,14 @@ exec 3<&0
 
 
 def threads_for(machine: Machine, share: tuple[int, int] | None) -> int | None:
-    """Return the compute threads of a rank; None where the ranks of a node divide it.
+    """Return the compute threads of a rank; None if the ranks of a node divide the node.
 
     Parameters
     ----------
     machine : Machine
-        What the process may use.
+        The part of the machine available to the process.
     share : (int, int) or None
-        The CPUs of the rank and those of its node, as Ray counts them, which may be threads of cores.
+        The CPUs of the rank and those of its node, as counted by Ray, which may be hardware threads.
     """
     if share is None:
         return None
@@ -67,19 +67,19 @@ def threads_for(machine: Machine, share: tuple[int, int] | None) -> int | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that have to be the same on all nodes."""
+    """Return the versions that must be the same on all nodes."""
     return {"Python": platform.python_version(), "torch": torch.__version__, "nano_loop": __version__}
 
 
 class RankWorker:
-    """A process as a rank of one run.
+    """A process that is a rank of one run.
 
     Parameters
     ----------
     setting : dict
-        What `nano_loop.distributed.launch_ray.launcher` has sent, plain values: the ``rank``, the ``address`` of its
-        node and its ``share`` of the CPUs; the ``store``'s address, port and timeout; the ``payload``'s folder on the
-        caller's node, and the ``writer`` that copies it to this one, a rank.
+        Plain values sent by `nano_loop.distributed.launch_ray.launcher`: the ``rank``, the ``address`` of its node and
+        its ``share`` of the CPUs; the ``store``'s address, port and timeout; the ``payload``'s folder on the caller's
+        node, and the ``writer``, the rank that copies it to this node.
     """
 
     def __init__(self, setting: dict[str, Any]) -> None:
@@ -91,10 +91,10 @@ class RankWorker:
         own = (self._folder, place_of(self._folder))
         self._open.enter_context(deleted_with_this_process(*own, if_empty=caches[::-1]))
         self._copy = self._folder / "sent"
-        self._copy.mkdir(mode=0o700)  # closed to others whatever the umask, as what is in it is trusted
+        self._copy.mkdir(mode=0o700)  # private whatever the umask, because its contents are trusted
 
     def write(self, name: str, content: Any) -> None:
-        """Write a file of the payload for the ranks of this node, uint8."""
+        """Write a uint8 array to a file of the payload for the ranks of this node."""
         path = self._copy / name
         path.parent.mkdir(exist_ok=True, parents=True)
         with path.open("wb", buffering=0) as file:
@@ -103,11 +103,11 @@ class RankWorker:
                 rest = rest[file.write(rest) :]
 
     def run(self) -> Failure | None:
-        """Read the payload, join the other ranks, and do the task; return how that has failed."""
+        """Read the payload, join the other ranks, and do the task; return its failure, if any."""
         setting, rank = self._setting, self._setting["rank"]
         for name, version in versions().items():
             if setting["versions"][name] != version:
-                what = f"has {name} {version}, and the caller's has {setting['versions'][name]}"
+                what = f"has {name} {version}, but the caller has {setting['versions'][name]}"
                 return Failure(rank, Kind.CAUSE, what, "Give every node the same Python environment")
         _take_over(setting)
         store, other = meeting_at(*setting["store"]), meeting_at(*setting["store"])
@@ -122,12 +122,18 @@ class RankWorker:
         def join(assignment: Assignment, rank: int) -> Iterator[RankSlot]:
             machine = read_machine()
             if setting["threads_are_chosen"] or assignment.state.threads is not None:
-                # By this variable the step for threads knows a process of Ray, whose OMP_NUM_THREADS nobody has chosen.
+                # The thread setup would treat OMP_NUM_THREADS as set by Ray if it saw this variable.
                 os.environ.pop("RAY_RAYLET_PID", None)
-            threads = threads_for(machine, setting["share"])
-            options: Any = {"address": setting["address"], "threads": threads, "parent": self._folder}
-            with join_run(store, assignment.options, machine, Launch("ray", rank, assignment.size), **options) as slot:
-                discard(self._copy)  # all ranks have joined, and so have read it
+            with join_run(
+                store,
+                assignment.options,
+                machine,
+                Launch("ray", rank, assignment.size),
+                address=setting["address"],
+                threads=threads_for(machine, setting["share"]),
+                parent=self._folder,
+            ) as slot:
+                discard(self._copy)  # all ranks have joined, so all have read it
                 yield slot
 
         reports: dict[str, bytes] = {}
@@ -142,13 +148,13 @@ class RankWorker:
 
 
 def meeting_at(host: str, port: int, timeout: float, *, is_master: bool = False) -> TCPStore:
-    """Return a connection to the store where the ranks meet. While one waits, it takes no other call."""
+    """Return a connection to the store where the ranks meet. It handles one call at a time, including waits."""
     waiting = timedelta(seconds=timeout)
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=waiting)
 
 
 def _say_where(store: Store, rank: int, thread: int) -> None:
-    """Say where a thread is in its Python code, each time that rank 0 asks, until that is gone."""
+    """Report where a thread is in its Python code whenever rank 0 asks, until the store is gone."""
     with suppress(RuntimeError):
         for number in itertools.count(1):
             store.wait([ASKED.format(rank, number)], _LONGEST_WAIT)
@@ -157,7 +163,7 @@ def _say_where(store: Store, rank: int, thread: int) -> None:
 
 
 def _take_over(setting: dict[str, Any]) -> None:
-    """Take over the caller's arguments and working folder, where that is here too; silence standard output."""
+    """Apply the caller's arguments and working folder, if it exists here; silence standard output."""
     sys.argv = setting["argv"]
     if setting["cwd"] and os.path.isdir(setting["cwd"]):
         os.chdir(setting["cwd"])
@@ -169,11 +175,11 @@ def _take_over(setting: dict[str, Any]) -> None:
 
 @contextmanager
 def deleted_with_this_process(*folders: str | Path, if_empty: Sequence[str] = ()) -> Iterator[None]:
-    """Have folders deleted on leaving, or when this process ends, however it ends; then also those that are empty."""
+    """Delete folders on exit, or when this process ends for any reason; then also empty folders in `if_empty`."""
     command = ["/bin/sh", "-c", _WAIT_AND_DELETE, "sh", *map(str, folders), "--", *if_empty]
     shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     shell.wait()
-    assert shell.stdin is not None  # it was asked for
+    assert shell.stdin is not None  # because of stdin=PIPE
     with shell.stdin:
         yield
         for folder in folders:

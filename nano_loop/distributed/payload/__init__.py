@@ -1,1 +1,1 @@
-"""What travels to a worker: the call with its arguments, big memory shared rather than copied."""
+"""Serialization of the call and its arguments for workers, sharing large memory rather than copying it."""

@@ -1,4 +1,4 @@
-"""How modules and functions are pickled that torch or a decorator has wrapped, compiled or given another class."""
+"""Pickling of modules and functions that torch or a decorator has wrapped, compiled or given another class."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nano_loop.distributed.payload.shared_files import Reduction, reduced
 from nano_loop.patching.torch_private_compiler import compile_call, compile_context, compiled_call, uncompiled
 from nano_loop.patching.walk import named_attributes_of
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which a class has that Python code defines
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE, set for classes defined in Python
 
 # --- modules ---
 
 
 def reduce_module(module: nn.Module) -> Reduction | None:
-    """Add what `module.compile()` has set, which `nn.Module` leaves behind; make special modules anew."""
-    # parametrize.is_parametrized() would take a compiled module for the one that is compiled.
+    """Add the result of `module.compile()`, which `nn.Module` omits, and recreate special modules."""
+    # parametrize.is_parametrized() would confuse a compiled module with the original.
     if "parametrizations" in dict(module.named_children()) and parametrize.is_parametrized(module):
         return _reduce_parametrized(module)
     context = compile_context(compiled_call(module))
@@ -44,18 +44,18 @@ def _set_compiled_module(module: nn.Module, state: tuple[Any, Any]) -> None:
 
 
 def _reduce_parametrized(module: nn.Module) -> Reduction:
-    """Pickle a module whose class torch has made for it alone, and that refuses."""
+    """Pickle a module with a class that torch generated for it and that rejects pickling."""
     computed: Any = module.parametrizations
     kind: Any = parametrize.type_before_parametrizations(module)
     owner = module
-    if kind.__getstate__ is nn.RNNBase.__getstate__:  # it computes the weights, which for some changes the module
+    if kind.__getstate__ is nn.RNNBase.__getstate__:  # it computes the weights, which may change the module
         owner = kind.__new__(kind)
         vars(owner).update(vars(module))
     return _parametrized, (kind, [*computed]), kind.__getstate__(owner), None, None, _set_parametrized
 
 
 def _parametrized(kind: type[nn.Module], names: list[str]) -> nn.Module:
-    """Return an instance of `kind`, of a class that computes the attributes in `names`, and empty otherwise."""
+    """Return an empty instance of a subclass of `kind` that computes the attributes in `names`."""
     module = kind.__new__(kind)
     nn.Module.__init__(module)
     for name in names:
@@ -73,12 +73,12 @@ def _set_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def reduce_code(code: CodeType) -> Reduction:
-    """Pickle code with its file and its lines, some of which versions of cloudpickle leave out."""
+    """Pickle code with its file and lines, some of which cloudpickle omits in some versions."""
     return marshal.loads, (marshal.dumps(code),)
 
 
 def reduce_function(function: FunctionType) -> Reduction | None:
-    """Let a function be found behind the decorator that has replaced it in its module, and be compiled again."""
+    """Make a function findable behind the decorator that replaced it in its module, and recompile it."""
     outer = None
     for inner in _importable_chain(function):
         if inner is function and outer is not None:
@@ -86,14 +86,14 @@ def reduce_function(function: FunctionType) -> Reduction | None:
         if inner is function:
             name = function.__module__, function.__qualname__
             return None if at_its_name(function) is function else (_imported, name)
-        if inner.__globals__.get("__name__") not in by_value():  # the script's are not there in another process
+        if inner.__globals__.get("__name__") not in by_value():  # the script's are not found in another process
             outer = inner
     context = compile_context(function)
     return (_call, (context, uncompiled(function))) if context else _reduce_unnamed(function)
 
 
 def _reduce_unnamed(function: FunctionType) -> Reduction | None:
-    """Let a function that no name finds have its module's own global variables, of which cloudpickle makes a copy."""
+    """Let a function without a name use its module's actual globals, which cloudpickle would copy."""
     module = sys.modules.get(function.__globals__.get("__name__", ""))
     if module is None or vars(module) is not function.__globals__ or not vars(module).get("__spec__"):
         return None
@@ -105,27 +105,27 @@ def _reduce_unnamed(function: FunctionType) -> Reduction | None:
     return *make, (attributes, cells), None, None, set_function
 
 
-_OF_NAMED = ("__annotations__", "__qualname__", "__module__", "__doc__")  # what others have by their source
+_OF_NAMED = ("__annotations__", "__qualname__", "__module__", "__doc__")  # named functions get these from their source
 
 
 def _function_of(module: str, code: CodeType, name: str) -> FunctionType:
-    """Return a new function with the global variables of a module, and with empty cells."""
+    """Return a new function with the globals of a module, and with empty cells."""
     scope = vars(importlib.import_module(module))
     return FunctionType(code, scope, name, None, tuple(CellType() for _ in code.co_freevars))
 
 
 def function_contents(function: FunctionType) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """Return the attributes of a function, and the variables of outer functions that it uses."""
+    """Return the attributes of a function, and the closure variables that it uses."""
     defaults = {"__defaults__": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
     cells = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # it is not assigned yet
+        with suppress(ValueError):  # not assigned yet
             cells.append((name, cell.cell_contents))
     return {**vars(function), **defaults}, cells
 
 
 def set_function(function: FunctionType, contents: tuple[Mapping[str, Any], Iterable[tuple[str, Any]]]) -> None:
-    """Let a function have the contents of another one with the same code."""
+    """Set the contents of a function to those of another one with the same code."""
     attributes, cells = contents
     for name, value in attributes.items():
         setattr(function, name, value)
@@ -135,9 +135,9 @@ def set_function(function: FunctionType, contents: tuple[Mapping[str, Any], Iter
 
 
 def in_main(value: type | FunctionType, reduction: Reduction) -> Reduction:
-    """Let a class or a function of the script be an attribute of `__main__` in the other process, too.
+    """Make a class or function of the script an attribute of `__main__` in the other process as well.
 
-    There `pickle` looks for it, when a worker saves an object of the class, or sends it to a child process.
+    `pickle` looks it up there when a worker saves an instance, or sends it to a child process.
     """
     if sys.modules.get(value.__module__) is not sys.modules["__main__"] or at_its_name(value) is not value:
         return reduction
@@ -147,18 +147,18 @@ def in_main(value: type | FunctionType, reduction: Reduction) -> Reduction:
 
 def _made_in_main(module: str, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     value, main = make(*arguments), sys.modules["__main__"]
-    value.__qualname__ = name  # of a nested class, cloudpickle keeps the last part; its outer class has it
+    value.__qualname__ = name  # for nested classes, cloudpickle keeps only the last part
     setattr(sys.modules.setdefault(module, main), name, value)
     return value
 
 
 def is_sent_by_name(function: Callable[..., Any]) -> bool:
-    """Whether a worker imports a function, rather than gets its code and the global variables that it uses."""
+    """Whether a worker imports a function by name, instead of receiving its code and globals."""
     return isinstance(function, FunctionType) and function in _importable_chain(function)
 
 
 def _importable_chain(function: FunctionType) -> Iterator[FunctionType]:
-    """Yield what another process finds where `function` says that it is from, and what that wraps, outermost first."""
+    """Yield the object found under `function`'s name in another process, and those it wraps, outermost first."""
     outer = None if is_sent(function.__module__) else at_its_name(function)
     while isinstance(outer, FunctionType):
         yield outer
@@ -170,7 +170,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 def at_its_name(value: type | FunctionType) -> Any:
-    """Return what this process has under the module and the name of a class or a function; None if nothing."""
+    """Return the object found under the module and name of a class or function in this process, or None."""
     there: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         there = getattr(there, name, None)
@@ -178,22 +178,22 @@ def at_its_name(value: type | FunctionType) -> Any:
 
 
 def reduce_imported(module: ModuleType) -> Reduction | None:
-    """Pickle a library's object in place of its module by name."""
+    """Pickle an object that a library has put in place of its module by name."""
     is_object = type(module) is not ModuleType and sys.modules.get(module.__name__) is module
     return (importlib.import_module, (module.__name__,)) if is_object else None
 
 
 class NamedObjects:
-    """Finds objects that a module holds by a name, such as ``MISSING = object()``: they are sent by it.
+    """Finds objects that a module holds under a name, such as ``MISSING = object()``, which are sent by name.
 
-    Those without data, and those of the standard library, such as `os.environ`.
+    Applies to objects without data, and to those of the standard library, such as `os.environ`.
     """
 
     def __init__(self) -> None:
         self._places: dict[type, dict[int, tuple[ModuleType, str]]] = {}
 
     def place_of(self, value: Any) -> tuple[ModuleType, str] | None:
-        """Return the module and the name of an object; None for any other."""
+        """Return the module and name of an object, or None for other objects."""
         kind = type(value)
         if kind not in self._places:
             self._places[kind] = self._places_of(kind)
@@ -221,17 +221,17 @@ def _is_named(module: ModuleType) -> bool:
 
 
 def is_found(value: type | FunctionType) -> bool:
-    """Whether another process imports a class or a function by its name."""
+    """Whether another process can import a class or function by its name."""
     return not is_sent(value.__module__) and at_its_name(value) is value
 
 
 def is_sent(module: str) -> bool:
-    """Whether a module's contents are sent: the script's, and those that the user has registered."""
+    """Whether a module is sent by value: the script, and modules registered by the user."""
     return any(f"{module}.".startswith(f"{name}.") for name in by_value())
 
 
 def by_value() -> tuple[str, ...]:
-    """Return the modules whose contents are sent: the script, and those that the user has registered."""
+    """Return the modules that are sent by value: the script, and modules registered by the user."""
     return ("__main__", *cloudpickle.list_registry_pickle_by_value())
 
 

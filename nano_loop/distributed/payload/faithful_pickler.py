@@ -1,4 +1,4 @@
-"""A cloudpickle pickler under which what torch and numpy make arrives as it was sent."""
+"""A cloudpickle pickler that preserves the state of torch and numpy objects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from nano_loop.patching.torch_private_optimizers import is_watched_by_scheduler
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Add a leaf's gradient and hooks, which torch leaves behind."""
+    """Add a leaf's gradient and hooks, which torch omits."""
     kept = {name: hooks for name in TENSOR_HOOKS if tensor.is_leaf and (hooks := getattr(tensor, name))}
     make, arguments, *others = _reduced_silently(tensor) if kept else reduced(tensor)
     if tensor.is_leaf and tensor.grad is not None:
@@ -63,7 +63,7 @@ def _set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
 
 
 def _reduce_generator(generator: torch.Generator) -> Reduction | None:
-    """Let torch's own generator arrive as the other process's own."""
+    """Unpickle torch's default generator as the default generator of the other process."""
     return (getattr, (torch, "default_generator")) if generator is torch.default_generator else None
 
 
@@ -71,25 +71,25 @@ def _reduce_generator(generator: torch.Generator) -> Reduction | None:
 
 
 def _reduce_optimizer(optimizer: Optimizer) -> Reduction | None:
-    """Add hooks and other attributes, of which `Optimizer.__getstate__` keeps three."""
+    """Add hooks and other attributes, because `Optimizer.__getstate__` only keeps three."""
     if type(optimizer).__getstate__ is not Optimizer.__getstate__:
         return None
     state = dict(vars(optimizer))
-    # A scheduler puts a `step` on the optimizer that notes the call for a warning, and that holds the optimizer weakly.
+    # A scheduler sets a `step` on the optimizer that records calls for a warning and references the optimizer weakly.
     if is_watched_by_scheduler(state.get("step")):
         del state["step"]
     return copyreg.__newobj__, (type(optimizer),), state  # type: ignore[attr-defined]
 
 
 def _reduce_loader(loader: DataLoader[Any]) -> Reduction | None:
-    """Leave the iterator out that a loader with persistent workers keeps; the next epoch makes a new one."""
+    """Omit the iterator of a loader with persistent workers; the next epoch creates a new one."""
     if kept_iterator(loader) is None:
         return None
     make, arguments, state, *others = reduced(loader)
     return make, arguments, with_iterator(state), *others
 
 
-#: How instances of a class, and of those that inherit from it, are pickled; None from one of these leaves it to others.
+#: Reductions for instances of a class and its subclasses. If one returns None, the default applies.
 REDUCTIONS: dict[type, Callable[[Any], Reduction | None]] = {
     torch.Tensor: _reduce_tensor,
     torch.TypedStorage: reduce_typed_storage,
@@ -108,28 +108,28 @@ _PROTOCOL = 5
 
 
 class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles by cloudpickle, with what plain pickling loses, and with storages and arrays as buffers.
+    """Pickles with cloudpickle, preserving state that standard pickling loses, with storages and arrays as buffers.
 
     Parameters
     ----------
     file : object with a ``write`` method
-        Where the pickle goes.
+        The destination of the pickle.
     take : callable
-        Is given each buffer as a `pickle.PickleBuffer`; true keeps it in the pickle.
+        Receives each buffer as a `pickle.PickleBuffer`; returning true keeps it in the pickle.
     """
 
     def __init__(self, file: Any, take: Callable[[PickleBuffer], bool]) -> None:
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=take)
         self._named_objects = NamedObjects()
-        self._changing: dict[int, torch.UntypedStorage] = {}  # storages that training writes, by their ids
+        self._changing: dict[int, torch.UntypedStorage] = {}  # storages that training writes to, by id
 
     def place_of(self, value: Any) -> tuple[ModuleType, str] | None:
         """See `NamedObjects.place_of`."""
         return self._named_objects.place_of(value)
 
     def reducer_override(self, value: Any) -> Any:
-        """Say how `value` is pickled; `pickle` calls this for all but numbers, strings and containers."""
-        kind = type(value)  # isinstance would run a __class__ property of the user's
+        """Return the reduction of `value`; `pickle` calls this for everything but numbers, strings and containers."""
+        kind = type(value)  # isinstance would run a user's __class__ property
         for tensor in _about_to_change(kind, value):
             storage = tensor.untyped_storage()
             self._changing[id(storage)] = storage
@@ -145,7 +145,7 @@ class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _about_to_change(kind: type, value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a parameter, a module or an optimizer that training writes, before they are met."""
+    """Yield the tensors of a parameter, module or optimizer that training writes to, before they are pickled."""
     tensors: list[Any] = []
     if issubclass(kind, torch.Tensor) and (issubclass(kind, nn.Parameter) or value.requires_grad):
         tensors = [value, value.grad if value.is_leaf else None]

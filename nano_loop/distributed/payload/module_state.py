@@ -1,7 +1,7 @@
-"""What the program has in the modules that a call reaches: read here, and set in a worker by `places`.
+"""The program's data in the modules that a call reaches: read here, and set in a worker by `places`.
 
-Each object that is set in place (a dict, a list, a set, an instance) has a place: a module, and the steps from it.
-Picklers of both sides know these objects beforehand, so that what is sent refers to the worker's own ones.
+Each object that is updated in place (a dict, a list, a set, an instance) has a place: a module, and the path from it.
+The picklers of both sides know these objects in advance, so that sent objects can refer to the worker's own ones.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from nano_loop.distributed.payload.reached_modules import (
 )
 from nano_loop.patching.attributes import defined_in
 
-#: Bytes of an attribute of a module from which it is not sent.
+#: Maximum size in bytes of a module attribute that is sent.
 LARGEST = 64 * 2**20
-_IN_C = ("ctypes", "_ctypes")  # handles and addresses, which mean nothing in another process
-_NO_STATE = ((), ("__class__",))  # variables of methods' closures
+_IN_C = ("ctypes", "_ctypes")  # handles and addresses, which are meaningless in another process
+_NO_STATE = ((), ("__class__",))  # closure variables of methods
 _TOO_LARGE = f"has over {LARGEST // 2**20} MB"
 _IS_OWN = "is the worker's own"
 
 
 class ModuleState:
-    """The data of modules, as a worker is to have them.
+    """The data of modules, to be reproduced in a worker.
 
     Parameters
     ----------
@@ -57,13 +57,13 @@ class ModuleState:
     Attributes
     ----------
     places : list of Place
-        Where there are data.
+        The places with data.
     contents : list of Contents
-        What is there, in the same order.
+        The contents, in the same order.
     known : list
-        The objects that picklers know, in the order of their places.
+        The objects known to the picklers, in the order of their places.
     not_compared : dict of str to str
-        What functions name and is not sent, with why.
+        The attributes that functions name but that are not sent, with the reason.
     """
 
     def __init__(self, reached: ReachedModules) -> None:
@@ -73,14 +73,14 @@ class ModuleState:
         self.not_compared: dict[str, str] = {}
         self._reached = reached
         self._placed_ids: set[int] = set()
-        self._is_program = self._is_used = True  # the attribute that is being read
+        self._is_program = self._is_used = True  # for the attribute being read
         self._probe = _Probe()
-        for module in sorted(reached.modules.values(), key=is_program, reverse=True):  # it may set where libraries are
+        for module in sorted(reached.modules.values(), key=is_program, reverse=True):  # it may set library paths
             self._read_module(module)
 
     @property
     def memo(self) -> dict[int, tuple[int, Any]]:
-        """What a pickler knows beforehand."""
+        """The initial memo of a pickler."""
         return {id(value): (number, value) for number, value in enumerate(self.known)}
 
     # --- modules, classes, functions ---
@@ -100,7 +100,7 @@ class ModuleState:
                 values[attribute] = self._part(value, number, attribute, f"{name}.{attribute}")
 
     def _read_code(self, code: type | FunctionType) -> None:
-        """Read what a class or a function of a module holds."""
+        """Read the data of a class or function of a module."""
         if isinstance(code, FunctionType):
             if self._is_program:
                 self._read_function(code)
@@ -130,16 +130,16 @@ class ModuleState:
     # --- values ---
 
     def _part(self, value: Any, parent: int, key: Any, name: str) -> Any:
-        """Return what is pickled for a part of an object, and give places to what is in it."""
+        """Return the value to pickle for a part of an object, and assign places to its contents."""
         if type(value) in SCALARS or id(value) in self._placed_ids:
             return value
         if type(value) is FunctionType and is_sent(str(value.__globals__.get("__name__"))) and is_found(value):
-            value = _copied(value)  # the script's code stands in the place of the module's
+            value = _copied(value)  # the script has replaced the module's code
         why = self._why_not(value, type(value).__qualname__)
         if not why:
             self._place((value, parent, key))
             return value
-        if type(value) is dict and are_scalars(value) and why != _TOO_LARGE:  # of a registry, what can be sent is
+        if type(value) is dict and are_scalars(value) and why != _TOO_LARGE:  # send valid entries
             items: list[tuple[Any, Any]] = []
             number = self._add_place(parent, key, dict, ({}, items), value)
             items += [(part, self._part(item, number, (part,), f"{name}[{part!r}]")) for part, item in value.items()]
@@ -150,14 +150,14 @@ class ModuleState:
         return LeftOut(f"{name} {why}", is_required)
 
     def _why_not(self, value: Any, kind: str) -> str:
-        """Return why a value of a kind is not sent; nothing for one that is."""
+        """Return the reason why a value of this kind is not sent, or an empty string if it is sent."""
         if is_cache(value) and value.cache_info().currsize:
-            return "keeps what it has returned"
+            return "caches its results"
         try:
             size = self._probe.size_of(value, may_run_code=self._is_used)
         except _OwnError:
             return _IS_OWN
-        except Exception as error:  # what a user's __reduce__ may raise is anything
+        except Exception as error:  # a user's __reduce__ may raise anything
             words = str(error).partition("\n")[0]
             return f"is a {kind}, which cannot be pickled ({words})"
         return _TOO_LARGE if size > LARGEST else ""
@@ -167,7 +167,7 @@ class ModuleState:
             self.not_compared[name] = why
 
     def _place(self, *parts: tuple[Any, int, Any]) -> None:
-        """Give places to objects, which come with their holder's number and the key there, and to their parts."""
+        """Assign places to objects, given their holder's number and key, and to their parts."""
         queue = deque(parts)
         while queue:
             value, parent, key = queue.popleft()
@@ -187,13 +187,13 @@ class ModuleState:
 
 
 class StatePickler(FaithfulPickler):
-    """Pickles what modules hold: locks anew, and plain instances by what they hold, whatever their classes say.
+    """Pickles the contents of modules: recreates locks, and pickles plain instances by their contents.
 
     Attributes
     ----------
     may_run_code : bool
-        Whether other classes of the program and of libraries are asked how instances are pickled. To read one back may
-        run their code, which is for what is used.
+        Whether to call the pickling methods of other classes of the program and of libraries. Unpickling may run their
+        code, so this is limited to objects that are used.
     """
 
     may_run_code = True
@@ -203,7 +203,7 @@ class StatePickler(FaithfulPickler):
         self._taken_apart: dict[type, bool] = {}
 
     def takes_apart(self, kind: type) -> bool:
-        """Whether instances are plain, and of a class that the other process imports."""
+        """Whether instances are plain, and of a class that the other process can import."""
         if kind not in self._taken_apart:
             self._taken_apart[kind] = kind in LOCKS or (is_plain(kind) and is_found(kind))
         return self._taken_apart[kind]
@@ -225,21 +225,21 @@ class StatePickler(FaithfulPickler):
 
 
 class _OwnError(Exception):
-    """A worker keeps its own object."""
+    """The worker keeps its own object."""
 
 
 class _Probe:
-    """Pickles to nowhere."""
+    """Pickles without storing the output, to check and measure values."""
 
     def __init__(self) -> None:
         self._size = 0
         self.pickler = StatePickler(self, self._take)
 
     def size_of(self, value: Any, *, may_run_code: bool) -> int:
-        """Return how many bytes a value takes besides what was pickled before; raise what pickling it raises."""
+        """Return the additional size of a value in bytes; propagates errors from pickling."""
         self._size, self.pickler.may_run_code = 0, may_run_code
         with ExitStack() as failed:
-            failed.callback(self.pickler.clear_memo)  # of parts of what could not be pickled
+            failed.callback(self.pickler.clear_memo)  # discard parts of values that cannot be pickled
             self.pickler.dump(value)
             failed.pop_all()
         return self._size
@@ -257,14 +257,14 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_defined(value: Any, module: str, qualified: str) -> bool:
-    """Whether a class or a function is the one that a module defines there, and no other code stands in its place."""
+    """Whether a class or function is the one that a module defines there, and has not been replaced."""
     if not isinstance(value, (type, FunctionType)) or (value.__module__, value.__qualname__) != (module, qualified):
         return False
     return is_found(value) and (isinstance(value, type) or value.__globals__.get("__name__") == module)
 
 
 def _copied(function: FunctionType) -> FunctionType:
-    """Return a function that is not found by its name, and so is sent by value."""
+    """Return a copy of a function that cannot be found by name, so that it is sent by value."""
     parts = function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     copied = FunctionType(*parts)
     copied.__kwdefaults__ = function.__kwdefaults__

@@ -1,4 +1,4 @@
-"""The call that every rank makes, written once by rank 0 and read by the worker processes."""
+"""The call that every rank makes, written once by rank 0 and read by the workers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from nano_loop.distributed.payload.reached_modules import ReachedModules
 from nano_loop.distributed.payload.shared_files import SharedFiles, mapped_buffers
 from nano_loop.errors import NanoError, NanoWarning, error_message
 
-_MAIN_OF_SPAWNED = "__mp_main__"  # in a child that multiprocessing has spawned
+_MAIN_OF_SPAWNED = "__mp_main__"  # in a child spawned by multiprocessing
 
 
 def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
-    """Write `call` and the data of the modules that it reaches to ``folder/payload``, and large storages beside it.
+    """Write `call` and the data of the modules that it reaches to ``folder/payload``, and large storages next to it.
 
-    Nothing of `call` is changed, and no large storage or contiguous array is copied in this process's memory. After an
-    error the folder may hold a part.
+    `call` is not changed, and no large storage or contiguous array is copied within this process's memory. After an
+    error, the folder may contain partial files.
 
     Parameters
     ----------
@@ -37,18 +37,18 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
     folder : Path
         An existing, empty folder in the shared-memory file system.
     names : mapping of str to Any
-        The arguments of the user's call by name, for the message where one of them cannot be pickled.
+        The arguments of the user's call by name, for the error if one of them cannot be pickled.
 
     Returns
     -------
     int
-        The bytes of the large storages and arrays that were copied; a mapped file is not.
+        The number of bytes of large storages and arrays that were copied, excluding mapped files.
 
     Raises
     ------
     NanoError
-        If something in `call` cannot be pickled, with the argument's name and the first steps down to it, if the folder
-        has no room, or if a worker would import other code.
+        If an object in `call` cannot be pickled (naming the argument and the first steps down to the object), if the
+        folder is full, or if a worker would import different code.
     """
     _send_main()
     try:
@@ -58,17 +58,17 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
         copied = _write(call, state, folder)
     except NanoError:
         raise
-    except Exception as error:  # what a user's __reduce__ may raise is anything
+    except Exception as error:  # a user's __reduce__ may raise anything
         raise NanoError(_refusal(call, names, error)) from error
     if state.not_compared:
         got = "; ".join(f"{name} {why}" for name, why in state.not_compared.items())
-        expected, hint = "worker processes have it as after a new import", "If they need more, set it in worker_init"
+        expected, hint = "workers have its value after a new import", "If they need another one, set it in worker_init"
         warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
     return copied
 
 
 def _write(call: Any, state: ModuleState, folder: Path) -> int:
-    """Write what `load` reads, and return the bytes that were copied."""
+    """Write the files that `load` reads, and return the number of bytes copied."""
     with SharedFiles(folder) as files:
         FaithfulPickler(files, files.take).dump(state.places)
         of_state, pickler = StatePickler(files, files.take), FaithfulPickler(files, files.take)
@@ -81,16 +81,16 @@ def _write(call: Any, state: ModuleState, folder: Path) -> int:
 
 
 def load(folder: Path) -> Any:
-    """Read what `dump` has written. What differs in this process's modules is set first.
+    """Read the files written by `dump`, after updating differing data in this process's modules.
 
-    Large arrays and tensors share their memory with all other processes that have loaded them, as long as nobody
-    writes; what one process writes is its own. Parameters, buffers of modules and optimizer state are read into
-    ordinary memory. The folder is not needed afterwards, and no file stays open.
+    Large arrays and tensors share their memory copy-on-write with all other processes that have loaded them.
+    Parameters, module buffers and optimizer state are read into ordinary memory. Afterwards, the folder is not needed,
+    and no file stays open.
 
     Parameters
     ----------
     folder : Path
-        The folder that was given to `dump`.
+        The folder passed to `dump`.
     """
     with (folder / "payload").open("rb") as file:
         places = pickle.load(file)
@@ -100,12 +100,12 @@ def load(folder: Path) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows objects beforehand, by their numbers in the memo."""
+    """Knows some objects in advance, by their numbers in the memo."""
 
     def load_knowing(self, objects: Sequence[Any]) -> Any:
-        """Read a pickle that may refer to objects by their numbers."""
+        """Read a pickle that may refer to these objects by number."""
         self._objects = objects
-        self.load()  # what `_memoizing` has written
+        self.load()  # reads the output of `_memoizing`
         return self.load()
 
     def persistent_load(self, number: Any) -> Any:
@@ -114,13 +114,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _memoizing(count: int) -> bytes:
-    """Return a pickle that puts so many objects of `persistent_load` into the memo: an unpickler's cannot be set."""
+    """Return a pickle that puts this many objects into the memo by `persistent_load`; it cannot be set directly."""
     puts = (pickle.BININT + number.to_bytes(4, "little") + pickle.BINPERSID for number in range(count))
     return b"".join(put + pickle.MEMOIZE + pickle.POP for put in puts) + pickle.NONE + pickle.STOP
 
 
 def _send_main() -> None:
-    """Send what the program has defined as it is, also where multiprocessing has given `__main__` another name."""
+    """Send the program's definitions by value, even if multiprocessing has renamed `__main__`."""
     if _MAIN_OF_SPAWNED in sys.modules:
         cloudpickle.register_pickle_by_value(sys.modules[_MAIN_OF_SPAWNED])
 
@@ -132,24 +132,24 @@ def _refusal(call: Any, names: Mapping[str, Any], error: Exception) -> str:
     return error_message(where, expected, "Create it inside train, or omit it from the call")
 
 
-# --- which argument cannot be pickled, and the first steps down to what in it is to blame ---
+# # --- finding the argument that cannot be pickled, and the first steps down to the object at fault ---
 
 _STEPS = 3  # such as: its attribute `_modules`, its item 'encoder', its attribute `cache`
 _OF_CALLABLES = ("__self__", "__defaults__", "__kwdefaults__", "func", "args", "keywords")
 
 
 def find_unpicklable(named: Mapping[str, Any]) -> str | None:
-    """Return a sentence on the first of the `named` objects that cannot be pickled.
+    """Return a sentence about the first of the `named` objects that cannot be pickled.
 
     Parameters
     ----------
     named : mapping of str to Any
-        What to look into, in this order, each under the words that the sentence begins with.
+        The objects to check, in this order; each name becomes the start of the sentence.
 
     Returns
     -------
     str or None
-        Such as "argument `callback`, its closure variable `lock`, is a _thread.lock and cannot be pickled (...)".
+        For example "argument `callback`, its closure variable `lock`, is a _thread.lock and cannot be pickled (...)".
     """
     for name, value in named.items():
         error = _failure(value)
@@ -159,7 +159,7 @@ def find_unpicklable(named: Mapping[str, Any]) -> str | None:
 
 
 def _failure(value: Any) -> Exception | None:
-    """Return what pickling `value` alone raises."""
+    """Return the error from pickling only `value`."""
     try:
         FaithfulPickler(SimpleNamespace(write=len), lambda buffer: False).dump(value)
     except Exception as error:  # a user's __reduce__ may raise anything
@@ -182,13 +182,13 @@ def _sentence(name: str, value: Any, error: Exception) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is inside `value`, each with its place in words."""
+    """Yield the parts of `value`, each with a description of its place."""
     if isinstance(value, dict):
         yield from ((f"its item {key!r}", item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):
         yield from ((f"its item {number}", item) for number, item in enumerate(value))
     elif isinstance(value, FunctionType):
-        with suppress(ValueError):  # a variable of an outer function that is not assigned yet
+        with suppress(ValueError):  # a closure variable is not assigned yet
             inside = inspect.getclosurevars(value)
             yield from ((f"its closure variable `{name}`", part) for name, part in inside.nonlocals.items())
             yield from ((f"its global variable `{name}`", part) for name, part in inside.globals.items())
@@ -200,6 +200,6 @@ def _state(value: Any) -> dict[str, Any]:
     """Return the attributes of `value` that are pickled."""
     try:
         state = value.__getstate__() if hasattr(value, "__getstate__") else vars(value)
-    except Exception:  # what a user's object does here is anything
+    except Exception:  # user code may raise anything
         return {}
     return state if isinstance(state, dict) else {}

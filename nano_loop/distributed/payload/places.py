@@ -1,4 +1,4 @@
-"""The data of modules: which objects hold data, what these hold, and how a worker's are set to the caller's."""
+"""The data of modules: the objects that hold it, their contents, and setting a worker's objects to the caller's."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from nano_loop.distributed.payload.reached_modules import NOT_COMPARED, package_
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.walk import named_attributes_of
 
-#: Types of values that hold nothing.
+#: Types of values without contents.
 SCALARS = {type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented)}
-_BASES = (OrderedDict, defaultdict, dict, list, set)  # builtin classes of instances with items
-# Classes of the standard library whose attributes are all that there is of an instance.
+_BASES = (OrderedDict, defaultdict, dict, list, set)  # built-in base classes of instances with items
+# Standard library classes whose instances consist only of attributes.
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, threading.Event, threading.Condition)
-#: What makes a lock, by its type.
+#: Lock constructors by type.
 LOCKS: dict[type, Any] = {type(make()): make for make in (threading.Lock, threading.RLock)}
 _SPECIAL: tuple[type, ...] = (*REDUCTIONS, Enum, BaseException, type)
 _SLOT = MemberDescriptorType
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _MISSING = object()
-_SET_LAST = (dict, set, ModuleType, type, FunctionType)  # where instances may be keys, by what they hold
+_SET_LAST = (dict, set, ModuleType, type, FunctionType)  # instances may be keys of these, hashed by their contents
 
-#: Where an object is, and of which class: the number of the place that holds it, and the name of the attribute or, in
-#: a tuple, the key of the item. Of what is imported, the number is -1, and the key a module and a qualified name. In
-#: place of the class stands the code of a function, or what makes a lock.
+#: The location of an object, and its class: the number of the place that holds it, and the name of the attribute, or
+#: the key of the item in a tuple. For imported objects, the number is -1, and the key is a module and a qualified name.
+#: Instead of a class, there can be the code of a function or the constructor of a lock.
 Place = tuple[int, Any, Any]
-#: The attributes of an object, and its items: pairs of a dict, variables of a function's closure.
+#: The attributes of an object, and its items: pairs of a dict, or closure variables of a function.
 Contents = tuple[Mapping[str, Any], Any]
 
 
 class LeftOut(NamedTuple):
-    """What stands for a value that is not sent: a worker keeps what it has.
+    """A placeholder for a value that is not sent: a worker keeps its own.
 
     Attributes
     ----------
     words : str
-        Which value, and why.
+        Which value it is, and the reason.
     is_required : bool
-        Whether a worker fails that has nothing there.
+        Whether it is an error if a worker has no value there.
     """
 
     words: str
@@ -54,7 +54,7 @@ class LeftOut(NamedTuple):
 
 
 def is_plain(kind: type) -> bool:
-    """Whether the attributes and items of an instance are all that there is of it, and a worker can make one."""
+    """Whether an instance consists of its attributes and items only, and a worker can create one."""
     if kind in (*_BASES, *_NAMESPACES):
         return True
     if issubclass(kind, _SPECIAL) or package_of(kind) in NOT_COMPARED or _is_value(kind):
@@ -67,19 +67,19 @@ def is_plain(kind: type) -> bool:
 
 
 def _is_value(kind: type) -> bool:
-    """Whether instances are compared by what they hold and are never changed: a key has to be whole when it is read."""
+    """Whether instances are immutable and compared by contents: a key must be complete when it is read."""
     hashing: Any = kind.__hash__
     is_frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
     return bool(is_frozen) or (hasattr(kind, "__attrs_attrs__") and hashing not in (object.__hash__, None))
 
 
 def are_scalars(values: Iterable[Any]) -> bool:
-    """Whether all values are numbers, strings and the like."""
+    """Whether all values are scalars, such as numbers and strings."""
     return {*map(type, values)} <= SCALARS
 
 
 def contents_of(value: Any) -> Contents:
-    """Return what an object holds, without running code of its class."""
+    """Return the contents of an object, without running code of its class."""
     kind = type(value)
     if kind is FunctionType:
         return function_contents(value)
@@ -92,9 +92,9 @@ def contents_of(value: Any) -> Contents:
 
 
 def parts_of(value: Any, contents: Contents) -> Mapping[Any, Any]:
-    """Return what an object holds by its place there: attributes by name, and items by a tuple of the index or key."""
+    """Return the parts of an object: attributes by name, and items by a tuple of the index or key."""
     attributes, items = contents
-    kind = type(value)  # isinstance would run a __class__ property of the program's
+    kind = type(value)  # isinstance would run a program's __class__ property
     if items is None or issubclass(kind, set) or are_scalars(items):
         return attributes
     pairs = enumerate(items) if issubclass(kind, list) else items
@@ -109,19 +109,19 @@ def _base_of(kind: type) -> Any:
 
 
 def take_state(places: Sequence[Place], read: Callable[[list[Any]], Sequence[Contents]]) -> None:
-    """Let the objects at places hold what the caller's do, in place.
+    """Set the objects at these places to the caller's contents, in place.
 
     Parameters
     ----------
     places : sequence of Place
-        What the caller has sent.
+        The places that the caller has sent.
     read : callable
-        Takes the objects that an unpickler is to know beforehand, and returns the contents of the places.
+        Accepts the objects that the unpickler must know in advance, and returns the contents of the places.
 
     Raises
     ------
     NanoError
-        If code is missing in this process that could not be sent.
+        If code that could not be sent is missing in this process.
     """
     objects: list[Any] = []
     parts: dict[int, Mapping[Any, Any]] = {}
@@ -142,10 +142,10 @@ def take_state(places: Sequence[Place], read: Callable[[list[Any]], Sequence[Con
 
 
 def _imported(module: str, qualified: str) -> Any:
-    """Return a module, or a class or a function in it by its qualified name; None if it is not there."""
+    """Return a module, or a class or function in it by its qualified name; None if it does not exist."""
     try:
         value: Any = importlib.import_module(module)
-    except Exception:  # what an import raises is anything; what needs the module raises it again
+    except Exception:  # an import may raise anything; users of the module raise it again
         return None
     for name in filter(None, qualified.split(".")):
         value = vars(value).get(name) if isinstance(value, (ModuleType, type)) else None
@@ -154,14 +154,14 @@ def _imported(module: str, qualified: str) -> Any:
 
 
 def _is_like(own: Any, kind: Any) -> bool:
-    """Whether an object can take the contents of another one."""
-    if isinstance(kind, CodeType):  # a function may have been wrapped here, or there
+    """Whether an object can receive the contents of another one."""
+    if isinstance(kind, CodeType):  # a function may have been wrapped on either side
         return type(own) is FunctionType and own.__code__ == kind
     return isinstance(own, type) if kind is type else LOCKS.get(type(own), type(own)) is kind
 
 
 def new_of(kind: Any) -> Any:
-    """Return an object that takes contents then, without calling its constructor."""
+    """Return an empty object to receive contents, without calling its constructor."""
     if kind in LOCKS.values():
         return kind()
     roots: tuple[Any, ...] = (*_BASES, *_NAMESPACES, object)
@@ -169,12 +169,12 @@ def new_of(kind: Any) -> Any:
 
 
 def set_contents(value: Any, contents: Contents) -> None:
-    """Let an object hold what another one did, in place.
+    """Set the contents of an object to those of another one, in place.
 
     Raises
     ------
     NanoError
-        If there is nothing in the place of code that could not be sent.
+        If code that could not be sent does not exist here.
     """
     (sent, items), kind = contents, type(value)
     if kind is FunctionType:
@@ -194,12 +194,12 @@ def set_contents(value: Any, contents: Contents) -> None:
 
 
 def _kept(sent: Any, own: Any) -> Any:
-    """Return what is to be held in the place of `own`."""
+    """Return the value that should replace `own`."""
     if type(sent) is not LeftOut:
         return sent
     if sent.is_required and own is _MISSING:
-        expected = "workers import that module anew, and have nothing there"
-        hint = "Set it in a function, call that, and pass it as worker_init"
+        expected = "workers import that module again, and have no value there"
+        hint = "Set it in a function, call it, and pass it as worker_init"
         raise NanoError(error_message(sent.words, expected, hint))
     return own
 

@@ -1,7 +1,7 @@
-"""The modules whose objects a call reaches in a worker, and what of them its functions name.
+"""Finds the modules whose objects a call uses in a worker, and the attributes that its functions name.
 
-A module of the program, from outside of site-packages, is reached by its classes and functions, by the code that names
-it, and by other modules of the program. One of a library is reached where the program's code names an object of it.
+A module of the program (outside site-packages) is reached through its classes and functions, through code that names
+it, and through other modules of the program. A library module is reached if the program's code names an object of it.
 """
 
 from __future__ import annotations
@@ -30,65 +30,65 @@ from nano_loop.distributed.payload.code_reductions import is_sent
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.walk import CONTAINERS, attributes_of, code_in, items_of, walk
 
-#: Packages whose state is the process's, which a worker takes over in other ways, or their own.
+#: Packages with process-wide state, which a worker receives in other ways or manages itself.
 NOT_COMPARED = {
     *sys.stdlib_module_names,
     *("nano_loop", "torch", "numpy", "cloudpickle", "lightning_fabric", "lightning", "pytorch_lightning", "ray"),
     *("pytest", "_pytest", "IPython", "ipykernel"),
 }
-_LONGEST = 100  # items of a container that are looked into
-_MOST = 20_000  # objects that are looked at
+_LONGEST = 100  # maximum number of items to visit per container
+_MOST = 20_000  # maximum number of objects to visit
 _LIBRARIES = ("site-packages", "dist-packages")
 
 
 class ReachedModules:
-    """See the module.
+    """The modules that objects reach; see the module's docstring.
 
     Parameters
     ----------
     roots : iterable
-        What is sent to a worker.
+        The objects sent to a worker.
 
     Attributes
     ----------
     modules : dict of str to module
-        Those of the program, and those of libraries, by name.
+        The modules of the program and of libraries, by name.
     named : set of (str, str)
-        The modules, and the attributes of theirs, that functions of `roots`, or functions that these call, name.
+        Pairs of modules and attributes that functions in `roots`, or functions that these call, name.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.modules: dict[str, ModuleType] = {}
         self.named: set[tuple[str, str]] = set()
-        self._functions: list[tuple[ModuleType, FunctionType]] = []  # of the program, that workers import
+        self._functions: list[tuple[ModuleType, FunctionType]] = []  # functions of the program that workers import
         for _ in walk(roots, self._contents, most=_MOST):
             pass
 
     def refuse_edited(self) -> None:
-        """Raise if a function is not as the file of its module defines it now: a worker would get other code.
+        """Raise if the file of a function's module was edited after its import: a worker would use the new code.
 
-        Python keeps no source, so code in memory is compared with what the file compiles to. That is done for files
-        that are newer than this process.
+        Python does not keep the source, so the code in memory is compared with the compiled file. This is only done for
+        files that are newer than this process.
 
         Raises
         ------
         NanoError
-            With the name of the file.
+            Names the file.
         """
         codes: dict[str, set[CodeType]] = defaultdict(set)
         for module, function in self._functions:
-            # Another loader may compile in another way, as pytest's does.
+            # Other loaders may compile differently, such as pytest's.
             loader = getattr(module.__spec__, "loader", None)
-            if type(loader) is SourceFileLoader and function.__code__.co_filename == loader.path:  # not of a decorator
+            if type(loader) is SourceFileLoader and function.__code__.co_filename == loader.path:  # not a decorator's
                 codes[loader.path].add(function.__code__)
         for path, known in codes.items():
             if _has_changed(path, known):
                 got = f"{path} has changed since it was imported"
-                expected = "worker processes import it from that file, and would compute by other code"
+                expected = "worker processes import that file, and would run different code"
                 raise NanoError(error_message(got, expected, "Restart the program"))
 
     def _contents(self, value: Any) -> Iterable[Any]:
-        kind = type(value)  # isinstance would run a __class__ property of the user's
+        kind = type(value)  # isinstance would run a user's __class__ property
         if issubclass(kind, ModuleType):
             return self._of_module(value)
         if kind is FunctionType:
@@ -120,7 +120,7 @@ class ReachedModules:
             if not issubclass(type(value), ModuleType):
                 kind = value if isinstance(value, (type, FunctionType)) else type(value)
                 yield sys.modules.get(str(kind.__module__))
-            elif value.__name__ != f"{name}.{attribute}":  # a package has each module of it that anybody has imported
+            elif value.__name__ != f"{name}.{attribute}":  # a package has its imported submodules as attributes
                 yield value
 
     def _of_class(self, kind: type) -> Iterator[Any]:
@@ -131,7 +131,7 @@ class ReachedModules:
         yield from (module, type(kind), *kind.__bases__, *vars(kind).values())
 
     def _of_function(self, function: FunctionType) -> Iterator[Any]:
-        """Yield what a function of the program names: global variables, attributes of these, what it imports."""
+        """Yield the objects that a program's function names: globals, their attributes, and imports."""
         yield getattr(function, "__wrapped__", None)
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # not assigned yet
@@ -153,7 +153,7 @@ class ReachedModules:
             yield owner
 
     def _attributes(self, owner: Any, names: frozenset[str]) -> Iterator[Any]:
-        """Yield the attributes of a module or a class that code may name."""
+        """Yield the attributes of a module or class that code may name."""
         if not isinstance(owner, (ModuleType, type)) or package_of(owner) in NOT_COMPARED:
             return
         for name in names & vars(owner).keys():
@@ -165,7 +165,7 @@ class ReachedModules:
             yield value
 
     def _note_library(self, value: Any) -> None:
-        """Note the module of a library that an object is from which the program names."""
+        """Record the library module that defines an object named by the program."""
         kind = value if isinstance(value, (type, FunctionType)) else type(value)
         if not isinstance(value, ModuleType):
             self._add_library(sys.modules.get(str(kind.__module__)))
@@ -178,17 +178,17 @@ class ReachedModules:
 
 
 def is_program(module: ModuleType) -> bool:
-    """Whether a module is the program's own, and another process imports it."""
+    """Whether a module is part of the program, and other processes import it."""
     return _is_comparable(module) and not any(part in str(module.__file__) for part in _LIBRARIES)
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a function keeps what it has returned, by `functools.lru_cache`."""
+    """Whether a function caches its results by `functools.lru_cache`."""
     return type(value) is _CACHE
 
 
 def package_of(value: ModuleType | type) -> str:
-    """Return the first part of the name of a module, or of that of a class."""
+    """Return the top-level package of a module or class."""
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__
     return str(name).partition(".")[0]
 
@@ -205,7 +205,7 @@ def _is_comparable(module: ModuleType) -> bool:
 
 
 def _imported(names: Iterable[str], module: ModuleType) -> Iterator[ModuleType | None]:
-    """Yield the modules that code of another one imports, by names that may be relative to the packages around it."""
+    """Yield the modules that a module's code imports, resolving relative names."""
     package = str(vars(module).get("__package__") or "")
     parents = ["", *(f"{'.'.join(package.split('.')[:end])}." for end in range(1, package.count(".") + 2) if package)]
     for name in names:
@@ -216,7 +216,7 @@ def _imported(names: Iterable[str], module: ModuleType) -> Iterator[ModuleType |
 
 @lru_cache(maxsize=1000)
 def _named_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of variables and attributes in code, and those of the modules that it imports."""
+    """Return the names of variables and attributes in code, and the names of modules that it imports."""
     names = {*code.co_names}
     imported = {step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
     for constant in code.co_consts:
@@ -232,7 +232,7 @@ def _has_changed(path: str, codes: set[CodeType]) -> bool:
         if os.stat(path).st_ctime < process_start():
             return False
         return not codes <= {*code_in(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True))}
-    except OSError:  # it has gone, which the worker says
+    except OSError:  # deleted; the worker reports this
         return False
     except (SyntaxError, ValueError):  # it is being edited
         return True

@@ -1,4 +1,4 @@
-"""How memory is pickled: as buffers, of which large ones are files that every process maps."""
+"""Pickling of memory as out-of-band buffers, with large ones in files that every process maps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Reduction = tuple[Any, ...]
 
 
 def reduced(value: Any) -> Any:
-    """Return what plain pickling makes of `value`."""
+    """Return the standard reduction of `value`."""
     return value.__reduce_ex__(5)
 
 
@@ -33,7 +33,7 @@ def reduced(value: Any) -> Any:
 
 
 def reduce_storage(storage: torch.UntypedStorage, changing: bool) -> Reduction:
-    """Pickle a storage as a buffer; one that is `changing` is loaded into private memory."""
+    """Pickle a storage as a buffer; a `changing` one is loaded into private memory."""
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     return _storage, (PickleBuffer(memory_of(whole)), changing)
 
@@ -42,24 +42,24 @@ def _storage(buffer: Any, changing: bool) -> torch.UntypedStorage:
     if not len(buffer):
         return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
     view = torch.frombuffer(buffer, dtype=torch.uint8)
-    # A small one comes as a bytearray, which is not aligned as torch aligns.
+    # A small buffer arrives as a bytearray, which lacks torch's alignment.
     return (view.clone() if changing or isinstance(buffer, bytearray) else view).untyped_storage()
 
 
 def reduce_typed_storage(storage: torch.TypedStorage) -> Reduction | None:
-    """Pickle a storage of another class by way of its bytes."""
+    """Pickle a storage of another class by its bytes."""
     return _typed_storage, (bytes_of(storage), storage.dtype)
 
 
 def typed_storages(arguments: Any) -> Any:
-    """Wrap the bare storages that uint16 and float8 tensors are pickled by, and that only `torch.load` can rebuild."""
+    """Wrap the bare storages of pickled uint16 and float8 tensors, which only `torch.load` can otherwise rebuild."""
     if isinstance(arguments, torch.UntypedStorage):
         return _typed_storage(arguments, torch.uint8)
     return tuple(map(typed_storages, arguments)) if type(arguments) is tuple else arguments
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    with warnings.catch_warnings():  # the class is deprecated, and is what tensors are pickled by
+    with warnings.catch_warnings():  # the class is deprecated, but tensors are pickled by it
         warnings.simplefilter("ignore")
         return torch.TypedStorage(wrap_storage=storage, dtype=dtype)  # type: ignore[no-untyped-call]
 
@@ -68,12 +68,12 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.T
 
 
 def reduce_array(array: np.ndarray[Any, Any]) -> Reduction | None:
-    """Let a memory-mapped file be mapped again, and give arrays with gaps and of dates a buffer too."""
+    """Map memory-mapped files again, and also pickle non-contiguous arrays and dates as buffers."""
     if isinstance(array, np.memmap):
         return _reduce_memmap(array)
     if type(array) is not np.ndarray or array.dtype.hasobject:
         return None
-    if array.dtype.kind in "mM":  # numpy gives no buffers of dates
+    if array.dtype.kind in "mM":  # numpy does not provide buffers of dates
         return np.ndarray.view, (array.view(np.int64), array.dtype)
     if array.flags.c_contiguous or array.flags.f_contiguous:
         return None
@@ -84,7 +84,7 @@ def reduce_array(array: np.ndarray[Any, Any]) -> Reduction | None:
 
 def _reduce_memmap(array: np.memmap[Any, Any]) -> Reduction:
     root: Any = array
-    while isinstance(root.base, np.ndarray):  # a part of the file
+    while isinstance(root.base, np.ndarray):  # a view of a part of the file
         root = root.base
     if not isinstance(root, np.memmap) or root.mode == "c" or not root.filename or not os.path.exists(root.filename):
         return np.ndarray.view, (np.array(array), np.memmap)
@@ -94,22 +94,22 @@ def _reduce_memmap(array: np.memmap[Any, Any]) -> Reduction:
 
 
 def _memmap(path: str, size: int, start: int, shape: Any, strides: Any, dtype: Any, writable: bool) -> Any:
-    """Map a file that this process may write to for itself alone: the file is the caller's."""
+    """Map a file of the caller's copy-on-write, so that this process's writes stay private."""
     whole = np.memmap(path, np.uint8, "c" if writable else "r", shape=(size,))
     array: Any = np.ndarray.__new__(np.memmap, shape, dtype, whole, start, strides)
-    array.__array_finalize__(whole)  # the file's name, and what keeps it mapped
+    array.__array_finalize__(whole)  # the file's name, and the reference that keeps it mapped
     return array
 
 
-#: Bytes from which a buffer gets its own file.
+#: The size in bytes from which a buffer gets its own file.
 LARGE = 2**20
 
 
 class SharedFiles:
-    """Writes a payload and the large buffers beside it.
+    """Writes a payload, and its large buffers to separate files.
 
-    Everything is written with `write(2)`, which fails if the folder is full; a store into a mapping would end the
-    process by SIGBUS.
+    Everything is written with `write(2)`, which returns an error if the folder is full; writing to a mapping would end
+    the process by SIGBUS.
 
     Parameters
     ----------
@@ -119,13 +119,13 @@ class SharedFiles:
     Raises
     ------
     NanoError
-        Also by `write` and `take`, if the folder has no room or cannot be written.
+        Also raised by `write` and `take`, if the folder is full or cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._free = shutil.disk_usage(folder).free
-        #: Bytes of large buffers that were written.
+        #: The number of bytes of large buffers written.
         self.copied = 0
         self._numbers = itertools.count()
         self._payload = self._opened(folder / "payload", 0)
@@ -137,11 +137,11 @@ class SharedFiles:
         self._payload.close()
 
     def write(self, data: Any) -> int:
-        """Append to the payload; this is what makes the object a file for a pickler."""
+        """Append to the payload; implements the file interface for a pickler."""
         return self._write(self._payload, PickleBuffer(data).raw())
 
     def take(self, buffer: PickleBuffer) -> bool:
-        """Write a large buffer to its own file; True means that the pickler keeps it in the payload."""
+        """Write a large buffer to its own file; return True to keep the buffer in the payload."""
         view = buffer.raw()
         if view.nbytes < LARGE:
             return True
@@ -159,7 +159,7 @@ class SharedFiles:
     def _write(self, file: Any, view: memoryview) -> int:
         rest = view
         try:
-            while rest:  # one call writes 2 GiB at the most
+            while rest:  # one call writes at most 2 GiB
                 rest = rest[file.write(rest) :]
         except OSError as error:
             raise NanoError(self._no_room(view.nbytes, error)) from error
@@ -178,8 +178,8 @@ def mapped_buffers(folder: Path) -> Iterator[Any]:
     Yields
     ------
     numpy.ndarray
-        uint8, writable. A page is shared with all who map the file until it is written to, and is this process's own
-        from then on. No file descriptor stays open (`mmap.mmap` would keep one), and the file may be unlinked.
+        uint8, writable. Pages are copy-on-write: shared with all processes that map the file until written to. No file
+        descriptor stays open (`mmap.mmap` would keep one), and the file may be unlinked.
     """
     for number in itertools.count():
         path = folder / str(number)

@@ -1,1 +1,1 @@
-"""Whose batches are whose, in an order that all ranks agree on."""
+"""Assignment of batches to ranks, in an order that all ranks agree on."""

@@ -1,4 +1,4 @@
-"""Takes a rank's samples out of a batch that was loaded whole."""
+"""Extracts a rank's samples from a batch that was loaded as a whole."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from nano_loop.errors import NanoError, error_message
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 _SINGLE = (type(None), str, bytes, bool, int, float, complex, np.generic)
-_EXPECTED = "split_batches takes samples out of tensors, arrays and lists by their first dimension, the batch's"
-_HINT = "Let collate_fn return such columns, of one length, in tuples or dicts, or leave split_batches out"
+_EXPECTED = "split_batches splits tensors, arrays and lists along their first dimension, the batch"
+_HINT = "Let collate_fn return such columns of equal length in tuples or dicts, or omit split_batches"
 
 
 class BatchParts:
     """Splits the batches of one loader.
 
-    A list that the loader returns holds columns, if they fit. A list inside of it may also hold samples: where a batch
-    of as many samples as columns leaves that open, it is as in the batches before.
+    A list that the loader returns contains columns, if they fit. A nested list may also contain samples: if the batch
+    has as many samples as columns, which makes this ambiguous, it is read as in previous batches.
 
     Parameters
     ----------
     rank, size : int
-        This rank, and how many there are.
+        This rank, and the number of ranks.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._holds_samples = {"": False}  # by the place of a list in the batch
+        self._holds_samples = {"": False}  # by the path of a list in the batch
 
     def part(self, batch: Any, total: int | None) -> tuple[Share, Any]:
         """Return this rank's share of a batch, and its samples.
@@ -44,12 +44,12 @@ class BatchParts:
         batch : object
             The batch, the same on every rank.
         total : int or None
-            How many samples it has. None: as many as its first column.
+            The number of samples. None: the length of the first column.
 
         Raises
         ------
         NanoError
-            If it can't be split.
+            If it cannot be split.
         """
         total = _length(batch) if total is None else total
         if total is None:
@@ -61,17 +61,17 @@ class BatchParts:
         return share, part
 
     def _part(self, value: Any, share: Share, place: str) -> Any:
-        """Return this rank's part of what is at a place in the batch, or None of what belongs to all samples."""
+        """Return this rank's part of the value at `place` in the batch, or None for data shared by all samples."""
         if isinstance(value, _SINGLE) or (isinstance(value, _ARRAYS) and not value.ndim):
             return None
         is_list = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
         if not is_list and (count := _count(value)) is not None:
             if count != share.total:
-                raise _refusal(value, place, f"of {count}, where the batch has {share.total} samples")
+                raise _refusal(value, place, f"of length {count}, but the batch has {share.total} samples")
             return _rows(value, share.start, share.stop)
         fields = _fields(value)
         if fields is None:
-            raise _refusal(value, place, "of which nothing is known")
+            raise _refusal(value, place, "of an unsupported type")
         may_hold_samples = is_list and len(value) == share.total
         try:
             parts = {key: self._part(field, share, f"{place}[{key!r}]") for key, field in fields.items()}
@@ -80,10 +80,10 @@ class BatchParts:
                 raise
             parts = {}
         parts = {key: part for key, part in parts.items() if part is not None}
-        if is_list and may_hold_samples is not bool(parts):  # not both, and not neither
+        if is_list and may_hold_samples is not bool(parts):  # contradictory or unclear
             self._holds_samples.setdefault(place, may_hold_samples)
         elif is_list and value and (not parts or place not in self._holds_samples):
-            why = f"of {len(value)}, which may be columns, or not, of {share.total} samples"
+            why = f"of length {len(value)}, which may or may not be columns of {share.total} samples"
             raise _refusal(value, place, why, _OpenError if parts else NanoError)
         if may_hold_samples and (not parts or self._holds_samples[place]):
             return value[share.start : share.stop]
@@ -91,7 +91,7 @@ class BatchParts:
 
 
 class _OpenError(NanoError):
-    """A list may be read in two ways."""
+    """A list can be read in two ways."""
 
 
 def _refusal(value: Any, place: str, why: str, kind: type[NanoError] = NanoError) -> NanoError:
@@ -99,12 +99,12 @@ def _refusal(value: Any, place: str, why: str, kind: type[NanoError] = NanoError
 
 
 def _count(value: Any) -> int | None:
-    """Return the number of samples in a column, or None of what is none."""
+    """Return the number of samples in a column, or None for other values."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
     if isinstance(value, _ARRAYS):
         return int(value.shape[0]) if isinstance(value, np.ndarray) else value.size(0)
-    return int(value.num_graphs) if hasattr(type(value), "from_data_list") else None  # a batch of PyG's graphs
+    return int(value.num_graphs) if hasattr(type(value), "from_data_list") else None  # a batch of PyG graphs
 
 
 def _length(value: Any) -> int | None:
@@ -130,7 +130,7 @@ def _rows(value: Any, start: int, stop: int) -> Any:
 
 
 def _fields(value: Any) -> Mapping[Any, Any] | None:
-    """Return what a container consists of, such as a class with ``pin_memory``, which torch asks of batches."""
+    """Return the fields of a container, such as a class with ``pin_memory``, which torch's loaders call on batches."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, (list, tuple)):
@@ -139,7 +139,7 @@ def _fields(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _with(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a copy of a container with other fields."""
+    """Return a copy of a container with some fields replaced."""
     if hasattr(value, "_replace"):
         return value._replace(**parts)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Digests of data, by which ranks notice that the loop has already given each of them different data."""
+"""Digests of data, used to detect that the loop has already given different data to each rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from nano_loop.data.random_states import GENERATORS
 from nano_loop.distributed.comm.raw_bytes import raw_bytes
 from nano_loop.patching.walk import named_attributes_of
 
-_MOST = 50_000  # objects that are looked at, so that a digest takes some milliseconds at most
+_MOST = 50_000  # objects per digest, so that it takes a few milliseconds at most
 _ITEMS = 1000  # of a list or a dict
-_ELEMENTS = 1 << 12  # of a tensor or an array, which may be a file that is mapped
+_ELEMENTS = 1 << 12  # of a tensor or an array, which may be a memory-mapped file
 _DEPTH = 12
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
 _PLAIN = (
@@ -35,29 +35,29 @@ _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
 class Digest:
-    """A number that is equal on two ranks that hold the same values, and almost surely differs otherwise.
+    """A checksum that is equal on two ranks with the same values, and almost surely different otherwise.
 
-    It looks into containers, tensors, arrays and objects, and at samples of large ones. Of an object counts what its
-    class pickles, where that is written in Python, and else its attributes: what it has opened or cached is mostly left
-    out of a pickle. Of random states, functions and locks only the kind counts.
+    It covers containers, tensors, arrays and objects, and samples of large ones. Objects are represented by their
+    pickled state if their class implements pickling in Python, otherwise by their attributes: pickles mostly exclude
+    open files and caches. Random states, functions and locks are represented by their type only.
 
     Parameters
     ----------
     *values : object
         The values.
     known : container of object
-        Objects of which only the kind counts, too.
+        Additional objects that are represented by their type only.
     pickled : bool
-        Whether all objects count as they are pickled, as is right for items: an image, a record of a table.
+        Whether to use the pickled state of all objects, which is right for items such as images and table records.
     elements : int
-        How many elements of a tensor or an array are looked at.
+        The number of elements of a tensor or an array to read.
 
     Attributes
     ----------
     crc : int
-        The number.
+        The checksum.
     seen : dict
-        The objects that were looked into, by their ids.
+        The objects read so far, by id.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Digest:
         elif isinstance(value, (set, frozenset)):
             plain = [repr(item) for item in value if isinstance(item, (*_PLAIN, str, bytes))]
             self._note(repr(len(value) if len(value) > _ITEMS else (len(value), sorted(plain))))
-        elif hasattr(type(value), "iloc"):  # a table of pandas, which has its values in no attribute
+        elif hasattr(type(value), "iloc"):  # a pandas table, which does not store its values in attributes
             self._note(_ADDRESS.sub("", repr(value)))
         elif isinstance(value, (deque, dict)):
             self._add_items([*value.items()] if isinstance(value, dict) else [*value], depth)
@@ -101,10 +101,10 @@ class Digest:
             self._add_items(self._state_of(value), depth)
 
     def _state_of(self, value: Any) -> list[Any]:
-        """Return what an object is pickled as, or its attributes."""
-        # Whether its class says in Python how its objects are pickled.
+        """Return the state that an object is pickled with, or its attributes."""
+        # Use the pickled state if its class implements pickling in Python.
         if self._pickled or any(isinstance(getattr(type(value), name, None), FunctionType) for name in _PICKLING):
-            with suppress(Exception):  # as of what can't be pickled
+            with suppress(Exception):  # not every object can be pickled
                 reduced = value.__reduce_ex__(4)
                 parts = (reduced,) if isinstance(reduced, str) else reduced
                 return [*parts[1:3], *(list(items) for items in parts[3:5] if items is not None)]
@@ -112,7 +112,7 @@ class Digest:
 
     def _add_items(self, items: Sequence[Any], depth: int) -> None:
         self._note(repr(len(items)))
-        # About so many, from the first to the last.
+        # Approximately this many, including the first and the last one.
         for item in items if len(items) <= _ITEMS else [*items[:: 1 + len(items) // _ITEMS], items[-1]]:
             self._add(item, depth)
 
@@ -131,7 +131,7 @@ class Digest:
             self.crc = zlib.crc32(some.tobytes(), self.crc)
 
     def _some(self, value: torch.Tensor) -> torch.Tensor:
-        """Return some elements of a tensor, without a copy of the others."""
+        """Return some elements of a tensor, without copying the others."""
         if value.is_contiguous():
             return value.view(-1)[:: 1 + value.numel() // self._elements]
         most = int(self._elements ** (1 / value.dim()))
@@ -142,5 +142,5 @@ class Digest:
 
 
 def digest(*values: Any) -> int:
-    """Return the number of a `Digest`."""
+    """Return the checksum of a `Digest`."""
     return Digest(*values).crc

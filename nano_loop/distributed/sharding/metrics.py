@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics over evaluations that every rank has done whole: they are not joined."""
+"""Keeps torchmetrics from combining metrics over ranks if every rank has evaluated all batches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from nano_loop.patching.patch_table import listening, value_in_force
 
 @contextmanager
 def whole_evaluations_not_joined(ranks: Ranks) -> Iterator[None]:
-    """Leave metrics alone, in the body, that are the same on all ranks after batches that all ranks got.
+    """In the body, do not synchronize metrics that are the same on all ranks because all ranks got all batches.
 
-    torchmetrics joins the states of all ranks where there is a process group, so each rank's samples would count.
-    Metrics of divided batches are joined.
+    torchmetrics combines the states of all ranks if there is a process group, so each rank's samples would be counted.
+    Metrics of divided batches are combined.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Finds data that the program has divided by rank itself: the ranks compare what they are about to divide."""
+"""Detects data that the program itself has divided by rank: the ranks compare data before dividing it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.user_code import warn_once
 from nano_loop.patching.walk import items_of
 
-_FIRST = 64  # items that are compared one by one
-_MOST = 1 << 16  # samples of a loader that are looked for among the other ranks' first ones
-_ELEMENTS = 1 << 18  # of a tensor among the first items
+_FIRST = 64  # items compared one by one
+_MOST = 1 << 16  # maximum number of samples of a loader that are compared with other ranks' first ones
+_ELEMENTS = 1 << 18  # maximum elements of a tensor among the first items
 _ARRAYS = (torch.Tensor, np.ndarray)
 _COLUMNS = (*_ARRAYS, list, tuple, dict)
-_DRAWN_APART = "what ranks have in one order is divided; of this, each rank takes all that it has"
+_DRAWN_APART = "data in the same order on all ranks is divided; of this data, each rank takes everything"
 _WAYS = (
     "Draw the order from a generator of torch, random or numpy that is the process's or the sampler's own, or give "
     "each rank a part, by nano_loop.global_rank()"
@@ -30,16 +30,16 @@ _WAYS = (
 
 
 class Source(NamedTuple):
-    """What yields the items of an iteration.
+    """The source of the items of an iteration.
 
     Parameters
     ----------
     dataset : object
-        The loader's.
+        The loader's data set.
     batched : bool
-        Whether an item is a batch, of indices or of samples.
+        Whether an item is a batch of indices or samples.
     length : int or None
-        The number of items of this rank, where it is known.
+        The number of items on this rank, if known.
     """
 
     dataset: Any
@@ -48,37 +48,37 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> Source:
-        """Return that of a loader, without a length."""
+        """Return the source of a loader, without a length."""
         return cls(loader.dataset, loader.batch_sampler is not None)
 
     @property
     def name(self) -> str:
-        """The data set's, for messages."""
+        """The name of the data set, for messages."""
         return type(self.dataset).__qualname__
 
 
 class OwnShares:
-    """Compares what the ranks have of one loader, at the start of each of its iterations.
+    """Compares the ranks' data of one loader at the start of each iteration.
 
-    The program may have divided the data, as by ``Subset(data, range(rank, len(data), size))``, by a sampler that asks
-    for its rank, or by an `IterableDataset` that skips what is for others. To divide such data again would lose a part.
+    The program may have divided the data, as by ``Subset(data, range(rank, len(data), size))``, by a sampler
+    that uses its rank, or by an `IterableDataset` that skips the data of others. Dividing it again would lose data.
 
     Parameters
     ----------
     ranks : Ranks
-        Who compares.
+        The ranks that compare.
     known : WeakIdKeyDictionary
-        Has the objects that were alike on all ranks, in all loaders of this run. They may differ by now in what they
-        cache, which has no meaning.
+        The objects that were equal on all ranks, for all loaders of this run. They may have cached different data since
+        then, which does not matter.
     loader : int
-        The loader's place among those that were set up, from 1 on; 0 for others.
+        The number of the loader among those that were set up, starting at 1; 0 for others.
 
     Attributes
     ----------
     apart : bool
         Whether the ranks had different data in the latest iteration.
     steps : int
-        How many items each of them then takes, where all know how many they have; else 0.
+        The number of items that each rank then takes, if all ranks know their lengths; otherwise 0.
     """
 
     def __init__(self, ranks: Ranks, known: Any, loader: int = 0) -> None:
@@ -87,25 +87,25 @@ class OwnShares:
         self._ranks = ranks
         self._known = known
         self._loader = loader
-        self._looked = 0  # samples, for others' first ones
-        self._dataset: int | None = None  # a digest, from before a rank has cached anything in it
+        self._looked = 0  # number of samples compared with other ranks' first ones
+        self._dataset: int | None = None  # a digest from before any rank has cached anything in it
 
     def compare(self, ahead: Sequence[Any], source: Source) -> list[list[int]]:
         """Find out whether the ranks have different data. Collective.
 
-        Returns digests of the first samples of each rank, by which those of one are found on another.
+        Returns digests of the first samples of each rank, to recognize them on other ranks.
 
         Parameters
         ----------
         ahead : sequence
             The first items of this rank.
         source : Source
-            What has yielded them.
+            The source of the items.
 
         Raises
         ------
         NanoError
-            If they are of different loaders.
+            If they are from different loaders.
         """
         is_new = self._dataset is None
         if self._dataset is None:
@@ -118,30 +118,30 @@ class OwnShares:
         loaders, datasets, _, samples_by_rank, lengths = zip(*by_rank, strict=True)
         if len(set(loaders)) > 1:
             iterated = ", ".join(f"rank {rank} loader {loader}" for rank, loader in enumerate(loaders))
-            got = f"the ranks iterate different loaders of those that were set up: {iterated}"
-            hint = "Make the loop iterate its loaders in one order on every rank"
-            raise NanoError(error_message(got, "all ranks iterate the same loaders in the same order", hint))
+            got = f"the ranks iterate different set-up loaders: {iterated}"
+            hint = "Make the loop iterate its loaders in the same order on every rank"
+            raise NanoError(error_message(got, "all ranks must iterate the same loaders in the same order", hint))
         self.apart = len({one[:3] for one in by_rank}) > 1
         self.steps = max(lengths) if self.apart and None not in lengths else 0
         if len(set(datasets)) > 1:
             return []
         if is_new:
             for value in looked.seen.values():
-                with suppress(TypeError):  # of one that cannot be held weakly
+                with suppress(TypeError):  # not all objects can be weakly referenced
                     self._known[value] = True
         return [*samples_by_rank]
 
     def take_all(self, items: Iterator[Any], source: Source, first: list[list[int]]) -> Iterator[Any]:
-        """Yield all that this rank has, and its first items again where other ranks have more.
+        """Yield all items of this rank, repeating its first items if other ranks have more.
 
         Parameters
         ----------
         items : iterator
-            All that it has.
+            All items of this rank.
         source : Source
-            What yields them.
+            The source of the items.
         first : list of list of int
-            What `compare` has returned.
+            The result of `compare`.
         """
         shares = self._ranks.context.sharding.own_shares
         shares.setdefault(source.name, False)
@@ -158,7 +158,7 @@ class OwnShares:
                 self._looked += len(samples)
                 for others, met in common:
                     met |= others.intersection(samples)
-                # Most of the first samples of another rank have been met on this one.
+                # Most of the first samples of another rank also occurred on this one.
                 shares[source.name] = any(2 * len(met) > len(others) for others, met in common)
                 if shares[source.name]:
                     got = f"the {self._ranks.size} ranks have the same samples of {source.name} in different orders"
@@ -169,7 +169,7 @@ class OwnShares:
 
 
 def _indices(dataset: Any) -> Iterator[Any]:
-    """Yield the indices of subsets, which a program may set anew for each epoch."""
+    """Yield the indices of subsets, which a program may change for each epoch."""
     while isinstance(dataset, Subset):
         yield dataset.indices
         dataset = dataset.dataset
@@ -183,7 +183,7 @@ def _digests(items: Sequence[Any], batched: bool) -> Iterator[int]:
 
 
 def _samples(batch: Any) -> Sequence[Any]:
-    """Return the samples of a batch, by its columns or as they are in a list; or the batch, if it has none."""
+    """Return the samples of a batch, from its columns or its list; or the batch itself if there are none."""
     columns = [*_columns(batch)]
     counts = {None if column is None else len(column) for column in columns}
     if len(counts) == 1 and None not in counts:
@@ -192,7 +192,7 @@ def _samples(batch: Any) -> Sequence[Any]:
 
 
 def _columns(value: Any) -> Iterator[Any]:
-    """Yield the arrays and lists that a batch consists of, and None for what is neither."""
+    """Yield the arrays and lists of a batch, and None for any other values."""
     is_several = isinstance(value, (list, tuple)) and any(isinstance(item, _COLUMNS) for item in value)
     if isinstance(value, dict) or is_several:
         for part in items_of(value):

@@ -22,33 +22,32 @@ from nano_loop.patching.thread_depth import ThreadDepth
 
 Loader = DataLoader[Any]
 
-#: Entered while a loader fetches a batch: loaders that a dataset iterates meanwhile are not the loop's.
+#: Entered while a loader fetches a batch: loaders that the dataset itself iterates then are not the loop's.
 serving = ThreadDepth()
 
 
 class BatchSharding(LoaderChange):
-    """Shards one loader's batches, or serves all of them on every rank; chosen anew whenever an iteration starts.
+    """Shards one loader's batches, or serves all of them on every rank; decided at the start of each iteration.
 
     Parameters
     ----------
     ranks : Ranks
-        The ranks among which the batches are divided.
+        The ranks that share the batches.
     models : collection of torch.nn.Module
-        The models of the run, of which more may come, and others may go; a loader is served whole while all are in
-        eval mode.
+        The models of the run, which may change. While all of them are in eval mode, every rank gets all batches.
     shard : bool or None
-        True to shard always, False never; None leaves it to the models' mode, and to whether gradients are on.
+        True: always shard; False: never; None: depends on the models' mode and on whether gradients are enabled.
     known : WeakIdKeyDictionary, optional
         See `OwnShares`.
     number : int
-        The loader's place among those that were set up, from 1 on; 0 for others.
+        The number of the loader among those that were set up, starting at 1; 0 for others.
 
     Notes
     -----
-    Where the program has divided the data itself, each rank takes all that it has; see `OwnShares`.
+    If the program has divided the data itself, each rank takes all data that it has; see `OwnShares`.
     """
 
-    splits = False  # whether it is each batch that is divided
+    splits = False  # whether each batch is divided, rather than the sequence of batches
 
     def __init__(
         self,
@@ -64,16 +63,16 @@ class BatchSharding(LoaderChange):
         self.shard = shard
         self.own_shares = OwnShares(ranks, WeakIdKeyDictionary() if known is None else known, number)
         self.number = number
-        self.last_was_whole: bool | None = None  # how the most recent batch was served
+        self.last_was_whole: bool | None = None  # whether all ranks got the most recent batch
 
     def choose(self, shard: bool) -> None:
-        """Shard always, or never, from the next iteration on."""
+        """Set whether to always or never shard, from the next iteration on."""
         self.shard = shard
         self.last_was_whole = None
 
     @property
     def whole(self) -> bool:
-        """Whether an iteration that starts now is served whole."""
+        """Whether every rank would get all batches in an iteration that starts now."""
         if self.shard is not None:
             return not self.shard
         return not torch.is_grad_enabled() or self._evaluating
@@ -85,11 +84,11 @@ class BatchSharding(LoaderChange):
             attributes["worker_init_fn"] = BoundWorker(self.ranks.loader_cpus, loader.worker_init_fn)
         if by_user := _sharding_samplers(loader, self.ranks.size):
             for sampler in by_user:
-                with suppress(AttributeError):  # of a property
+                with suppress(AttributeError):  # it may be a property
                     sampler.rank = self.ranks.rank  # in workers, an argument is a copy of rank 0's
             return attributes
         if isinstance(loader.dataset, IterableDataset):
-            return {**attributes, "in_order": True}  # every rank has to read the same order
+            return {**attributes, "in_order": True}  # every rank must read the same order
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
         return {**attributes, name: ShardedSampler(self, sampler, generators_of(sampler, loader), Source.of(loader))}
@@ -111,36 +110,36 @@ class BatchSharding(LoaderChange):
         return self._divide_class(loader, iteration)
 
     def length(self, loader: Loader, length: int) -> int:
-        """Return the batches of the last iteration, or before the first one, of one that starts now.
+        """Return the number of batches of the last iteration; before the first one, of an iteration started now.
 
-        What a loop has summed up is often divided by the length when the models are in the other mode again.
+        Loops often divide sums by the length when the models are in the other mode again.
         """
         whole = self.whole if self.last_was_whole is None else self.last_was_whole
         return length if whole or sharded_by_user(loader, self.ranks.size) else self.share_of(length)
 
     def share_of(self, length: int) -> int:
-        """Return how many of so many batches this rank takes."""
+        """Return this rank's number of batches, out of `length`."""
         return max(length, self.own_shares.steps) if self.own_shares.apart else -(-length // self.ranks.size)
 
     def divide(self, take: Callable[[int], list[Any]], source: Source) -> Iterator[Any]:
-        """Yield every N-th item of N ranks, from this rank's number on, and as many of them on every rank.
+        """Yield every N-th item for N ranks, starting with this rank's number, equally many on every rank.
 
-        The last group is filled up from the first items. A group is taken whole before its item is yielded, so what the
-        loop changes in a sampler in between counts for the same items on every rank.
+        The last group is filled up with the first items. A group is read completely before its item is yielded, so
+        changes that the loop makes to a sampler in between apply to the same items on every rank.
 
         Parameters
         ----------
         take : callable
-            Is given a number, and returns so many of the next items, or fewer at the end.
+            Accepts a number and returns that many of the next items, or fewer at the end.
         source : Source
-            What yields the items. Where the program has divided them, all that this rank has are yielded.
+            The source of the items. If the program has divided them, all items of this rank are yielded.
         """
         rank, size = self.ranks.rank, self.ranks.size
         group = take(size)
         samples = self.own_shares.compare(group, source)
         if self.own_shares.apart:
             groups = itertools.chain([group], iter(lambda: take(1), []))
-            del group  # the items may be batches, of which no more are kept than needed
+            del group  # items may be large batches, so do not keep them
             yield from self.own_shares.take_all(itertools.chain.from_iterable(groups), source, samples)
             return
         self.ranks.context.sharding.implicit_loaders |= not self.number
@@ -153,7 +152,7 @@ class BatchSharding(LoaderChange):
             group = [] if is_last else take(size)
 
     def served(self, whole: bool) -> None:
-        """Take note that a batch has come to the loop, and how."""
+        """Record that a batch was passed to the loop, and whether all ranks got it."""
         self.last_was_whole = self.ranks.context.sharding.whole = whole
 
     def _serve(self, iterator: Iterator[Any], whole: bool) -> Iterator[Any]:
@@ -175,7 +174,7 @@ class BatchSharding(LoaderChange):
         return self.divide(take, Source.of(loader))
 
     def _divide_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
-        """Read all batches of a class that iterates by itself, and keep this rank's, unless they are this rank's."""
+        """Read all batches of a class with its own iteration, and keep this rank's, unless already divided."""
         state = self._agreed_state(loader)
         batches = iteration.whole()
         first: list[Any] = state.call(list, itertools.islice(batches, 1))
@@ -198,7 +197,7 @@ class ShardedSampler(Sampler[Any]):
     def __init__(self, sharding: BatchSharding, sampler: Any, generators: list[Any], source: Source) -> None:
         self._sharding = sharding
         self._sampler = sampler
-        self._generators = generators  # and not the loader, which would live as long as its copy
+        self._generators = generators  # not the loader, which would then live as long as its copy
         self._source = source
         self._whole = False
 
@@ -206,19 +205,19 @@ class ShardedSampler(Sampler[Any]):
         ranks = self._sharding.ranks
         self._whole = self._sharding.whole
         if self._whole:
-            return iter(self._sampler)  # with no other rank: one alone may evaluate
+            return iter(self._sampler)  # without communication: this rank may evaluate alone
         diverge_rng(ranks)
         source = self._source
-        with suppress(TypeError, NotImplementedError):  # of one without an end
+        with suppress(TypeError, NotImplementedError):  # an endless sampler has no length
             source = source._replace(length=len(self._sampler))
         return self._sharding.divide(AgreedItems(self._sampler, ranks, self._generators).take, source)
 
-    def __len__(self) -> int:  # of torch's own iterator
+    def __len__(self) -> int:  # called by torch's own iterator
         return len(self._sampler) if self._whole else self._sharding.share_of(len(self._sampler))
 
 
 class Served(Iterator[Any]):
-    """Iterates over a loader's iterator, and notes how its batches are served."""
+    """Iterates over a loader's iterator, and records how its batches are served."""
 
     def __init__(self, iterator: Iterator[Any], sharding: BatchSharding, whole: bool) -> None:
         self._iterator = iterator
@@ -236,11 +235,11 @@ class Served(Iterator[Any]):
 
 
 def sharded_by_user(loader: Loader, size: int) -> bool:
-    """Whether a loader shards its batches among `size` ranks by itself, as with a `DistributedSampler`."""
+    """Whether a loader itself shards its batches among `size` ranks, as with a `DistributedSampler`."""
     return bool(_sharding_samplers(loader, size))
 
 
 def _sharding_samplers(loader: Loader, size: int) -> list[Any]:
-    batch_sampler = getattr(loader, "batch_sampler", None)  # which a loader that is being made has not yet
+    batch_sampler = getattr(loader, "batch_sampler", None)  # missing while a loader is constructed
     samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     return [one for one in samplers if getattr(one, "num_replicas", None) == size and hasattr(one, "rank")]

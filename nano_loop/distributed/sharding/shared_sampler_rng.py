@@ -1,4 +1,4 @@
-"""Lets samplers draw the same numbers on every rank, while each rank's own random states stay as they are."""
+"""Lets samplers draw the same numbers on every rank, without changing each rank's own random states."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Value = TypeVar("Value")
 
 
 class AgreedState:
-    """The random states of `torch`, `random` and `numpy.random` that rank 0 has at one moment, to go on from.
+    """A snapshot of rank 0's random states of `torch`, `random` and `numpy.random`, which advances separately.
 
     Parameters
     ----------
     ranks : Ranks
-        Who agrees.
+        The ranks that share it.
     generators : list
-        Generator objects that are to be in rank 0's state too: of torch, of numpy, or of `random`.
+        Generator objects to set to rank 0's state as well: of torch, of numpy, or of `random`.
     """
 
     def __init__(self, ranks: Ranks, generators: list[Any]) -> None:
@@ -37,7 +37,7 @@ class AgreedState:
         self._states: list[Any] = []
 
     def agree(self) -> None:
-        """Take over rank 0's present states. Collective."""
+        """Copy rank 0's current states. Collective."""
         own_states = ([], []) if self._ranks.rank else (process_states(), [*map(generator_state, self._generators)])
         self._states, of_generators = self._ranks.broadcast(own_states, what=ITERATION)
         if self._ranks.rank:
@@ -45,10 +45,10 @@ class AgreedState:
                 set_generator_state(generator, state)
 
     def call(self, function: Callable[..., Value], *args: Any) -> Value:
-        """Call `function` with the agreed states in force, which it advances.
+        """Call `function` with the agreed states, which it advances.
 
-        The rank's own states are back afterwards. One that was the agreed one advances with it, so rank 0 goes on from
-        where a plain loop would be, as long as its loop draws nothing in between that the others do not know of.
+        Afterwards, the rank's own states are restored. Those that were equal to the agreed ones advance with them, so
+        rank 0 continues as a plain loop would, as long as its loop draws no numbers of its own in between.
         """
         own = process_states()
         apart = differing(own, self._states)
@@ -61,16 +61,16 @@ class AgreedState:
 
 
 class AgreedItems:
-    """What a sampler yields, the same on every rank.
+    """The items that a sampler yields, the same on every rank.
 
     Parameters
     ----------
     sampler : iterable
         A sampler or a batch sampler.
     ranks : Ranks
-        Who draws.
+        The ranks that draw.
     generators : list
-        Generator objects that are brought into line.
+        Generator objects to synchronize.
     """
 
     def __init__(self, sampler: Any, ranks: Ranks, generators: list[Any]) -> None:
@@ -84,7 +84,7 @@ class AgreedItems:
             self._items = iter(sampler)
 
     def take(self, count: int) -> list[Any]:
-        """Return the next `count` items, or fewer at the end; what they are drawn from is read no further."""
+        """Return the next `count` items, or fewer at the end, without reading ahead."""
         if not self._begun and self._order != "fixed":
             self._state.agree()  # also after `iter`, since torch draws a seed for its workers in between
         agreed = self._order == "any" or (self._order == "drawn at first" and not self._begun)
@@ -92,17 +92,17 @@ class AgreedItems:
         return self._state.call(self._take, count) if agreed else self._take(count)
 
     def _take(self, count: int) -> list[Any]:
-        # A sampler may fill the list that it has yielded anew.
+        # A sampler may reuse the list that it yielded.
         return [item.copy() if type(item) is list else item for item in itertools.islice(self._items, count)]
 
 
-# They draw from the process's generator at their first item alone.
+# They only draw from the process's generator at their first item.
 _DRAWN_AT_FIRST = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _FIXED = (SequentialSampler, list, tuple, range)
 
 
 def _order(sampler: Any) -> str:
-    """Say when a sampler may draw from the process's generators; a subclass may do so at any item."""
+    """Return when a sampler may draw from the process's generators; a subclass may do so at any item."""
     inner = sampler.sampler if type(sampler) is BatchSampler else sampler
     if type(inner) in _FIXED:
         return "fixed"

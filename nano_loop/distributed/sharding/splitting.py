@@ -1,9 +1,9 @@
-"""Splits each batch of a loader among the ranks; order, length and number of steps are those of one process.
+"""Splits each batch of a loader among the ranks, with the same order, length and number of steps as one process.
 
-Samples that torch's own collate function stacks are chosen by their indices, so that each is loaded once, by its rank.
-What another function makes of a sample may depend on the others: padding to the longest, negative pairs. So such
-batches are loaded whole by every rank, and its part is taken out, as of an `IterableDataset`, of a loader without a
-batch sampler, and of a class with its own `__iter__`.
+Samples that torch's own collate function stacks are selected by index, so that each is only loaded by its rank. With
+other functions, a sample may depend on the rest of the batch: padding to the longest, negative pairs. So every rank
+loads these batches completely and extracts its part, and likewise for an `IterableDataset`, for loaders without a batch
+sampler, and for classes with their own `__iter__`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.objects.loaders import ClassIteration, Start
 from nano_loop.patching.torch_private_loaders import collates_as_torch, is_default_collate
 
-_ALL = "split_batches divides each batch of all data among the ranks"
-_UNDIVIDED = "Give every rank all data: leave out a sampler or subset by rank, or split_batches"
+_ALL = "split_batches divides each batch of the whole data set among the ranks"
+_UNDIVIDED = "Give every rank all data: omit samplers and subsets by rank, or omit split_batches"
 
 
 class BatchSplitting(BatchSharding):
-    """Splits one loader's batches, or serves all of them whole on every rank, as `BatchSharding` chooses."""
+    """Splits one loader's batches, or serves complete batches on every rank, as `BatchSharding` chooses."""
 
     splits = True
 
@@ -39,9 +39,9 @@ class BatchSplitting(BatchSharding):
         super().__init__(*args, **kwargs)
         self.split = split
         self.parts = BatchParts(self.ranks.rank, self.ranks.size)
-        self.shares: deque[Share] | None = None  # of batches of indices that are on their way in the latest iteration
-        self._states: list[Any] | None = None  # random ones that samples are loaded with in the loop's process
-        self._loops_states: list[Any] | None = None  # while samples are loaded
+        self.shares: deque[Share] | None = None  # of index batches in flight in the latest iteration
+        self._states: list[Any] | None = None  # random states for loading samples in the loop's process
+        self._loops_states: list[Any] | None = None  # the loop's random states while samples are loaded
         self._by_class: ClassIteration | None = None
 
     def attributes(self, loader: Loader) -> dict[str, Any]:
@@ -65,12 +65,12 @@ class BatchSplitting(BatchSharding):
         return super().iterate(loader, start)
 
     def iterate_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
-        """See `LoaderChange.iterate_class`. A class may read ahead, so what it delivers is split."""
+        """See `LoaderChange.iterate_class`. A class may read ahead, so the batches that it yields are split."""
         self._by_class, self.shares = iteration, None
         return super().iterate_class(loader, iteration)
 
     def share_of(self, length: int) -> int:
-        """Return the number of all batches: each rank takes its part of every one."""
+        """Return the number of all batches: each rank takes its part of every batch."""
         return length
 
     def divide(self, take: Callable[[int], list[Any]], source: Source) -> Iterator[Any]:
@@ -91,7 +91,7 @@ class BatchSplitting(BatchSharding):
             items = take(1)
 
     def begin_loading(self) -> None:
-        """Put the loop's random states aside: what samples draw depends on which they are, and ranks' loops agree."""
+        """Save the loop's random states: samples differ by rank and may draw, but the loops must agree."""
         self._loops_states = process_states()
         if self._states is None:
             reseed(self.ranks.rank)
@@ -99,7 +99,7 @@ class BatchSplitting(BatchSharding):
             set_process_states(self._states, [True] * len(self._states))
 
     def end_loading(self) -> None:
-        """Give the loop its states back, if they were put aside."""
+        """Restore the loop's random states if they were saved."""
         if self._loops_states is not None:
             self._states = process_states()
             set_process_states(self._loops_states, [True] * len(self._loops_states))
@@ -107,7 +107,7 @@ class BatchSplitting(BatchSharding):
 
     @property
     def _in_class(self) -> bool:
-        """Whether the code of the loader's class is at work, which gets batches whole."""
+        """Whether code of the loader's class is running, which must see complete batches."""
         return self._by_class is not None and self._by_class.is_reading
 
     def _serve(self, iterator: Iterator[Any], whole: bool) -> Iterator[Any]:
@@ -118,7 +118,7 @@ class BatchSplitting(BatchSharding):
 
 
 class _Split(Served):
-    """Takes this rank's part out of each batch on its way to the loop, and notes its share."""
+    """Extracts this rank's part of each batch for the loop, and records its share."""
 
     def __init__(self, iterator: Iterator[Any], splitting: BatchSplitting, whole: bool) -> None:
         super().__init__(iterator, splitting, whole)
@@ -126,7 +126,7 @@ class _Split(Served):
 
     def __next__(self) -> Any:
         split, total = self._splitting.split, None
-        before, split.share = split.share, None  # what is drawn to load a batch belongs to no batch
+        before, split.share = split.share, None  # draws during loading do not belong to a batch
         try:
             batch = super().__next__()
         finally:
@@ -135,11 +135,11 @@ class _Split(Served):
         if isinstance(batch, _Counted):
             total, batch = batch
         if self._whole:
-            if self._splitting.shard is False and torch.is_grad_enabled():  # else the share stays that of before
+            if self._splitting.shard is False and torch.is_grad_enabled():  # otherwise the previous share stays
                 split.deliver(self, None)
             return batch
         if not split.is_here:
-            expected = "with split_batches a batch belongs to the backward that follows in the loop's thread"
+            expected = "with split_batches, a batch belongs to the next backward in the loop's thread"
             hint = "Iterate it in the thread that trains; num_workers loads ahead"
             raise NanoError(error_message("a loader that another thread iterates", expected, hint))
         if self._shares is None:
@@ -147,14 +147,14 @@ class _Split(Served):
         else:
             share = self._shares.popleft()
         ranks = self._splitting.ranks
-        if len(set(ranks.gather(random_state(), ITERATION))) > 1:  # one rank alone may have evaluated
+        if len(set(ranks.gather(random_state(), ITERATION))) > 1:  # one rank may have evaluated alone
             torch.set_rng_state(ranks.broadcast(torch.get_rng_state(), what=ITERATION))
         split.deliver(self, share, batch)
         return batch
 
 
 class _OwnIndices(Sampler[Any]):
-    """Yields this rank's indices of each batch, and notes the share."""
+    """Yields this rank's indices of each batch, and records the share."""
 
     def __init__(self, splitting: BatchSplitting, sampler: Any, *, in_process: bool) -> None:
         self._splitting, self._sampler, self._in_process = splitting, sampler, in_process
@@ -178,7 +178,7 @@ class _OwnIndices(Sampler[Any]):
 
 
 class _Counted(NamedTuple):
-    """A batch, with the number of its samples."""
+    """A batch and its number of samples."""
 
     total: int
     batch: Any
@@ -189,12 +189,12 @@ def _counted(collate: Callable[[Any], Any], samples: Any) -> _Counted:
 
 
 def splits_indices(loader: Loader) -> bool:
-    """Whether a part of a loader's batch is what its indices make: samples are stacked, or are graphs of PyG."""
+    """Whether batches can be split by index: samples are stacked, or are PyG graphs."""
     dataset = loader.dataset
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     if loader.batch_sampler is None or isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitems__"):
-        return False  # what reads several samples at once may pad them to the longest
+        return False  # a function of several samples may pad them to the longest
     if type(loader.collate_fn).__module__.startswith("torch_geometric."):
         return True
     return is_default_collate(loader.collate_fn) and collates_as_torch()

@@ -1,1 +1,1 @@
-"""How values and gradients travel on one host: through shared memory."""
+"""Exchange of values and gradients on one host through shared memory."""

@@ -1,12 +1,12 @@
-"""Finds ranks that wait for each other in different collectives, which none of them would ever leave.
+"""Detects ranks that wait for each other in different collectives, which none of them would ever leave.
 
-A rank that has waited for a second writes down in a file that all see for whom it waits, and counts there how often it
-has found the other still missing. A rank that waits follows these notes from rank to rank. Where they lead back to it,
-each rank in the ring waits for one that cannot come: a deadlock.
+A rank that has waited for a second writes to a shared file which rank it waits for, and counts there how often it has
+checked in vain. Waiting ranks follow these notes from rank to rank. If they lead back to the start, each rank in the
+cycle waits for one that cannot arrive: a deadlock.
 
-A note may be a little old: its rank may have got what it waits for and not have run since. So a ring counts only if it
-is found a second time, with the same notes, each of which has been counted on twice in between. The second of these
-counts came after the ranks of the ring had all begun to wait.
+A note may be slightly outdated: its rank may have received the data but not have run since. So a cycle only counts if
+it is found a second time with the same notes, each of which has been counted up twice in between. The second of these
+counts happened after all ranks of the cycle had started to wait.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from nano_loop.distributed.comm.mismatch import CallSite
 
-_LONG, _EVERY = 1.0, 0.05  # seconds: before a wait is written down, and between counts
-_LOOKS = 3  # where in a note they are
+_LONG, _EVERY = 1.0, 0.05  # seconds: before a wait is recorded, and between counts
+_LOOKS = 3  # index of the count in a note
 
 
 class Note(NamedTuple):
-    """A rank's note of a wait: its number, the rank waited for, how often that was missing, and where the rank is."""
+    """A rank's record of a wait: its number, the rank it waits for, the number of checks, and its call site."""
 
     rank: int
     serial: int
@@ -37,17 +37,17 @@ class Note(NamedTuple):
 
 
 class Waits:
-    """The waits of all ranks of a host, as one of them sees them.
+    """The waits of all ranks on a host, as seen by one of them.
 
-    Waits of one thread are written down, that of the loop. Where a rank waits in two, one of them may let another rank
-    go on, so none of its waits is written down any more.
+    Only waits in the loop's thread are recorded. If a rank waits in two threads, one of them may let another rank
+    continue, so none of its waits is recorded from then on.
 
     Parameters
     ----------
     rank : int
-        This rank.
+        The rank of this process.
     folder : pathlib.Path
-        Their private folder, in shared memory.
+        The ranks' private folder in shared memory.
     """
 
     def __init__(self, rank: int, folder: Path) -> None:
@@ -56,15 +56,15 @@ class Waits:
         self._thread = 0
         self._serial = 0
         self._usable = True
-        self._is_there = False  # whether this rank has a file
+        self._is_there = False  # whether this rank's file exists
 
     def begin(self, other: int, what: str) -> Wait:
-        """Return the wait that this rank begins, for rank `other` in a collective."""
+        """Begin a wait of this rank for rank `other` in a collective."""
         self._serial += 1
         return Wait(self, self._serial, other, what)
 
     def write_down(self, note: Note) -> bool:
-        """Write down a wait of this thread; return False where it cannot be, or is not to be."""
+        """Record a wait of this thread; return False if it cannot or should not be recorded."""
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
             self._usable = False
@@ -73,27 +73,27 @@ class Waits:
             try:
                 self._write(note, os.O_CREAT * (not self._is_there))
                 self._is_there = True
-            except OSError:  # no room, or the run has ended: a deadlock then ends with the timeout
+            except OSError:  # no space, or the run has ended: a deadlock then ends by timeout
                 self._usable = False
         return self._usable
 
     def erase(self) -> None:
-        """Note that this rank waits no more."""
+        """Record that this rank no longer waits."""
         with suppress(OSError):
             self._write(None)
 
     def note_of(self, rank: int) -> Note | None:
-        """Return what a rank has written down; None if it does not wait, or not for long."""
+        """Return a rank's record; None if it is not waiting, or has not waited long."""
         with suppress(OSError, ValueError):  # it is being written
             note = json.loads(self._path(rank).read_bytes().partition(b"\n")[0])
             return None if note is None else Note(*note)
         return None
 
     def _write(self, note: Note | None, flags: int = 0) -> None:
-        # The file is made once: whoever deletes the folder finds no new one in it.
+        # Created only once, so that whoever deletes the folder finds no new file in it.
         descriptor = os.open(self._path(self.rank), os.O_WRONLY | flags, 0o600)
         try:
-            os.fchmod(descriptor, 0o600)  # whatever the umask
+            os.fchmod(descriptor, 0o600)  # independent of the umask
             os.write(descriptor, json.dumps(note).encode() + b"\n")
         finally:
             os.close(descriptor)
@@ -103,18 +103,18 @@ class Waits:
 
 
 class Wait:
-    """One wait of this rank for another.
+    """A wait of this rank for another rank.
 
     Parameters
     ----------
     waits : Waits
-        Of this rank.
+        The waits of this rank.
     serial : int
-        No other wait of this rank has it.
+        A number unique among this rank's waits.
     other : int
-        For which rank it waits.
+        The rank it waits for.
     what : str
-        In which collective.
+        The collective that it is in.
     """
 
     def __init__(self, waits: Waits, serial: int, other: int, what: str) -> None:
@@ -124,10 +124,10 @@ class Wait:
         self._before: list[Note] = []
 
     def look(self) -> dict[int, CallSite]:
-        """Return the ranks that wait for each other, and where; empty if there is no deadlock.
+        """Return the ranks that wait for each other and their call sites; empty if there is no deadlock.
 
-        It is called again and again, each time after the other rank was found missing. Only the lowest rank of a ring
-        gets it, so that the run ends with one error.
+        Call it repeatedly, each time the other rank was found missing. Only the lowest rank of a cycle gets a result,
+        so that the run ends with one error.
         """
         if time.monotonic() < self._next:
             return {}
@@ -142,7 +142,7 @@ class Wait:
         return {note.rank: CallSite(note.what, note.line) for note in sorted(ring)}
 
     def end(self) -> None:
-        """Note that the wait is over."""
+        """Record that the wait is over."""
         if self._note.looks:
             self._waits.erase()
 
@@ -159,7 +159,7 @@ class Wait:
         return ring if rank == self._waits.rank else []
 
     def _found_before(self, ring: list[Note]) -> bool:
-        """Whether the ring was there before, and every rank in it has looked twice since."""
+        """Whether the cycle was found before, and every rank in it has checked twice since."""
         before = self._before
         if [note[:_LOOKS] for note in before] != [note[:_LOOKS] for note in ring]:
             self._before = ring

@@ -1,4 +1,4 @@
-"""Reductions of tensors of several ranks, one rank after the other, so that each rank computes the same bits."""
+"""Reductions of tensors over ranks in rank order, so that each rank computes bitwise identical results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 from nano_loop.distributed.comm.averaging_math import divide
 from nano_loop.errors import NanoError, error_message
 
-#: Is given what the ranks before have made, and the next rank's; changes the former.
+#: Combines the result of the previous ranks with the next rank's tensor, in place of the former.
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 
 
@@ -28,21 +28,21 @@ _COMBINE: dict[str, Combine] = {
 
 
 def name_of(operation: Any) -> str:
-    """Return the name of one of torch's reductions; raise a NanoError for one that ranks of one host cannot compute."""
+    """Return the name of a torch reduction; raise a NanoError if ranks of one host cannot compute it."""
     for name in _COMBINE:
         if operation == getattr(ReduceOp, name):
             return name
-    expected = f"processes of one host can compute {', '.join(_COMBINE)}"
+    expected = f"processes on one host can compute {', '.join(_COMBINE)}"
     raise NanoError(error_message(f"{operation}", expected, "Use one of these"))
 
 
 def reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the reduction of the tensors of all ranks, in the memory of the first.
+    """Return the reduction of all ranks' tensors, in the memory of the first.
 
     Raises
     ------
     NanoError
-        If there is no such reduction for their dtype.
+        If the reduction does not support their dtype.
     """
     total, *others = parts
     try:
@@ -52,8 +52,8 @@ def reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
             divide(total, len(parts))
         elif name == "AVG":
             total.div_(len(parts), rounding_mode="trunc")
-    except (RuntimeError, TypeError) as error:  # torch has both for dtypes that a function does not know
+    except (RuntimeError, TypeError) as error:  # torch raises either for unsupported dtypes
         got = f"ReduceOp.{name} of {total.dtype}"
-        hint = "Convert the tensor to another dtype, such as float32 or int64, and reduce that"
+        hint = "Convert the tensor to another dtype, such as float32 or int64, before reducing it"
         raise NanoError(error_message(got, "torch cannot compute it on the CPU", hint)) from error
     return total

@@ -1,12 +1,12 @@
-"""The channel between ranks of one host: streams of bytes through memory that they share.
+"""The channel between ranks of one host: byte streams through shared memory.
 
-Every collective is an exchange: each rank has a stream of bytes, which may be empty, and all streams move on by one
-piece at a time. A rank copies a piece into one of its two slots, counts it, waits until all others have counted as
-many, and reads their slots. It overwrites a slot two pieces later. By then all others have counted the
-piece in between, which they do after they have read this one, so one counter for each rank is enough.
+Every collective is an exchange: each rank has a byte stream, possibly empty, and all streams advance by one piece at a
+time. A rank copies a piece into one of its two slots, increments its counter, waits until all others have counted as
+many, and reads their slots. It overwrites a slot two pieces later. By then all others have counted the piece in
+between, which they do after reading this one, so one counter per rank is sufficient.
 
-With each piece goes a mark of what the rank does. So ranks that do different things find out. Beside it a rank says
-whether it has written what may be its shard of the caller's files: these are moved, and all ranks meet once more.
+Each piece has a mark that identifies the rank's operation, so that ranks detect mismatches. A rank also reports whether
+it has written what may be its shard of the caller's files: these are moved, followed by another barrier.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from nano_loop.distributed.shared_memory.shared_file import map_by_name
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 from nano_loop.errors import NanoError
 
-_PIECE = 1 << 17  # bytes; two slots of each rank stay in a cache
-_POSTED = 0  # the counter
-_LENGTHS, _MARKS, _FILES = 1, 3, 5  # words behind it, two of each
+_PIECE = 1 << 17  # bytes; two slots per rank fit into a cache
+_POSTED = 0  # index of the counter
+_LENGTHS, _MARKS, _FILES = 1, 3, 5  # the words after it, two each
 
 
 class SharedChannel:
@@ -35,18 +35,18 @@ class SharedChannel:
     Parameters
     ----------
     ranks : Ranks
-        Two or more, all on this host. Collective.
+        Two or more ranks, all on this host. Collective.
     folder : pathlib.Path
-        A private folder of theirs, in which they meet.
+        The ranks' private folder, in which the file is created.
     name : str
-        Of the channel; no other in the folder has it.
+        A name for the channel, unique in the folder.
     piece : int
-        Bytes of a stream that travel at once, a multiple of 128.
+        The number of bytes per piece, a multiple of 128.
 
     Raises
     ------
     NanoError
-        If there is no room in the folder, or another rank has not come in time. Also what `Ranks.check` raises.
+        If there is no space in the folder, or another rank is too late. `Ranks.check` may raise other errors.
     """
 
     def __init__(self, ranks: Ranks, folder: Path, name: str = "channel", *, piece: int = _PIECE) -> None:
@@ -54,9 +54,9 @@ class SharedChannel:
         self._ranks = ranks
         self._piece = piece
         self._steps = 0
-        # How often this rank has written what may be a shard, now and at the last move.
+        # The number of possible shards written by this rank, now and at the last move.
         self._files = self._files_before = 0
-        self._moves = False  # whether any rank has
+        self._moves = False  # whether any rank has written one
         self._lock = threading.RLock()
         try:
             self._segment = SharedSegment(ranks, 1, 2 * ranks.size * piece, partial(map_by_name, path))
@@ -69,7 +69,7 @@ class SharedChannel:
 
     @property
     def segment(self) -> SharedSegment:
-        """The counters by which ranks wait for each other."""
+        """The counters that synchronize the ranks."""
         return self._segment
 
     def exchange(self, data: bytes | memoryview, what: str) -> list[bytearray]:
@@ -93,21 +93,21 @@ class SharedChannel:
             return received
 
     def leave(self, *, returned: bool) -> None:
-        """Announce that this rank exchanges no more; see `SharedSegment.leave`."""
+        """Announce that this rank exchanges nothing more; see `SharedSegment.leave`."""
         self._segment.leave(returned=returned)
 
     def close(self) -> None:
-        """Give back the memory."""
+        """Release the memory."""
         self._slots.release()
         self._segment.close()
 
     def _slot(self, rank: int) -> memoryview:
-        """Return the slot of a rank for the present piece."""
+        """Return the slot of a rank for the current piece."""
         start = (self._steps % 2 * self._ranks.size + rank) * self._piece
         return self._slots[start : start + self._piece]
 
     def _exchange_piece(self, what: str, piece: memoryview, length: int) -> list[int]:
-        """Let all ranks have the next piece of this one's stream in its slot; return the lengths of all streams."""
+        """Exchange the next piece of this rank's stream through its slot; return the lengths of all streams."""
         words, own_place, mark = self._segment.words, self._posted[self._ranks.rank], zlib.crc32(what.encode())
         self._steps += 1
         turn = self._steps % 2
@@ -116,7 +116,7 @@ class SharedChannel:
         words[own_place + _FILES + turn] = self._files > self._files_before
         self._segment.publish(own_place, self._steps)
         self._segment.wait(self._posted, self._steps, what)
-        if any(words[place + _MARKS + turn] != mark for place in self._posted):  # which all ranks find
+        if any(words[place + _MARKS + turn] != mark for place in self._posted):  # detected by all ranks
             own_site = memoryview(CallSite.of_this_rank(what).pack()[: self._piece])
             lengths = self._exchange_piece("call sites", own_site, len(own_site))
             sites = {name: bytes(self._slot(rank)[: lengths[rank]]) for rank, name in enumerate(self._ranks.names)}

@@ -1,7 +1,7 @@
-"""Files in a private folder that the ranks of one host map: of this user alone, whatever the umask, and of no one else.
+"""Files in a private folder that the ranks of one host map, accessible to this user only, whatever the umask.
 
-A name in a folder that others can write to may be a link, or a file that somebody else has put there. So files are
-made only where there is none, and what is opened has to be a regular file of this user that no other user can open.
+A path in a folder that others can write to may be a link, or a file that another user placed there. So a file is only
+created if none exists, and an opened file must be a regular file of this user that no other user can open.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from nano_loop.errors import NanoError, error_message
 from nano_loop.storage.trusted_files import open_file
 
 _PRIVATE = 0o600
-_ZEROS = memoryview(bytes(1 << 16))  # that are written at a time
+_ZEROS = memoryview(bytes(1 << 16))  # written at a time
 _SAFELY = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def make(path: str, size: int) -> None:
-    """Make a file of `size` zeros, which is whole when others see it, unless there is something at `path` already.
+    """Create a file of `size` zeros, which is complete when others see it, unless `path` already exists.
 
     Raises
     ------
     OSError
-        If there is no room. Nothing is left then.
+        If there is no space. Nothing is left behind.
     """
     if os.path.lexists(path):
         return
@@ -35,7 +35,7 @@ def make(path: str, size: int) -> None:
     try:
         with open(descriptor, "wb") as file:
             os.fchmod(file.fileno(), _PRIVATE)
-            # Written, not only made long: memory that is not there when it is first used is a SIGBUS.
+            # Written rather than truncated to size: accessing unallocated memory later raises SIGBUS.
             for start in range(0, size, len(_ZEROS)):
                 file.write(_ZEROS[: size - start])
         with suppress(FileExistsError):
@@ -45,7 +45,7 @@ def make(path: str, size: int) -> None:
 
 
 def map_whole(path: str, size: int) -> mmap.mmap:
-    """Map `size` bytes of a file, which must be this user's alone.
+    """Map `size` bytes of a file, which must belong to this user only.
 
     Raises
     ------
@@ -64,41 +64,41 @@ def map_whole(path: str, size: int) -> mmap.mmap:
 
 
 def map_by_name(path: Path, size: int) -> mmap.mmap:
-    """Map `size` bytes of a file that the first rank to come makes at `path`; nothing is exchanged.
+    """Map `size` bytes of a file that the first rank creates at `path`, without communication.
 
     Raises
     ------
     NanoError
-        If this rank cannot make or map the file, as when the file system is full.
+        If this rank cannot create or map the file, as when the file system is full.
     """
     try:
         make(str(path), size)
         return map_whole(str(path), size)
     except (OSError, NanoError) as error:
         got = f"{size / 2**20:.0f} MiB of shared memory in {path.parent} could not be allocated ({error})"
-        hint = "Free some of it; give a container more, for example docker run --shm-size=1g"
-        message = error_message(got, "the ranks of one host exchange their values there", hint)
+        hint = "Free some of it, or give the container more, for example docker run --shm-size=1g"
+        message = error_message(got, "the ranks of one host exchange values there", hint)
         raise NanoError(message) from error
 
 
 def map_together(ranks: Ranks, path: Path, size: int) -> mmap.mmap:
     """Map `size` bytes of a file on every rank, or raise on every rank. Collective.
 
-    The file is gone as soon as all have mapped it, so whatever happens later leaves nothing behind.
+    The file is deleted as soon as all ranks have mapped it, so nothing is left behind whatever happens.
 
     Parameters
     ----------
     ranks : Ranks
-        All of one host.
+        All ranks of one host.
     path : pathlib.Path
-        Of the file.
+        The path of the file.
     size : int
-        How many bytes.
+        The number of bytes.
 
     Raises
     ------
     NanoError
-        If one of the ranks cannot make or map it.
+        If any rank cannot create or map it.
     """
     reason, mapped = "", None
     try:

@@ -1,9 +1,9 @@
-"""torch.distributed between ranks of one host without a socket: a process group over the channel in shared memory.
+"""torch.distributed between ranks of one host without sockets: a process group over the shared memory channel.
 
-torch accepts a process group that is written in Python like a built-in one, so `torch.distributed`'s functions,
-`DistributedSampler`, `DistributedDataParallel` and libraries over them work in a run as they do with gloo. A collective
-with ``async_op=True`` is done when it returns. Messages from one rank to another, and the coalesced forms of
-collectives, raise an error that names what to call instead.
+torch accepts process groups written in Python like built-in ones, so `torch.distributed`'s functions,
+`DistributedSampler`, `DistributedDataParallel` and libraries based on them work in a run as they do with gloo.
+Collectives with ``async_op=True`` are finished when they return. Point-to-point messages and coalesced collectives
+raise an error that names the alternative.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from nano_loop.distributed.shared_memory.reductions import name_of, reduced
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoError, error_message
 
-#: torch.distributed's name of this backend.
+#: The name of this backend in torch.distributed.
 NAME = "nano_loop"
 
 Tensors = Sequence[torch.Tensor]
 
 
 class Done(distributed.Work):
-    """A collective that is done.
+    """A finished collective.
 
     Parameters
     ----------
     result : list of torch.Tensor
-        What its future gives.
+        The result of its future.
     """
 
     def __init__(self, result: Any) -> None:
@@ -46,7 +46,7 @@ class Done(distributed.Work):
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
+        """Return immediately."""
         return True
 
     def is_completed(self) -> bool:
@@ -58,27 +58,27 @@ class Done(distributed.Work):
         return self._result
 
     def get_future(self) -> Any:
-        """Return a future that is complete."""
+        """Return a completed future."""
         future: Future[Any] = Future()
         future.set_result(self._result)
         return future
 
 
-# Its methods have more overloads than torch.distributed's functions call.
+# Its stubs lack overloads that torch.distributed's functions call.
 _ProcessGroup: Any = distributed.ProcessGroup
 
 
 class SharedGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group of torch between ranks of one host.
+    """A torch process group between ranks of one host.
 
     Parameters
     ----------
     ranks : Ranks
         The ranks of the group.
     channel : callable
-        Returns their channel; it is called when they first use it.
+        Returns their channel; called at first use.
     name : str
-        What torch calls it.
+        The name that torch gives it.
     """
 
     def __init__(self, ranks: Ranks, channel: Callable[[], SharedChannel], name: str) -> None:
@@ -92,15 +92,15 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        """What torch calls it, which it asks when it destroys it."""
+        """The name that torch gives it and reads when it destroys the group."""
         return self._name
 
     @property
-    def _device_types(self) -> list[torch.device]:  # which torch asks before it saves in the background
+    def _device_types(self) -> list[torch.device]:  # read before asynchronous saves
         return [torch.device("cpu")]
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """Return torch.distributed's name of this backend."""
+        """Return the name of this backend in torch.distributed."""
         return NAME
 
     def _exchange(self, what: str, sent: torch.Tensor | None) -> list[torch.Tensor]:
@@ -136,9 +136,9 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     def _gather(self, outputs: Tensors, tensor: torch.Tensor) -> None:
         sizes = [output.nbytes for output in outputs]
         if any(size != tensor.nbytes for size in sizes):
-            got = f"gathering {tensor.nbytes} bytes of each rank to tensors of {', '.join(map(str, sizes))}"
-            hint = "Pass a tensor of the shape and dtype of the others' for each rank"
-            raise NanoError(error_message(got, "they are of one size", hint))
+            got = f"gathering {tensor.nbytes} bytes from each rank into tensors of {', '.join(map(str, sizes))}"
+            hint = "Pass a tensor of the same shape and dtype for each rank"
+            raise NanoError(error_message(got, "all must have the same size", hint))
         gathered = self._exchange(f"gather of {tensor.nbytes} bytes", tensor)
         for output, part in zip(outputs, gathered, strict=False):
             _fill(output, part)
@@ -188,7 +188,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         _fill(output, total[sum(sizes[: self.rank()]) :][: output.numel()])
 
     def _total(self, what: str, sent: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the reduction of all ranks' tensors, in their order, the same to the bit on every rank."""
+        """Return the reduction of all ranks' tensors in rank order, bitwise identical on every rank."""
         return reduced(name, [part.view(sent.dtype) for part in self._exchange(what, sent)])
 
     # --- parts ---
@@ -211,9 +211,9 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
             size = lengths[self.rank()]
             if size != output.nbytes:
                 got = f"rank {rank} sends {size} bytes to a tensor of {tuple(output.shape)} {output.dtype}"
-                expected = "what is sent and the tensor that receives it are of one size"
+                expected = "the sent and the receiving tensor must have the same size"
                 raise NanoError(error_message(got, expected, "Check the shapes of the tensors that all ranks pass"))
-            _fill(output, stream[sum(lengths[: self.rank()]) :][:size].clone())  # which lies where a tensor may
+            _fill(output, stream[sum(lengths[: self.rank()]) :][:size].clone())  # copied to aligned memory
         return Done([*outputs])
 
     def all_to_all_single(
@@ -239,12 +239,12 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         return Done([])
 
     def _refuse_message(self, *args: Any, **kwargs: Any) -> NoReturn:
-        expected = "processes of one host exchange values by collectives alone"
+        expected = "processes on one host exchange values by collectives only"
         hint = "Use broadcast or all_gather, which every rank calls, or pass process_group_backend='gloo'"
         raise NanoError(error_message("a message from one rank to another", expected, hint))
 
     def _refuse_coalesced(self, *args: Any, **kwargs: Any) -> NoReturn:
-        expected = "processes of one host take one tensor in each call"
+        expected = "processes on one host accept one tensor per call"
         raise NanoError(error_message("a coalesced collective", expected, "Call the collective for each tensor"))
 
     send = recv = recv_anysource = _refuse_message
@@ -252,7 +252,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = allgather_into_tensor_coalesced = _refuse_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _refuse_coalesced
 
-    # What torch 2.8 calls them, and the C++ of all versions.
+    # The names in torch 2.8, and in the C++ of all versions.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -264,11 +264,11 @@ def _split(tensor: torch.Tensor, sizes: int | list[int]) -> Sequence[torch.Tenso
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_PIECE = 1 << 22  # elements that are reduced at once
+_PIECE = 1 << 22  # elements that are reduced at a time
 
 
 def _fill(output: torch.Tensor, content: torch.Tensor) -> None:
-    """Overwrite a tensor of any strides by bytes, or by its elements."""
+    """Overwrite a tensor of any strides by bytes or by a tensor's elements."""
     output.detach().copy_(content.view(output.dtype).view(output.shape))
 
 
@@ -281,7 +281,7 @@ def _reduce_sparse(channel: SharedChannel, tensor: torch.Tensor, operation: Any,
         total = parts[0]
         for part in parts[1:]:
             total = total + part
-        with torch.no_grad():  # not `detach`, of which a sparse tensor would not get the new indices
+        with torch.no_grad():  # with `detach`, a sparse tensor would not get the new indices
             tensor.copy_(total.coalesce())
 
 
@@ -293,25 +293,25 @@ class SharedGroups:
     ranks : Ranks
         All ranks of the run.
     folder : pathlib.Path
-        Their private folder.
+        The ranks' private folder.
     channel : SharedChannel
-        Their channel, which the default process group uses.
+        The ranks' channel, which the default process group uses.
     """
 
     def __init__(self, ranks: Ranks, folder: Path, channel: SharedChannel) -> None:
         self._ranks, self._folder, self._channel = ranks, folder, channel
         self._channels: dict[str, SharedChannel] = {}
-        self._thread = threading.get_ident()  # of the loop
+        self._thread = threading.get_ident()  # the loop's thread
 
     def make(self, options: Any, backend_options: Any = None) -> SharedGroup:
-        """Make the group that torch describes by its ``_DistributedBackendOptions``; the first is the default group."""
+        """Create the group described by torch's ``_DistributedBackendOptions``; the first one is the default group."""
         members = tuple(options.global_ranks_in_group) or tuple(range(self._ranks.size))
         name = f"{len(members)}-{options.group_id}"
         ranks = self._ranks.group(members, timeout=options.timeout.total_seconds())
         is_default = not options.global_ranks_in_group
 
         def channel() -> SharedChannel:
-            # Another thread's collectives, as of a checkpoint that is saved in the background, come between any others.
+            # Collectives of other threads, as for a checkpoint saved in the background, can interleave with any others.
             is_loops = is_default and threading.get_ident() == self._thread
             if is_loops:
                 return self._channel
@@ -322,7 +322,7 @@ class SharedGroups:
         return SharedGroup(ranks, channel, options.group_id)
 
     def close(self, *, returned: bool) -> None:
-        """Leave the channels of all groups but the default one."""
+        """Leave the channels of all groups except the default group."""
         for channel in self._channels.values():
             channel.leave(returned=returned)
             channel.close()

@@ -1,22 +1,22 @@
 """The transport between ranks of one host: a ring of slots in shared memory, several times as fast as gloo's loopback.
 
-Batches of tensors go round in it, and come out as means.
+Batches of tensors enter it and are returned as means.
 
-Three things are under way at once: a rank copies the other ranks' slices of batch k into its slot, sums its own slice
-of batch k - 1 over all ranks' slots, into its tensors and into the ring's result slot, and copies the other slices of
-batch k - 2 out of that. Each slice is summed by one rank, so all ranks have the same bits. Its own slice goes no other
-way than into its cache and back: with two ranks that saves half of all copies.
+Three operations overlap: a rank copies the other ranks' slices of batch k into its slot, sums its own slice of batch k
+- 1 over all ranks' slots into its tensors and the ring's result slot, and copies the other slices of batch k - 2 from
+there. Each slice is summed by one rank, so all ranks have the same bits. A rank's own slice is only read into its cache
+and written back, which for two ranks saves half of all copies.
 
-A batch is used by three counters of each rank, which count batches over the ring's life:
+A batch is synchronized by three counters per rank, which count batches over the ring's life:
 
-- *posted*: it is in the rank's slot, and may be summed;
-- *reduced*: the rank has summed its slice, so results may be read, and the slot is free as far as this rank goes;
-- *read*: the rank has copied it out, so the result slot is free as far as this rank goes.
+- *posted*: it is in the rank's slot and may be summed;
+- *reduced*: the rank has summed its slice, so results may be read, and this rank no longer needs the slots;
+- *read*: the rank has copied it out, so this rank no longer needs the result slot.
 
-An averaging starts at a multiple of the ring's size, so that a batch of a list always meets the same slots and its
-views are made once.
+An averaging starts at a multiple of the ring's size, so that each batch of a list always uses the same slots and its
+views are created once.
 
-Whether all ranks average the same list is for who calls: the ranks compare fingerprints before.
+The caller must ensure that all ranks average the same list: the ranks compare fingerprints beforehand.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from nano_loop.patching.torch_private import foreach_copy
 
 _COUNTERS = range(3)
 
-_CHUNK = 1 << 20  # bytes that are copied, summed and copied back at once; the ring of them stays in a cache
-_LEAST = 1 << 16  # such bytes where all gradients together are few
+_CHUNK = 1 << 20  # bytes copied, summed and copied back at a time; the ring fits into a cache
+_LEAST = 1 << 16  # the minimum, if all gradients together are small
 _SLOTS = 3  # one is copied in, one summed, one copied out
 _MOST_PLANS = 64
 
@@ -48,18 +48,18 @@ class SharedMemoryTransport:
     Parameters
     ----------
     ranks : Ranks
-        Two or more, all on this host. Collective.
+        Two or more ranks, all on this host. Collective.
     mapped : callable
-        See `SharedSegment`, such as `map_together` with a folder of a file system in memory.
+        See `SharedSegment`, for example `map_together` with a folder on an in-memory file system.
     chunk : int
-        Bytes that are averaged at once, a multiple of 128.
+        Bytes that are averaged at a time, a multiple of 128.
     slots : int
-        Such chunks under way at a time, two or more.
+        The number of chunks in flight, two or more.
 
     Raises
     ------
     NanoError
-        What `mapped` raises, if there is no room.
+        Raised by `mapped` if there is no space.
     """
 
     def __init__(
@@ -69,29 +69,29 @@ class SharedMemoryTransport:
         self._segment = SharedSegment(ranks, len(_COUNTERS), rows * chunk, mapped)
         self._rank, self._size = ranks.rank, ranks.size
         self._slots, self._chunk = slots, chunk
-        self._memory = self._segment.memory.view(slots, ranks.size + 1, -1)  # the last of a row is for the result
+        self._memory = self._segment.memory.view(slots, ranks.size + 1, -1)  # the last slot of a row is the result's
         self._posted, self._reduced, self._read = map(self._segment.places, _COUNTERS)
-        self._base = 0  # batches until now, and those that a list left out at its end
-        self._plans: dict[Signature, _Plan] = {}  # their views hold for the ring's life
+        self._base = 0  # batches so far, including those skipped at the end of a list
+        self._plans: dict[Signature, _Plan] = {}  # valid for the ring's life
         self._is_open = True
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite each tensor in place by its mean over all ranks, which is the same to the bit on every rank.
+        """Overwrite each tensor in place by its mean over all ranks, bitwise identical on every rank.
 
-        The steps are in one order on all ranks, and none waits for a later one. Collective.
+        The order of operations is the same on all ranks, and none waits for a later one. Collective.
 
         Parameters
         ----------
         tensors : sequence of torch.Tensor
-            Contiguous, on the CPU, of float32, float64, bfloat16 or float16. Every rank gives the same shapes and
-            dtypes in the same order.
+            Contiguous CPU tensors of float32, float64, bfloat16 or float16. Shapes, dtypes and order must match on
+            every rank.
 
         Raises
         ------
         NanoError
-            Where a dtype is another, and where a rank that this one waits for has failed, or is too late. Also after an
-            averaging that was interrupted, and after `close`.
+            For other dtypes, if a rank that this one waits for has failed or is too late, after an interrupted
+            averaging, and after `close`.
         """
         if not self._is_open:
             raise NanoError(error_message("averaging after the run", "the transport is closed", "Start another run"))
@@ -106,24 +106,24 @@ class SharedMemoryTransport:
         self._segment.end()
 
     def leave(self) -> None:
-        """Announce that this rank averages no more, so that a rank which waits for it raises at once."""
+        """Announce that this rank will not average again, so that ranks waiting for it raise immediately."""
         self._segment.leave()
 
     def close(self) -> None:
-        """Give back all memory. A closed transport raises on use."""
+        """Release all memory. A closed transport raises on use."""
         if self._is_open:
             self._is_open, self._plans = False, {}
             self._memory = self._memory.new_empty(0)
             self._segment.close()
 
     def _plan(self, signature: Signature) -> _Plan:
-        """Return the views that averaging a list needs."""
+        """Return the views for averaging a list."""
         if signature not in self._plans:
             if len(self._plans) == _MOST_PLANS:
                 self._plans.clear()
             batches = pack(signature, self._chunk)
             length = -(-len(batches) // self._slots) * self._slots
-            counts = [*range(1, len(batches)), length]  # the last batch counts for the slots that are left out
+            counts = [*range(1, len(batches)), length]  # the last batch also counts the skipped slots
             stages = [self._stage(*batch) for batch in zip(batches, range(length), counts, strict=False)]
             self._plans[signature] = _Plan(stages, length)
         return self._plans[signature]
@@ -147,7 +147,7 @@ class SharedMemoryTransport:
     def _stage(self, batch: Batch, number: int, count: int) -> _Stage:
         slot = self._memory[number % self._slots]
         row = slot[:, : batch.nbytes].view(batch.dtype)
-        # Slices end where cache lines do, so that no two ranks write to one line.
+        # Align slices to cache lines, so that no two ranks write to the same line.
         length = -(-batch.length // self._size)
         length = -(-length // LINE) * LINE
         start, stop = (min(rank * length, batch.length) for rank in (self._rank, self._rank + 1))
@@ -157,18 +157,18 @@ class SharedMemoryTransport:
 
 
 class LocalShard:
-    """Sums one slice of a batch over the ranks, in one pass over all of them.
+    """Sums one slice of a batch over the ranks in one pass.
 
     Parameters
     ----------
     batch : Batch
         The batch.
     start, stop : int
-        Which of its elements are summed.
+        The range of elements to sum.
     rank : int
-        This process's.
+        The rank of this process.
     rows : torch.Tensor
-        Shared memory of the batch's dtype and length: a row for the elements of each rank, and one for the means.
+        Shared memory of the batch's dtype and length: one row of elements per rank, and one for the means.
     """
 
     def __init__(self, batch: Batch, start: int, stop: int, rank: int, rows: torch.Tensor) -> None:
@@ -178,7 +178,7 @@ class LocalShard:
         self._parts, self._mean = rows[:-1, start:stop], rows[-1, start:stop]
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite this rank's elements, and those of the result, by the means over all ranks."""
+        """Overwrite this rank's elements and those of the result by the means over all ranks."""
         elements = self._own.elements(tensors)
         if not elements:
             return
@@ -193,9 +193,9 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class _Stage:
-    """The views of a batch: into this rank's slot, into the result slot, and of its slice in every slot.
+    """The views of a batch: into this rank's slot, the result slot, and its slice of every slot.
 
-    `count` is what the counters show, from the averaging's start on, when the batch is done.
+    `count` is the value of the counters, relative to the averaging's start, once the batch is done.
     """
 
     coming: Places
@@ -206,15 +206,15 @@ class _Stage:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a list of tensors goes through a ring."""
+    """How a list of tensors passes through a ring."""
 
     stages: list[_Stage]
-    length: int  # slots that it takes, a multiple of the ring's
+    length: int  # number of slots, a multiple of the ring's size
 
 
 def chunk_for(nbytes: int) -> int:
-    """Return the chunk for gradients of so many bytes together: memory that nobody uses takes time to make.
+    """Return the chunk size for gradients of this total size: allocating unused memory takes time.
 
-    For a model of some thousand parameters, the memory for the largest chunk took 20 ms of each run.
+    For a model with a few thousand parameters, allocating the largest chunk took 20 ms per run.
     """
     return min(max(1 << max(nbytes - 1, 0).bit_length(), _LEAST), _CHUNK)

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host map together, and counters in it by which they wait for each other."""
+"""Memory that the ranks of one host map together, with counters for synchronization."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from nano_loop.distributed.comm.mismatch import AVERAGING, left_behind, mismatch
 from nano_loop.distributed.comm.ranks import ITERATION, Ranks, wait_until
 from nano_loop.errors import NanoError, RankLateError, RankLeftError, error_message
 
-#: Bytes of a cache line on any CPU, and of two neighbours that are fetched together: what ranks write lies apart.
+#: Bytes of two cache lines, which are prefetched together. Data of different ranks is this far apart.
 LINE = 128
 _WORD = 8
-_RETURNED, _FAILED = 1, 2  # what a rank that has left shows
-_give_way = getattr(os, "sched_yield", lambda: None)  # not on every Unix
+_RETURNED, _FAILED = 1, 2  # published by a rank that has left
+_give_way = getattr(os, "sched_yield", lambda: None)  # not available on every Unix
 
 
 class SharedSegment:
-    """Memory that all ranks see: 64-bit counters, each on its own cache line, and bytes behind them.
+    """Memory shared by all ranks: 64-bit counters, each on its own cache line, followed by bytes.
 
-    A counter is written by one rank, and only grows.
+    Each counter is written by one rank and only increases.
 
     Parameters
     ----------
     ranks : Ranks
-        The ranks that share it.
+        The ranks that share the memory.
     counters : int
-        How many counters each rank has. The words behind one, up to its line's end, are for what goes with it.
+        The number of counters per rank. The remaining words of a counter's line are for accompanying data.
     nbytes : int
-        How many bytes.
+        The number of bytes.
     mapped : callable
-        Is given the size of both together, and returns that much memory, which all ranks map.
+        Accepts the total size, and returns memory of this size that all ranks map.
     """
 
     def __init__(self, ranks: Ranks, counters: int, nbytes: int, mapped: Callable[[int], mmap.mmap]) -> None:
         start = -(-(counters + 1) * ranks.size * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mapped(start + nbytes)  # one more counter than asked for says who has left
+        memory = mapped(start + nbytes)  # an extra counter tells who has left
         self.words = memoryview(memory)[:start].cast("q")
         self.memory = torch.frombuffer(memory, dtype=torch.uint8)[start:]
         self._ranks = ranks
@@ -49,46 +49,46 @@ class SharedSegment:
         self._lock = threading.Lock()
 
     def places(self, counter: int) -> list[int]:
-        """Return where among the words a counter is, by rank."""
+        """Return the indices of a counter's words, by rank."""
         first = counter * self._ranks.size
         return [(first + rank) * LINE // _WORD for rank in range(self._ranks.size)]
 
     def begin(self) -> None:
-        """Note that a collective begins; refuse it after one that was interrupted."""
+        """Mark the start of a collective; raise an error after an interrupted one."""
         if self._unfinished:
             raise NanoError(_OUT_OF_STEP)
         self._unfinished = True
 
     def end(self) -> None:
-        """Note that the collective has been finished."""
+        """Mark the end of the collective."""
         self._unfinished = False
 
     def leave(self, *, returned: bool = True) -> None:
-        """Announce that this rank will not change its counters again: a rank that waits for them raises.
+        """Announce that this rank will not change its counters again, so that ranks waiting for them raise.
 
         Parameters
         ----------
         returned : bool
-            Whether the rank has returned from the loop, rather than failed.
+            Whether the rank has returned from the loop rather than failed.
         """
         self.publish(self._left[self._ranks.rank], _RETURNED if returned else _FAILED)
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has announced that it leaves."""
+        """Whether a rank has announced that it is leaving."""
         return self.words[self._left[rank]] != 0
 
     def publish(self, place: int, value: int) -> None:
-        """Set the counter at `place`: a rank that sees its new value sees all that this rank has written before."""
+        """Set the counter at `place`: a rank that sees the new value also sees everything this rank wrote before."""
         self.fence()
         self.words[place] = value
 
     def wait(self, places: Sequence[int], value: int, what: str = AVERAGING) -> None:
-        """Wait until the counters of all ranks, which are at `places`, are at `value` or beyond.
+        """Wait until the counters of all ranks at `places` have reached `value`.
 
         `what` names the collective that this rank is in.
 
-        Raises a NanoError where a rank that is behind has left, waits for this one elsewhere, or takes too long, and
-        what `Ranks.check` raises.
+        Raises a NanoError if a rank that is behind has left, waits for this one elsewhere, or takes too long.
+        `Ranks.check` may raise other errors.
         """
         words = self.words
         for rank, place in enumerate(places):
@@ -97,12 +97,12 @@ class SharedSegment:
         self.fence()
 
     def fence(self) -> None:
-        """Order this thread's memory accesses: no CPU sees one from after the fence before one from ahead of it.
+        """Order this thread's memory accesses: no CPU sees accesses after the fence before accesses preceding it.
 
-        A CPU such as ARM's may let others see a counter before the data that it announces, or read the data before the
-        counter. A lock's release stays behind all before it, its acquisition ahead of all after it, and the CPU keeps
-        a release and a later acquisition in order: nothing gets past the two. (In one ``with`` alone they stand the
-        other way round, and both sides may slip into it.)
+        On CPUs such as ARM's, a counter may become visible before the data that it announces, or the data may be read
+        before the counter. Releasing a lock keeps all earlier accesses before it, acquiring one keeps all later
+        accesses after it, and the CPU orders a release before a later acquisition: nothing can pass both. (A single
+        ``with`` has the two in the opposite order, so accesses from both sides may move into it.)
         """
         with self._lock:
             pass
@@ -110,8 +110,8 @@ class SharedSegment:
             pass
 
     def close(self) -> None:
-        """Forget the memory; it is unmapped when the last tensor that views it is gone."""
-        # Not mmap.close(): torch would not keep it from unmapping what a tensor still views.
+        """Release the memory; it is unmapped when the last tensor that views it is gone."""
+        # mmap.close() would unmap memory that torch's tensors still view.
         self.words.release()
         self.memory = torch.empty(0, dtype=torch.uint8)
 
@@ -121,7 +121,7 @@ class SharedSegment:
         def arrived() -> bool:
             if self.words[place] >= value:
                 return True
-            _give_way()  # where ranks share a core, the one that is waited for may be waiting for it
+            _give_way()  # if ranks share a core, the other rank may be waiting for it
             return False
 
         waits = self._ranks.context.waits
@@ -131,7 +131,7 @@ class SharedSegment:
             self._ranks.check()
             if self.has_left(rank):
                 self.fence()
-                if not arrived():  # it may have arrived, and left, since we looked
+                if not arrived():  # it may have arrived and left in the meantime
                     raise RankLeftError(self._has_left(rank, what), self._ranks.names[rank])
             if time.monotonic() - started > self._ranks.timeout:
                 raise RankLateError(self._is_late(rank, what), self._ranks.names[rank])
@@ -157,7 +157,7 @@ class SharedSegment:
         purpose = "average gradients" if what == AVERAGING else "exchange values"
         got = f"rank {own_name} has waited {self._ranks.timeout:g} seconds for rank {name} to {purpose}"
         hint = f"Check what rank {name} is doing, or pass a longer timeout if it is working"
-        return with_own_line(error_message(got, "every rank has to get there within the timeout", hint), own_name)
+        return with_own_line(error_message(got, "every rank must reach it within the timeout", hint), own_name)
 
 
 _OUT_OF_STEP = error_message(

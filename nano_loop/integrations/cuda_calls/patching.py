@@ -1,4 +1,4 @@
-"""Lets programs that were written for a GPU run on the CPU: `torch.cuda`, and all that takes a device, name the CPU."""
+"""Lets programs written for a GPU run on the CPU: `torch.cuda` and all device arguments mean the CPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import until_undone
 
 _FILLED = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
-#: Functions of torch that take a device.
+#: Functions of torch with a device argument.
 _FACTORIES = (
     *("tensor", "as_tensor", "scalar_tensor", "randperm", "normal", "eye", "arange", "linspace", "logspace"),
     *_FILLED,
     *(f"{name}_like" for name in _FILLED),
     *("set_default_device", "is_autocast_enabled", "get_autocast_dtype"),
 )
-#: Methods of tensors that do.
+#: Methods of tensors with a device argument.
 _METHODS = ("type", "new_tensor", "new_zeros", "new_ones", "new_empty", "new_full")
 _CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing."""
 
 
-#: What a program asks `torch.cuda` for: the answers for one device, the CPU. All else raises torch's own error.
+#: Replacements of `torch.cuda`'s functions, for one device, the CPU. All others raise torch's own error.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda *_, **__: True),
     **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _nothing),
@@ -45,7 +45,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "current_device": lambda: 0,
     "get_device_name": lambda *_: f"{read_machine().name or 'unknown'} (CPU)",
     "get_device_capability": lambda *_: (0, 0),
-    "get_rng_state": lambda *_: torch.get_rng_state(),  # which torch.compile asks for, too
+    "get_rng_state": lambda *_: torch.get_rng_state(),  # torch.compile calls it, too
     "set_rng_state": lambda state, *_: torch.set_rng_state(state),
 }
 
@@ -53,21 +53,20 @@ _lock = threading.Lock()
 
 
 def patch_cuda() -> None:
-    """Let programs that were written for a GPU run on the CPU, until `unpatch_cuda`.
+    """Let programs written for a GPU run on the CPU, until `unpatch_cuda`.
 
-    ``.cuda()``, ``.to("cuda")``, ``device="cuda"`` and ``map_location="cuda"`` name the CPU. `torch.cuda.is_available`
-    returns True, and what training scripts ask of `torch.cuda` is answered for one device, the CPU; all else raises
-    torch's own error. Autocast for CUDA becomes bf16 autocast of the CPU, also where fp16 was asked for, and gradients
-    are not scaled. Memory is not pinned. ``init_process_group("nccl")`` uses gloo. Tensors stay what they are:
+    ``.cuda()``, ``.to("cuda")``, ``device="cuda"`` and ``map_location="cuda"`` mean the CPU. `torch.cuda.is_available`
+    returns True, and the functions of `torch.cuda` that training scripts call report one device, the CPU; all others
+    raise torch's own error. CUDA autocast becomes bf16 autocast on the CPU, even if fp16 was requested, and gradients
+    are not scaled. Memory is not pinned. ``init_process_group("nccl")`` uses gloo. Tensors are not changed:
     ``x.device`` is the CPU and ``x.is_cuda`` is False.
 
-    Names that were imported from torch before, as by ``from torch import zeros``, are not replaced. A second call has
-    no effect.
+    Names already imported from torch, as by ``from torch import zeros``, are not replaced. A second call has no effect.
     """
     with _lock:
         if is_cuda_patched():
             return
-        # torch.compile looks up torch's functions when it is imported, which each optimizer does: the original ones.
+        # torch.compile looks up torch's functions at import, which each optimizer triggers. It must find the originals.
         torch.compiler.disable(_on_cpu)  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             for owner, name, make in _replacements():
@@ -77,18 +76,18 @@ def patch_cuda() -> None:
 
 
 def unpatch_cuda() -> None:
-    """Put back all that `patch_cuda` has replaced. Without such a call before, it has no effect."""
+    """Restore everything that `patch_cuda` has replaced. Has no effect if it was not called."""
     with _lock:
         until_undone.pop(patch_cuda, ExitStack()).close()
 
 
 def is_cuda_patched() -> bool:
-    """Whether `patch_cuda` is in force."""
+    """Whether `patch_cuda` is active."""
     return patch_cuda in until_undone
 
 
 def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yield a module or a class, a name in it, and what returns the replacement of an attribute."""
+    """Yield an owner (module or class), the name of an attribute, and a function that returns its replacement."""
     for name in _FACTORIES:
         yield torch, name, _with_devices
     for name in _METHODS:
@@ -115,19 +114,19 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
 def _instead(replacement: Callable[..., Any], original: Any) -> Any:
     @functools.wraps(replacement)
-    def call(*args: Any, **kwargs: Any) -> Any:  # torch.compile wants another function for each name
+    def call(*args: Any, **kwargs: Any) -> Any:  # torch.compile needs a separate function per name
         return replacement(*args, **kwargs)
 
     return call
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return the CPU for a GPU, also in dicts, and what has the type of a GPU's tensor with that of the CPU's.
+    """Return the CPU for a GPU device, also in dicts, and a CPU tensor type for a GPU tensor type.
 
     Parameters
     ----------
     value : object
-        An argument of a call, such as ``"cuda:0"`` or ``torch.device("cuda")``. All others are returned as they are.
+        An argument of a call, such as ``"cuda:0"`` or ``torch.device("cuda")``. All others are returned unchanged.
     """
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
@@ -141,7 +140,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _with_devices(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes on the CPU, whatever device its arguments name. Memory is not pinned."""
+    """Return a function that computes on the CPU for any device argument. Memory is not pinned."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +154,7 @@ def _with_devices(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_device_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same for a method ``to``, whose first argument may be the number of a GPU."""
+    """Return the same for a method ``to``, whose first argument may be the index of a GPU."""
     plain = _with_devices(original)
 
     @functools.wraps(original)
@@ -166,12 +165,12 @@ def _with_device_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_device_argument(value: Any) -> Any:
-    """Return the device of ``device=``, where a number is that of a GPU."""
+    """Return the device for ``device=``, where a number is the index of a GPU."""
     return _CPU if isinstance(value, int) and not isinstance(value, bool) else _on_cpu(value)
 
 
 def _wrapping(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what makes the replacement of a function by one that takes the original first."""
+    """Return a function that makes a replacement, which calls `call` with the original as its first argument."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -190,7 +189,7 @@ def _returning_itself(original: Any, self: Any, *args: Any, **kwargs: Any) -> An
 
 def _with_generators(original: Any) -> Any:
     class Meta(type):
-        """Lets ``isinstance(generator, torch.Generator)`` be as before."""
+        """Keeps ``isinstance(generator, torch.Generator)`` unchanged."""
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, original)
@@ -203,7 +202,7 @@ def _with_generators(original: Any) -> Any:
 
 @_wrapping
 def _with_map_location(original: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-    # Whatever a dict or a function names, there is nothing but the CPU, and what has no memory at all.
+    # Whatever a dict or a function maps to, only the CPU and the meta device exist.
     return original(f, map_location if str(map_location) == "meta" else "cpu", *args, **kwargs)
 
 
@@ -234,7 +233,7 @@ def _without_pinning(original: Any, self: Any, *args: Any, **kwargs: Any) -> Non
 @_wrapping
 def _without_devices(original: Any, self: Any, module: nn.Module, *args: Any, dim: int = 0, **kwargs: Any) -> None:
     nn.Module.__init__(self)
-    # As torch's own does where it finds no device.
+    # torch's own does the same if it finds no device.
     self.module, self.device_ids, self.dim, self.output_device = module, [], dim, None
 
 

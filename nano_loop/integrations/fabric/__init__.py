@@ -1,1 +1,1 @@
-"""Lightning Fabric: its import without side effects, and the strategy that `TorchNano` gives it."""
+"""Lightning Fabric: its import without side effects, and the strategy of `TorchNano`."""

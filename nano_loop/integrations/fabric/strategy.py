@@ -1,7 +1,7 @@
-"""Lightning Fabric, imported without side effects, and what it and Lightning have to know of the ranks of a run.
+"""Lightning Fabric, imported without side effects, and the ranks of a run for Fabric and Lightning.
 
 Importing Fabric sets environment variables, adds a handler to its logger, changes the format of warnings, and replaces
-`torch.compile`. Importing nano_loop must not change the process, so all of these are restored.
+`torch.compile`. Importing nano_loop must not change the process, so we restore all of these.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _COMPARED = "torchmetrics"
 
 @contextmanager
 def _torchmetrics_by_version() -> Iterator[None]:
-    """Give Fabric, which imports torchmetrics to see its version, the version alone.
+    """Give Fabric, which imports torchmetrics only to check its version, a stub with the version.
 
-    torchmetrics imports transformers where that is installed, which takes seconds.
+    torchmetrics imports transformers if that is installed, which takes seconds.
     """
     version_only = ModuleType(_COMPARED)
     version_only.__spec__ = ModuleSpec(_COMPARED, None)
@@ -49,7 +49,7 @@ def _torchmetrics_by_version() -> Iterator[None]:
             del sys.modules[_COMPARED]
 
 
-# By which Lightning logs, if it is imported.
+# Lightning's logging module, if it is imported.
 _rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")
 _REPLACED = ((torch, "compile"), *([] if _rank_zero is None else [(_rank_zero, "log")]))
 
@@ -57,7 +57,7 @@ with leaving_no_trace("lightning_fabric", *_REPLACED), _torchmetrics_by_version(
     from lightning_fabric import Fabric
     from lightning_fabric.plugins import ClusterEnvironment, Precision
     from lightning_fabric.plugins.environments.lightning import LightningEnvironment
-    from lightning_fabric.plugins.environments.slurm import SLURMEnvironment as SLURMEnvironment  # for others
+    from lightning_fabric.plugins.environments.slurm import SLURMEnvironment as SLURMEnvironment  # re-exported
     from lightning_fabric.strategies.ddp import DDPStrategy
     from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 
@@ -65,7 +65,7 @@ with leaving_no_trace("lightning_fabric", *_REPLACED), _torchmetrics_by_version(
 class OwnPrecision(Precision):
     """Autocast for ``Fabric.autocast()`` only.
 
-    Fabric's own plugins also cast inputs, reject a plain ``loss.backward()``, and take fp16 for bf16.
+    Fabric's own plugins also cast inputs, reject a plain ``loss.backward()``, and treat fp16 as bf16.
 
     Parameters
     ----------
@@ -80,41 +80,41 @@ class OwnPrecision(Precision):
             self.precision = kind.name  # type: ignore[assignment]
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context for ``with self.autocast():``, which has no effect in a precision without autocast."""
+        """Return the context for ``with self.autocast():``. It has no effect in a precision without autocast."""
         return nullcontext() if self.kind.autocast is None else cpu_autocast(self.kind.autocast)
 
 
 class RanksEnvironment(ClusterEnvironment):
-    """Gives Fabric and Lightning the place of this rank: in the ranks of the run to come, or of the one under way."""
+    """Gives Fabric and Lightning the ranks of this process, in the current run or the next one."""
 
-    # Fabric starts nothing, and the process group is there already, so that nobody asks for an address.
+    # Fabric starts no processes, and the process group already exists, so that the address is not used.
     creates_processes_externally, main_address, main_port = True, "127.0.0.1", 0
-    detect = staticmethod(lambda: False)  # it is always given outright
+    detect = staticmethod(lambda: False)  # it is always passed explicitly
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
         self.ranks = ranks
 
     def world_size(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
         return self.ranks.size
 
     def set_world_size(self, size: int) -> None:
-        """Ignore what Fabric has computed."""
+        """Ignore Fabric's value."""
 
     def global_rank(self) -> int:
         """Return this rank."""
         return self.ranks.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Ignore what Fabric has computed."""
+        """Ignore Fabric's value."""
 
     def local_rank(self) -> int:
         """Return the rank on this host."""
         return self.ranks.local_rank
 
     def node_rank(self) -> int:
-        """Return which host this is, where all have as many ranks."""
+        """Return the index of this host, assuming that all hosts have the same number of ranks."""
         return self.ranks.rank // self.ranks.local_size
 
     @contextmanager
@@ -128,10 +128,10 @@ class RanksEnvironment(ClusterEnvironment):
 
 
 class RanksCollectives:
-    """What strategies of Fabric and Lightning have in common: the CPU, and collectives among the ranks of a run.
+    """The common part of strategies for Fabric and Lightning: the CPU, and collectives among the ranks of a run.
 
-    Collectives over all ranks wait in Python, so that Ctrl-C and a rank that has failed end them. Outside of a run they
-    do nothing.
+    Collectives over all ranks wait in Python, so that Ctrl-C and a failed rank end them. Outside a run they have no
+    effect.
     """
 
     cluster_environment: Any
@@ -139,22 +139,22 @@ class RanksCollectives:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of the run that is under way, or of the one to come."""
+        """The ranks of the current run or the next one."""
         ranks: Ranks = self.cluster_environment.ranks
         return ranks
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce `tensor` in place over all ranks, and return it; what is no tensor comes back as it is."""
+        """Reduce `tensor` in place over all ranks, and return it. Other objects are returned unchanged."""
         return reduced(self.ranks, tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
 
     reduce = all_reduce  # Lightning's name
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return the tensors of all ranks, stacked along a new first dimension; with one rank, the tensor."""
+        """Return the tensors of all ranks, stacked along a new first dimension, or with one rank the tensor itself."""
         return tensor if self.ranks.size == 1 else gathered(self.ranks, tensor, group, sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return what rank `src` has as `obj`."""
+        """Return the `obj` of rank `src`."""
         return self.ranks.broadcast(obj, src) if self.ranks.have_joined else obj
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -164,13 +164,13 @@ class RanksCollectives:
 
 
 class RanksStrategy(RanksCollectives, DDPStrategy):
-    """Fabric's strategy for several ranks. It wraps no models, for gradients are averaged by hooks."""
+    """Fabric's strategy for several ranks. It does not wrap models, since hooks average gradients."""
 
-    # Fabric starts no process.
+    # Fabric starts no processes.
     launcher = property(lambda self: None)
 
     def setup_environment(self) -> None:
-        """Do nothing: the process group is made when a run begins."""
+        """Do nothing: the process group is created when a run begins."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Return `module` itself."""
@@ -178,10 +178,10 @@ class RanksStrategy(RanksCollectives, DDPStrategy):
 
 
 def fabric_arguments(precision: str, ranks: Ranks) -> dict[str, Any]:
-    """Return what `Fabric.__init__` needs on the CPU, in Fabric's name of a precision, for the ranks of the next run.
+    """Return the arguments of `Fabric.__init__` on the CPU for a precision, by Fabric's name, and the next run's ranks.
 
-    The strategy and the cluster environment are passed outright, since Fabric takes a mere ``SLURM_NTASKS`` in the
-    environment for a launch.
+    The strategy and the cluster environment are passed explicitly, since Fabric treats ``SLURM_NTASKS`` in the
+    environment as a launch.
     """
     plugin = OwnPrecision(PRECISIONS[precision])
     if ranks.size == 1:
@@ -192,21 +192,21 @@ def fabric_arguments(precision: str, ranks: Ranks) -> dict[str, Any]:
 
 
 class RanksFabric(Fabric):
-    """The Fabric in a `nano_loop.TorchNano`, made by `_be_fabric`, there and anew in each worker."""
+    """The Fabric in a `nano_loop.TorchNano`. `_be_fabric` initializes it, also in each worker."""
 
     def _be_fabric(self, precision: str, ranks: Ranks) -> None:
-        """Be a Fabric in this precision for the ranks of the runs to come."""
+        """Initialize Fabric with this precision for the ranks of later runs."""
         own = set(vars(self))
         Fabric.__init__(self, **fabric_arguments(precision, ranks))
         if ranks.size > 1:
-            Fabric.launch(self)  # starts nothing, and lets Fabric's collectives be called
+            Fabric.launch(self)  # starts no processes, but enables Fabric's collectives
         self._nano_fabric = frozenset(set(vars(self)) - own)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what travels: all but Fabric's own attributes, which are made anew where it arrives."""
+        """Return the state to pickle: all attributes except Fabric's own, which the receiver creates again."""
         return {name: value for name, value in vars(self).items() if name not in self._nano_fabric}
 
     def _among(self, ranks: Ranks) -> AbstractContextManager[None]:
-        """Let Fabric's collectives be those of a run."""
+        """Let Fabric's collectives use the ranks of a run."""
         strategy = self.strategy
         return strategy.cluster_environment.among(ranks) if isinstance(strategy, RanksStrategy) else nullcontext()

@@ -1,4 +1,4 @@
-"""Intel Extension for PyTorch (IPEX): its kernels, with the checks that it does not make itself.
+"""Intel Extension for PyTorch (IPEX): its kernels, with checks that IPEX lacks.
 
 This is the only module that imports IPEX. IPEX was archived in March 2026; 2.8.0 is its last version.
 """
@@ -29,11 +29,11 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 from nano_loop.steps.step_time import StepTimes
 
-#: Median time per step in seconds, by kind of run and by whether IPEX's kernels ran, for the runs of this process.
+#: Median time per step in seconds for the runs of this process, by kind of run and by whether IPEX's kernels ran.
 _measured: dict[str, dict[str, float]] = {}
 _MODULE = "intel_extension_for_pytorch"
 _DISTRIBUTION = "intel-extension-for-pytorch"
-# Attributes of torch that the import of IPEX replaces, for its own use or as workarounds for older versions of torch.
+# Attributes of torch that importing IPEX replaces, for its own use or as workarounds for older versions of torch.
 _REPLACED = (
     (torch.Tensor, "numpy"),
     (torch.Tensor, "__format__"),
@@ -47,11 +47,11 @@ _REPLACED = (
 class Ipex(Step):
     """Imports IPEX, whose kernels then replace torch's in the whole process.
 
-    `ipex.optimize` is not called. It packs weights into bf16 blocks, so inside the loop ``parameters()`` would differ
+    We do not call `ipex.optimize`. It packs weights into bf16 blocks, so ``parameters()`` inside the loop would differ
     from the parameters that the optimizer and the user hold. Weight averaging, weight surgery, clipping and freezing
-    would fail, in most cases silently. Without packing, weights, gradients and optimizers stay the user's fp32 objects,
-    and there is nothing to undo. The kernels stay registered until the process ends. docs/choices.md has the times:
-    packing was slower than these kernels on every workload of the benchmarks.
+    would fail, mostly silently. Without packing, weights, gradients and optimizers stay the user's fp32 objects, and
+    there is nothing to undo. The kernels stay registered until the process ends. Packing was slower than these kernels
+    on every workload of the benchmarks; docs/choices.md has the times.
     """
 
     name = "ipex"
@@ -70,7 +70,7 @@ class Ipex(Step):
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
-        """Time the steps of the run, with or without IPEX, if a fitting IPEX is installed."""
+        """Time the steps of the run, with or without IPEX, if a compatible IPEX is installed."""
         if self._times is None and parts.optimizers and parts.loaders and _fits_torch():
             self._times = StepTimes(self.clock, parts.optimizers[0])
             self._kind = _kind_of_run(self.options, parts)
@@ -79,7 +79,7 @@ class Ipex(Step):
     def final_result(self) -> StepResult | None:
         """Return which is faster, with or without IPEX, once this process has run both."""
         if not self.enabled and _MODULE in sys.modules:
-            detail = "not asked for, but already imported in this process: its kernels run until the process ends"
+            detail = "not requested, but already imported in this process: its kernels run until the process ends"
             return StepResult(self.name, "applied", detail)
         median = None if self._times is None else self._times.median()
         if median is None:
@@ -122,7 +122,7 @@ class Ipex(Step):
         return self.options.as_written["use_ipex"]
 
     def _check_version(self) -> None:
-        """Raise if IPEX is missing or is for another torch: its import would print a message and end the process."""
+        """Raise if IPEX is missing or for another torch: importing it would print a message and end the process."""
         if _fits_torch():
             return
         version, here = _version(_DISTRIBUTION), _version("torch")
@@ -166,7 +166,7 @@ def _silent() -> Iterator[None]:
 
 
 def _version(distribution: str) -> str:
-    """Return the version that is installed, or an empty string."""
+    """Return the installed version, or an empty string."""
     try:
         return metadata.version(distribution)
     except (metadata.PackageNotFoundError, TypeError):  # TypeError: sys.path holds bytes
@@ -178,7 +178,7 @@ def _fits_torch() -> bool:
 
 
 def _minor(version: str) -> str:
-    """Return the first two numbers of a version. IPEX compares no more than these."""
+    """Return the major and minor version. IPEX compares only these."""
     return ".".join(re.findall(r"\d+", version)[:2])
 
 
@@ -194,14 +194,14 @@ def _kind_of_run(config: Options, parts: TrainingObjects) -> str:
     return repr((options, shapes, [type(optimizer).__name__ for optimizer in parts.optimizers], batches))
 
 
-@functools.cache  # which keeps the replacements: IPEX's kernels stay until the process ends
+@functools.cache  # keeps the replacements alive: IPEX's kernels stay until the process ends
 def _repair() -> ExitStack:
     """Replace four of IPEX's kernels in the whole process, until it ends. Call it after the import of IPEX.
 
-    - The kernels of ``layer_norm`` and ``group_norm`` have no derivative that is registered with torch. In eager mode
-      they differentiate themselves. Where torch decomposes operators, gradients are silently None (under AOTAutograd)
-      or 0 (under `torch.func` and in forward mode).
-    - Under autocast, ``group_norm`` of IPEX returns bf16 for an fp32 input, and torch's returns fp32.
+    - The kernels of ``layer_norm`` and ``group_norm`` do not register a derivative with torch. In eager mode they
+      differentiate themselves. When torch decomposes operators, gradients are silently None (under AOTAutograd) or 0
+      (under `torch.func` and in forward mode).
+    - Under autocast, ``group_norm`` of IPEX returns bf16 for an fp32 input, but torch's returns fp32.
     - ``mean`` of IPEX returns the sum for ``dim=None``.
     """
     own = {
@@ -215,6 +215,6 @@ def _repair() -> ExitStack:
 
 
 def _mean(x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute the mean by torch's kernel for ``out=``, which IPEX does not replace."""
+    """Compute the mean with torch's kernel for ``out=``, which IPEX does not replace."""
     out = x.new_empty(0, dtype=dtype or x.dtype)
     return torch.mean(x, dim, keepdim, dtype=dtype, out=out)

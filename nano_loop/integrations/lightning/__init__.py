@@ -1,1 +1,1 @@
-"""The common part of Lightning's two packages, `lightning.pytorch` and `pytorch_lightning`: neither is imported."""
+"""The common part for Lightning's two packages, `lightning.pytorch` and `pytorch_lightning`. It imports neither."""

@@ -18,14 +18,14 @@ _MODEL = "model."
 
 
 class CompiledMixin:
-    """The `LightningModule` that ``Trainer.compile`` makes of a model, a loss, an optimizer and the like."""
+    """The `LightningModule` that ``Trainer.compile`` makes from a model, a loss, an optimizer and other arguments."""
 
     def __init__(self, model: nn.Module, loss: Any, optimizer: Any, scheduler: Any, metrics: Any) -> None:
         _check(loss, optimizer, scheduler, metrics)
         super().__init__()
         self.model, self.loss = model, loss
         self._optimizer, self._scheduler = optimizer, scheduler
-        # Modules among them are registered, with a copy for each stage: the values of one do not count in another.
+        # Metrics that are modules are registered, with a copy per stage, so that stages do not share their values.
         self.val_metrics, self.test_metrics = (_held(metrics or []) for _ in range(2))
         self._metrics = [None if isinstance(metric, nn.Module) else metric for metric in metrics or []]
         self._names = [f"{_name(metric)}_{number}" for number, metric in enumerate(metrics or [])]
@@ -70,7 +70,7 @@ class CompiledMixin:
         return {"optimizer": self._optimizer, "lr_scheduler": scheduler}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the state of this module, or that of the model alone, which may have a child ``model``, too."""
+        """Load the state of this module, or of the model alone, which may also have a child ``model``."""
         prefixed = {_MODEL + name: value for name, value in state_dict.items()}
         own = self.state_dict().keys()  # type: ignore[attr-defined]
         if len(own & prefixed.keys()) > len(own & state_dict.keys()):
@@ -141,7 +141,7 @@ def _name(metric: Any) -> str:
 
 
 def _is_metric(metric: Any) -> bool:
-    """Whether Lightning knows it as a metric, which it resets after each epoch and combines over the ranks."""
+    """Whether Lightning treats it as a metric, resets it after each epoch, and combines it over the ranks."""
     return hasattr(metric, "compute") and hasattr(metric, "reset")
 
 
@@ -149,13 +149,13 @@ def _split(batch: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the inputs and the target of a batch."""
     if not isinstance(batch, (list, tuple)) or len(batch) < 2:
         got = f"a batch of type {type(batch).__name__}" + (" with one element" if isinstance(batch, Sequence) else "")
-        expected = "a compiled model takes batches of inputs and a target, which is the last element"
+        expected = "a compiled model accepts batches of inputs and a target, which is the last element"
         raise NanoError(error_message(got, expected, "Write a LightningModule for other batches"))
     return tuple(batch[:-1]), batch[-1]
 
 
 def _required(model: nn.Module) -> int:
-    """Return how many positional arguments a model needs."""
+    """Return the number of required positional arguments of a model."""
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(parameter.kind in kinds and parameter.default is parameter.empty for parameter in parameters)

@@ -1,4 +1,4 @@
-"""What is the same for both of Lightning's packages: names of the strategy, and errors of nano_loop's module."""
+"""Common functions for both of Lightning's packages: names of the strategy, and errors of nano_loop's modules."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from nano_loop.errors import error_message
 
 
 def register(kind: Any, strategies: Any) -> Callable[..., str]:
-    """Let Lightning's Trainer find the strategy by its name, and return what names it with options."""
+    """Register the strategy with Lightning's Trainer, and return a function that names it with options."""
     description = "CPU training, accelerated by nano_loop"
     strategies.register("nano", kind, description, override=True)
 
     def strategy(**options: Any) -> str:
-        """Return a name of the strategy "nano" with options: ``Trainer(strategy=strategy(precision="auto"))``.
+        """Return a name for the strategy "nano" with options: ``Trainer(strategy=strategy(precision="auto"))``.
 
-        It is for libraries that keep, copy and pickle the arguments of their Trainers: each makes a new strategy by the
-        name. A process that unpickles one calls this function first, with the same options.
+        It is for libraries that store, copy and pickle the arguments of their Trainers: each Trainer makes a new
+        strategy from the name. A process that unpickles a name must first call this function with the same options.
 
         Parameters
         ----------
         **options
-            Those of `NanoStrategyMixin`.
+            The options of `NanoStrategyMixin`.
 
         Raises
         ------
@@ -31,8 +31,8 @@ def register(kind: Any, strategies: Any) -> Callable[..., str]:
         """
         kind(**options)
         values = [f"{name}={value!r}" for name, value in sorted(options.items())]
-        name = ", ".join(["nano", *values]).lower()  # as Lightning looks for it
-        if name not in strategies or strategies[name]["init_params"] != options:  # Lightning raises in the second case
+        name = ", ".join(["nano", *values]).lower()  # as Lightning looks it up
+        if name not in strategies or strategies[name]["init_params"] != options:  # Lightning raises if it exists
             strategies.register(name, kind, description, **options)
         return name
 

@@ -1,6 +1,6 @@
-"""The strategy by which Lightning's Trainer trains in a `Run`, without Lightning's base class.
+"""The strategy that makes Lightning's Trainer train in a `Run`, without Lightning's base class.
 
-The module is never wrapped: Lightning calls its ``training_step``, and the layers of the run are around that call.
+The module is never wrapped: Lightning calls its ``training_step``, and the wrappers of the run surround that call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRODUCTS = "bf16-products"
 _FITTING = "fit"
 #: Lightning's precision plugin enters autocast and converts parameters itself.
 _STEPS = tuple(step for step in STEPS if step not in (ParameterDtype, Precision, Verify))
-#: Options that Lightning's Trainer has itself, with what to write instead.
+#: Options that Lightning's Trainer has itself, with the arguments to use instead.
 LIGHTNINGS = {"num_processes": "devices=", "precision": "precision="}
 
 
@@ -55,8 +55,8 @@ class NanoStrategyMixin(RanksCollectives):
     checkpoint_io : CheckpointIO, optional
         See Lightning.
     **options
-        Those of `nano_loop.nano`, but for the number of processes and the precision, which are the Trainer's. Where
-        that is fp32, the precision may be ``"auto"`` or ``"bf16-products"``.
+        The options of `nano_loop.nano`, except for the number of processes and the precision, which are the Trainer's.
+        If that precision is fp32, the option may be ``"auto"`` or ``"bf16-products"``.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class NanoStrategyMixin(RanksCollectives):
         If options are invalid.
     """
 
-    #: Lightning's.
+    #: Set by Lightning.
     lightning_module: Any
     model: Any
     optimizers: Any
@@ -94,50 +94,50 @@ class NanoStrategyMixin(RanksCollectives):
         # Raises for an invalid option here. The Trainer has the number of processes.
         _read({**options, **several}, is_complete=False)
 
-    # --- what Lightning asks before a run ---
+    # --- called by Lightning before a run ---
 
     @property
     def accelerator(self) -> Any:
-        """See Lightning. It is kept where a second Trainer does not look, which would call it a contradiction."""
+        """See Lightning. It is stored where a second Trainer does not find it, which would report a contradiction."""
         return self._nano_accelerator
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
         if self._nano_accelerator is not None:
-            got, expected = "Trainer(strategy=...) with the NanoStrategy of another Trainer", "each has one of its own"
-            advice = 'Make a new one, or pass a name: "nano", or what nano_loop.lightning.strategy(...) returns'
+            got, expected = "Trainer(strategy=...) with the NanoStrategy of another Trainer", "each needs its own"
+            advice = 'Make a new one, or pass a name: "nano", or the result of nano_loop.lightning.strategy(...)'
             raise NanoConfigError(error_message(got, expected, advice))
         self._nano_accelerator = accelerator
 
     @property
     def launcher(self) -> RunLauncher:
-        """What Lightning has each of its entry points run by."""
+        """The launcher that runs Lightning's entry points."""
         return RunLauncher(self)
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks, for which Lightning divides the batches of map-style datasets."""
+        """Whether there are several ranks. If so, Lightning divides the batches of map-style datasets."""
         return self.ranks.size > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What Lightning gives the samplers that it makes."""
+        """The arguments of the samplers that Lightning creates."""
         return {"num_replicas": self.ranks.size, "rank": self.ranks.rank}
 
     @property
     def num_processes(self) -> int:
-        """How many processes the Trainer trains in on this host."""
+        """The number of the Trainer's processes on this host."""
         return len(self.parallel_devices or (None,))
 
     @property
     def nano_precision(self) -> str:
-        """Lightning's precision, or ``"bf16-products"``, which is an option in fp32."""
+        """Lightning's precision, or ``"bf16-products"``, which is allowed in fp32."""
         precision: str = self.precision_plugin.precision
         return PRODUCTS if precision == "32-true" and "precision" in self._nano_options else precision
 
     def settings(self, *, alone: bool = False) -> Settings:
-        """Return what a run is started with; `alone` in this process alone."""
-        # A run has kernels for these. In all other precisions, Lightning's plugin does all.
+        """Return the settings of a run; with `alone`, of a run with one process."""
+        # A run has kernels for these precisions. Lightning's plugin handles all others.
         precision = self.nano_precision if self.nano_precision in ("bf16-mixed", PRODUCTS) else 32
         options = {**self._nano_options, "precision": precision}
         if alone:
@@ -147,7 +147,7 @@ class NanoStrategyMixin(RanksCollectives):
         return _read(options)
 
     def _configure_launcher(self) -> None:
-        """Check the options, as the last of what the Trainer sets up."""
+        """Check the options, as the last step of the Trainer's initialization."""
         types = {device.type for device in self.parallel_devices}
         if types - {"cpu"}:
             got = f"strategy='nano' with devices of type {', '.join(sorted(types))}"
@@ -157,21 +157,21 @@ class NanoStrategyMixin(RanksCollectives):
         self.cluster_environment.ranks = settings.expected_ranks()
 
     def _refuse_another(self, options: Options) -> None:
-        """Raise if the environment has another precision or number of processes than the Trainer."""
+        """Raise if the precision or the number of processes in the environment differs from the Trainer's."""
         own = (self.nano_precision, self.precision_plugin.precision)
         for name, differs, trainers in (
             ("precision", options.precision not in own, f"precision={own[0]!r}"),
             ("num_processes", options.num_processes != self.num_processes, f"devices={self.num_processes}"),
         ):
             if differs and options.as_written[name] in options.from_environment:
-                hint = f"Unset it, pass {LIGHTNINGS[name]} to the Trainer, or use nano_loop's Trainer, which obeys it"
+                hint = f"Unset it, pass {LIGHTNINGS[name]} to the Trainer, or use nano_loop's Trainer, which follows it"
                 raise NanoConfigError(error_message(options.as_written[name], f"this Trainer has {trainers}", hint))
 
     # --- a run ---
 
     @contextmanager
     def in_run(self, run: Run) -> Iterator[None]:
-        """Let Lightning's hooks set up what they are given in `run`, among its ranks."""
+        """Let Lightning's hooks set up objects in `run`, among its ranks."""
         self._nano_run, self.report = run, None
         try:
             with self.cluster_environment.among(run.ranks):
@@ -180,14 +180,14 @@ class NanoStrategyMixin(RanksCollectives):
             self._nano_run = None
 
     def setup(self, trainer: Any) -> None:
-        """See Lightning: set up the module, and its optimizers where it is trained."""
+        """See Lightning: set up the module, and its optimizers if it is trained."""
         super().setup(trainer)  # type: ignore[misc]
         fitting = trainer.state.fn == _FITTING
         optimizers = list(self.optimizers) if fitting else []
         self._apply(TrainingObjects(models=[self.lightning_module], optimizers=optimizers))
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """See Lightning: accelerate a loader. What is divided by its sampler is not divided again."""
+        """See Lightning: accelerate a loader. Loaders that their samplers divide are not divided again."""
         if isinstance(dataloader, DataLoader) and self._nano_run is not None:
             trainer = self.lightning_module.trainer
             iterable = isinstance(dataloader.dataset, IterableDataset)
@@ -207,7 +207,7 @@ class NanoStrategyMixin(RanksCollectives):
     @property
     def _run(self) -> Run:
         if self._nano_run is None:
-            got = "NanoStrategy was set up outside of the Trainer's fit, validate, test and predict"
+            got = "NanoStrategy was set up outside the Trainer's fit, validate, test and predict"
             raise NanoError(error_message(got, "these start a run", "Call trainer.fit(module)"))
         return self._nano_run
 
@@ -219,7 +219,7 @@ class NanoStrategyMixin(RanksCollectives):
             self.report = self._run.report
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is sent: no run, and nothing of a training, which the next one sets anew."""
+        """Return the state to pickle, without the run and the state of training, which the next run sets."""
         bare: Any = object.__new__(type(self))
         vars(bare).update(vars(self), _nano_run=None, report=None, lr_scheduler_configs=[])
         bare.connect(None)
@@ -231,25 +231,25 @@ class NanoStrategyMixin(RanksCollectives):
 
 
 class RunLauncher:
-    """What Lightning calls a launcher; it needs no base class.
+    """A launcher for Lightning, which needs no base class.
 
     Parameters
     ----------
     strategy : NanoStrategyMixin
-        Whose Trainer is launched.
+        The strategy of the Trainer to launch.
     """
 
-    #: Lightning asks in a notebook.
+    #: Lightning checks this in notebooks.
     is_interactive_compatible = True
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run an entry point of the Trainer, and return what it returns in this process.
+        """Run an entry point of the Trainer, and return its result in this process.
 
-        ``fit`` runs in all processes. The others run in this one, with all cores, unless torchrun or its like has
-        started the processes: then they run in all.
+        ``fit`` runs in all processes. The others run only in this one, with all cores, unless torchrun or a similar
+        launcher has started the processes: then they run in all.
         """
         alone = trainer.state.fn != _FITTING and found_launch(os.environ) is None
         settings = self._strategy.settings(alone=alone)
@@ -258,11 +258,11 @@ class RunLauncher:
         return Run(settings, task, launcher=launcher, printed=self._strategy.nano_printed).complete()
 
     def kill(self, signum: int) -> None:
-        """See Lightning, which calls it at Ctrl-C: the run has ended its processes by then."""
+        """Do nothing. Lightning calls it at Ctrl-C, when the run has already ended its processes."""
 
 
 class _EntryPoint(RunTask):
-    """``function(*args, **kwargs)``, where the function is a method of a Trainer."""
+    """A call of ``function(*args, **kwargs)``, a method of a Trainer."""
 
     steps = _STEPS
 
@@ -277,13 +277,13 @@ class _EntryPoint(RunTask):
             try:
                 return function(*args, **kwargs)
             except BaseException:
-                # Lightning does it when the run has ended, and would set the run's own handler of Ctrl-C for good.
+                # Lightning restores handlers after the run, and would permanently set the run's own handler of Ctrl-C.
                 put_back_signal_handlers(self._trainer)
                 raise
 
 
 def _names(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the user's objects that are sent to workers, by their names."""
+    """Return the user's objects that are sent to workers, by name."""
     named: dict[str, Any] = {"model": trainer.lightning_module}
     state = {"callbacks": trainer.callbacks, "loggers": trainer.loggers, "datamodule": [trainer.datamodule]}
     for name, values in state.items():

@@ -20,19 +20,19 @@ from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.option_attributes import OptionAttributes
 from nano_loop.runtime.settings import Settings
 
-#: What the strategy takes, or refuses.
+#: Options that the strategy accepts or refuses.
 _OPTIONS = {*OPTIONS, *REMOVED} - {"num_processes", "precision"}
 _PRECISIONS = {"32": "32-true", "32-true": "32-true", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed"}
-#: Arguments that it refuses, with the reason and what to do.
+#: Arguments that the Trainer refuses, with the reason and a hint.
 _REFUSED = {
     "strategy": ("this Trainer has one, NanoStrategy", "Omit it, or use Lightning's Trainer(strategy='nano')"),
-    "algorithms": ("nano_loop runs no algorithms of Composer", "Pass callbacks=[...], called at the same points"),
-    "use_hpo": ("nano_loop searches no hyperparameters", "Omit it, and call a search library around the Trainer"),
+    "algorithms": ("nano_loop does not run algorithms of Composer", "Pass callbacks=[...], called at the same points"),
+    "use_hpo": ("nano_loop does not search hyperparameters", "Omit it, and call a search library around the Trainer"),
 }
 
 
 class NanoTrainerMixin(OptionAttributes):
-    """Lightning's Trainer with the strategy ``"nano"``, and the arguments of BigDL-Nano's.
+    """Lightning's Trainer with the strategy ``"nano"`` and the arguments of BigDL-Nano's Trainer.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class NanoTrainerMixin(OptionAttributes):
     precision : int or str
         Lightning's names, ``"bf16"`` for ``"bf16-mixed"``, ``"bf16-products"``, or ``"auto"`` for the same.
     **others
-        The other options of `nano_loop.nano`, and all arguments of Lightning's Trainer but ``strategy``.
+        The other options of `nano_loop.nano`, and all arguments of Lightning's Trainer except ``strategy``.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class NanoTrainerMixin(OptionAttributes):
     """
 
     strategy: Any
-    #: The strategy, and the LightningModule of `compile`, over the classes of the same package.
+    #: The strategy, and the LightningModule of `compile`, based on the classes of the same package.
     _nano_strategy: ClassVar[Any]
     _nano_compiled: ClassVar[Any]
     _nano_lightning_module: ClassVar[type]
@@ -107,7 +107,7 @@ class NanoTrainerMixin(OptionAttributes):
 
     @property
     def precision(self) -> str:
-        """Lightning's name of the precision, or ``"bf16-products"``."""
+        """Lightning's name for the precision, or ``"bf16-products"``."""
         return str(self.strategy.nano_precision)
 
     @property
@@ -124,19 +124,19 @@ class NanoTrainerMixin(OptionAttributes):
     def compile(
         cls, model: Any, loss: Any = None, optimizer: Any = None, scheduler: Any = None, metrics: Any = None
     ) -> Any:
-        """Return a `LightningModule` that trains a model by a loss, an optimizer and a scheduler.
+        """Return a `LightningModule` that trains a model with a loss, an optimizer and a scheduler.
 
         Parameters
         ----------
         model : torch.nn.Module
-            The model. It is called with all elements of a batch but the last one, which is the target. A
-            `LightningModule` is returned itself.
+            The model. It is called with all elements of a batch except the last one, which is the target. A
+            `LightningModule` is returned unchanged.
         loss : callable, optional
             Called as ``loss(output, target)``. Needed for ``fit``.
         optimizer : torch.optim.Optimizer, optional
-            Of the parameters of `model`. Needed for ``fit``.
+            An optimizer of the parameters of `model`. Needed for ``fit``.
         scheduler : torch.optim.lr_scheduler.LRScheduler or dict, optional
-            Of `optimizer`, stepped once an epoch. A dict is Lightning's, such as
+            A scheduler of `optimizer`, stepped once per epoch. A dict has Lightning's format, such as
             ``{"scheduler": scheduler, "interval": "step"}``.
         metrics : list of torchmetrics.Metric or callables, optional
             Each logged in validation and test, as ``val/Accuracy_0`` and ``test/Accuracy_0``.
@@ -144,17 +144,17 @@ class NanoTrainerMixin(OptionAttributes):
         Returns
         -------
         LightningModule
-            Logs ``train/loss``, ``val/loss`` and ``test/loss``. Its ``load_state_dict`` also takes the state of the
+            Logs ``train/loss``, ``val/loss`` and ``test/loss``. Its ``load_state_dict`` also accepts the state of the
             model alone.
 
         Raises
         ------
         NanoConfigError
-            If an argument has another type, or is given for a `LightningModule`.
+            If an argument has the wrong type, or is given for a `LightningModule`.
         """
         if not isinstance(model, nn.Module):
             got = f"compile({type(model).__name__})"
-            raise NanoConfigError(error_message(got, "it takes a torch.nn.Module", "Pass the model"))
+            raise NanoConfigError(error_message(got, "it accepts a torch.nn.Module", "Pass the model"))
         if isinstance(model, cls._nano_lightning_module):
             refuse_compiled_twice(model, loss=loss, optimizer=optimizer, scheduler=scheduler, metrics=metrics)
             return model
@@ -162,7 +162,7 @@ class NanoTrainerMixin(OptionAttributes):
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    """Refuse arguments that it does not have, and take out those with BigDL-Nano's defaults, which do nothing."""
+    """Refuse unsupported arguments, and remove those with BigDL-Nano's defaults, which have no effect."""
     for name, (expected, hint) in _REFUSED.items():
         if name in others and (name == "strategy" or others[name]):
             raise NanoConfigError(error_message(f"Trainer({shown(name, others[name])})", expected, hint))
@@ -176,16 +176,16 @@ def _of_environment() -> dict[str, Any]:
 
 
 def _auto_lr(value: Any) -> Any:
-    """Return the option for BigDL-Nano's ``{"warmup_epochs": 2}``, too."""
+    """Return the option, also for BigDL-Nano's ``{"warmup_epochs": 2}``."""
     if isinstance(value, Mapping):
-        got, expected = f"auto_lr={dict(value)!r}", "the ramp of nano_loop takes 1,000 steps, whatever the epochs"
+        got, expected = f"auto_lr={dict(value)!r}", "the ramp of nano_loop takes 1,000 steps, independent of epochs"
         warnings.warn(error_message(got, expected, "Pass auto_lr=True"), NanoWarning, stacklevel=4)
         return True
     return value
 
 
 def _devices(accelerator: Any, num_processes: Any, devices: Any) -> Any:
-    """Return how many processes there are on this host."""
+    """Return the number of processes on this host."""
     if accelerator not in ("cpu", "auto"):
         got = f"Trainer(accelerator={accelerator!r})"
         raise NanoConfigError(error_message(got, "nano_loop trains on CPUs", 'Omit it, or pass "cpu"'))
@@ -197,7 +197,7 @@ def _devices(accelerator: Any, num_processes: Any, devices: Any) -> Any:
     if num_processes is None:
         return here if devices in (None, "auto") else devices
     if num_processes == "auto":
-        expected = "the number is part of what a Trainer is built with, which nano-loop tune does not vary"
+        expected = "a Trainer is built for a number of processes, which nano-loop tune does not vary"
         raise NanoConfigError(error_message('Trainer(num_processes="auto")', expected, "Pass a number"))
-    Settings.read({"num_processes": num_processes})  # raises for what is no number of processes
+    Settings.read({"num_processes": num_processes})  # raises for an invalid number
     return num_processes

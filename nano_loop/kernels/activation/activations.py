@@ -1,6 +1,6 @@
-"""tanh, and GELU by tanh with its gradient, for large tensors in bf16, by C functions (``activations.c``).
+"""tanh, and tanh-approximated GELU with its gradient, for large bf16 tensors by C functions (``activations.c``).
 
-GELU by the error function is torch's, which is as fast.
+GELU by the error function is left to torch, which is as fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KERNEL = CompiledKernel(
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain.
 MIN_ELEMENTS = 1 << 15
 
-#: The C functions by operator and approximation. There is none for GELU by the error function.
+#: The C functions by operator and approximation. GELU by the error function has none.
 _FUNCTIONS = {
     ("tanh", "none"): "tanh_forward",
     ("gelu", "tanh"): "gelu_forward",
@@ -39,7 +39,7 @@ def _supports(operator: str, kernel: Kernel, *tensors: Tensor, **kwargs: Any) ->
 
 
 def computed(function: str, *tensors: Tensor) -> Tensor:
-    """Call a C function that computes an element from those at its place."""
+    """Call a C function that computes each element from the elements at the same position."""
     out = torch.empty_like(tensors[-1])
     KERNEL(function, *tensors, out, out.numel())
     return out

@@ -1,9 +1,9 @@
-"""Attention for bf16 on the CPU, by another algorithm than torch's.
+"""Attention in bf16 on the CPU by a different algorithm than torch's.
 
-torch's CPU kernel ("flash") works in blocks, but its small bf16 products run at a fifth of the speed of oneDNN's large
-ones, and with a dropout it is not used. Blocks in C are faster (`blocked_attention`), on CPUs with the bf16
-instructions of AVX-512. The error against fp64 is not larger than that of torch's kernel (docs/measurements.md has
-errors and times).
+torch's CPU kernel ("flash") works in blocks, but its small bf16 products reach a fifth of the speed of oneDNN's large
+ones, and it does not support dropout. The C function (`blocked_attention`) is faster on CPUs with the bf16 instructions
+of AVX-512. Its error against fp64 is no larger than that of torch's kernel (see docs/measurements.md for errors and
+times).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import in_forward_mode
 
-#: The name of the algorithm in C.
+#: The name of the C algorithm.
 BLOCKS = "blocks"
 #: Minimum number of scores. Below it, the Python overhead exceeds the gain.
 MIN_SCORES = 1 << 14
-#: Minimum head size. With smaller heads there is no gain, and torch's kernel is more accurate.
+#: Minimum head size. Smaller heads gain nothing, and torch's kernel is more accurate for them.
 _MIN_HEAD_SIZE = 16
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
 
@@ -44,13 +44,13 @@ def _supports(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Call | None:
-    """Return a call under autocast to bf16 that another algorithm may compute, and that is large enough."""
-    if torch.compiler.is_compiling():  # which would guard the sizes that are asked for
+    """Return a call under bf16 autocast that is large enough and that another algorithm may compute."""
+    if torch.compiler.is_compiling():  # reading sizes would add guards
         return None
     tensors, mask = (query, key, value), attn_mask
     if min(tensor.dim() for tensor in tensors) < 3 or math.prod(query.shape[:-1]) * key.size(-2) < MIN_SCORES:
         return None
-    # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
+    # A user who disables torch's flash kernel with `sdpa_kernel` may need the second derivative of the math kernel.
     if in_functorch() or in_forward_mode() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return None
     if torch.get_autocast_dtype("cpu") is not torch.bfloat16:
@@ -72,7 +72,7 @@ def _supports(
 
 
 def _timed(call: Call) -> Call | None:
-    """Return a call without the dropout, which draws from the generator."""
+    """Return a call without dropout, which would advance the generator."""
     scores = math.prod(call.tensors[0].shape[:-1]) * call.tensors[1].size(-2)
     measurable = call.is_measurable and scores <= override.MOST_ELEMENTS
     return call._replace(details=(0.0, *call.details[1:])) if measurable else None
@@ -84,7 +84,7 @@ def _in_blocks(call: Call) -> Tensor:
 
 
 def _by_torch(call: Call) -> Tensor:
-    # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
+    # Autocast would cast the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
         return torch_attention.by_torch(*call.tensors, *call.details)
 
@@ -100,7 +100,7 @@ def _without_kernel(
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast like autocast, which does not change bool and float64 masks."""
+    """Cast like autocast, which leaves bool and float64 masks unchanged."""
     return tensor.to(dtype) if tensor.dtype in _DTYPES else tensor
 
 

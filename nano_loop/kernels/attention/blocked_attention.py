@@ -1,8 +1,8 @@
-"""Attention in blocks of rows by a C function (``attention.c``), which stores nothing of the size of the scores.
+"""Attention in blocks of rows by a C function (``attention.c``) that never stores a matrix of scores.
 
-It takes the heads where they lie, also as views of one projection, and writes output and gradients in the same order.
-For the backward it keeps query, key and value, a number for each row, and a byte for each score if there is a dropout.
-It needs a CPU with AVX-512's bf16 instructions.
+It reads heads in place, including views of one projection, and writes output and gradients in the same order. For the
+backward it saves query, key and value, one number per row, and one byte per score if there is dropout. It requires the
+bf16 instructions of AVX-512.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nano_loop.kernels.memory import BF16, BYTES, FLOATS, FP32, STRIDED, Pointer
 
 
 def kernel_of(name: str, factor: Pointer, outs: Pointer, *masks: torch.dtype, is_bf16: bool) -> CompiledKernel:
-    """Return the kernel of a C file, for factors, results and masks of these dtypes."""
+    """Return the kernel of a C file for these dtypes of factors, results and masks."""
     factor, outs = factor._replace(layout=STRIDED), outs._replace(layout=STRIDED)
     inputs = (*[factor] * 3, Pointer(masks, STRIDED), BYTES)
     functions = {
@@ -35,7 +35,7 @@ def kernel_of(name: str, factor: Pointer, outs: Pointer, *masks: torch.dtype, is
 #: `mask_kind` of ``attention_call.h``.
 _MASK_KINDS = {torch.bool: 1, torch.bfloat16: 2, torch.float32: 3}
 KERNEL = kernel_of("attention", BF16, FLOATS, *_MASK_KINDS, is_bf16=True)
-#: Head sizes are computed in pairs of columns.
+#: Head sizes are processed in pairs of columns.
 _PAIR = 2
 _DIMENSIONS = 4  # batch, heads, rows, columns
 
@@ -55,17 +55,17 @@ class _Call(ctypes.Structure):
 
 
 class Inputs(NamedTuple):
-    """What attention is computed from.
+    """The inputs of attention.
 
     Attributes
     ----------
     query, key, value : torch.Tensor
-        bfloat16 or, for the kernel of fp32 tensors, float32. Of four dimensions: (batch, heads, rows, columns), with
-        columns side by side. That kernel is for equal sizes of the three.
+        bfloat16, or float32 for the fp32 kernel, of shape (batch, heads, rows, columns) with contiguous columns. The
+        fp32 kernel requires that the three have equal sizes.
     mask : torch.Tensor or None
-        bool, bfloat16 or float32, of shape (batch, heads, L, S); for the other kernel, float32.
+        bool, bfloat16 or float32, of shape (batch, heads, L, S); only float32 for the fp32 kernel.
     kept : torch.Tensor or None
-        uint8, of the same shape: 0 where the dropout has dropped a probability.
+        uint8, of the same shape: 0 where dropout has zeroed a probability.
     dropout_p, is_causal, scale
         As in `blocked_attention`.
     """
@@ -81,24 +81,24 @@ class Inputs(NamedTuple):
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel supports these tensors, which suit `nano_loop.kernels.attention.attention.attention`."""
+    """Whether the kernel supports these tensors, which `nano_loop.kernels.attention.attention` accepts."""
     if query.size(-1) % _PAIR or value.size(-1) % _PAIR or KERNEL.unavailable:
         return False
     return fits(KERNEL, *map(_as_heads, (query, key, value)))
 
 
 def fits(kernel: CompiledKernel, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the memory that a backward takes, which grows with the number of keys, is within the bound."""
+    """Whether the memory of a backward, which grows with the number of keys, is within the bound."""
     return _bytes(kernel, _call(kernel, Inputs(query, key, value)), "backward") <= SCRATCH_BOUND
 
 
 def share_heads(query: Tensor, key: Tensor) -> bool:
-    """Whether the keys have heads, and each is shared by equally many heads of the query."""
+    """Whether there are key heads, each shared by the same number of query heads."""
     return key.size(-3) > 0 and query.size(-3) % key.size(-3) == 0
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:
-    """Return the factor of the scores, which has a default."""
+    """Return the scale of the scores, or its default if it is None."""
     return 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
 
 
@@ -115,17 +115,17 @@ def blocked_attention(
     mask : torch.Tensor or None
         bool or bfloat16, broadcastable to (..., heads, L, S).
     dropout_p : float
-        From 0 to 1. The mask is drawn as for a tensor of shape (..., heads, L, S).
+        The dropout probability. The mask is drawn as for a tensor of shape (..., heads, L, S).
     is_causal : bool
-        Whether row i uses the keys 0 to i only.
+        Whether row i only attends to keys 0 to i.
     scale : float
-        Factor of the scores.
+        The scale of the scores.
 
     Returns
     -------
     torch.Tensor
-        bfloat16, of shape (..., heads, L, Ev). With four dimensions, it is a view of (batch, L, heads, Ev), as torch's
-        kernel returns it. It can be differentiated twice where that can.
+        bfloat16, of shape (..., heads, L, Ev). With four dimensions, it is a view of (batch, L, heads, Ev), like the
+        result of torch's kernel. It is twice differentiable if that is.
     """
     kept = drawn(query, key, dropout_p)
     mask = None if mask is None else as_mask(mask, query, key)
@@ -135,7 +135,7 @@ def blocked_attention(
 
 
 class _Attention(torch.autograd.Function):
-    """As `blocked_attention`, of four dimensions, which `are_four` in the call, too."""
+    """`blocked_attention` for four dimensions; `are_four` tells whether the call had four."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -159,21 +159,21 @@ class _Attention(torch.autograd.Function):
         def by_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if ctx.are_four:
                 return torch_attention.by_torch(query, key, value, *others)
-            # Of other dimensions, torch computes single operators, which have more derivatives.
+            # For other numbers of dimensions, torch uses individual operators, which have more derivatives.
             return torch_attention.by_torch(query[None], key[None], value[None], *others)[0]
 
         return gradients_of(ctx, inputs[:3], (gradient,), compute, by_torch)
 
 
 def forward(kernel: CompiledKernel, inputs: Inputs, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the output of attention, and the logarithm of the sum of the exponentials of each row.
+    """Return the output of attention, and the log-sum-exp of each row.
 
     Parameters
     ----------
     kernel : CompiledKernel
-        What computes it: `KERNEL`, or that of fp32 tensors.
+        The kernel: `KERNEL`, or the one for fp32 tensors.
     inputs : Inputs
-        What it is computed from.
+        The inputs of attention.
     out : torch.Tensor, optional
         bfloat16 or float32. The output is written to it.
     """
@@ -190,9 +190,9 @@ def forward(kernel: CompiledKernel, inputs: Inputs, out: Tensor | None = None) -
 def backward(
     kernel: CompiledKernel, inputs: Inputs, gradient: Tensor, log_sums: Tensor, gradients: Sequence[Tensor]
 ) -> None:
-    """Write the gradients of query, key and value, from that of the output, into the three tensors of `gradients`.
+    """Write the gradients of query, key and value, given that of the output, into the three tensors in `gradients`.
 
-    They are bfloat16 or float32, and all else is as for `forward`.
+    They are bfloat16 or float32. The other arguments are as for `forward`.
     """
     call = _call(kernel, inputs)
     call.is_wide = gradients[0].dtype is torch.float32
@@ -202,19 +202,19 @@ def backward(
 
 
 def drawn(query: Tensor, key: Tensor, dropout_p: float) -> Tensor | None:
-    """Return the `kept` of `forward` for a dropout, or None without one."""
+    """Draw the `kept` of `forward` for dropout, or return None without dropout."""
     shape = *query.shape[:-1], key.size(-2)
     return query.new_empty(shape, dtype=torch.uint8).bernoulli_(1 - dropout_p) if dropout_p else None
 
 
 def as_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask as `forward` takes it."""
+    """Return a mask in the format that `forward` accepts."""
     mask = mask if mask.stride(-1) in (0, 1) else mask.contiguous()
     return _as_four_dimensions(mask.expand(*query.shape[:-1], key.size(-2)))
 
 
 def _as_heads(tensor: Tensor) -> Tensor:
-    """Return a tensor as (batch, heads, rows, columns), with columns side by side."""
+    """Return a tensor as (batch, heads, rows, columns) with contiguous columns."""
     return with_columns(_as_four_dimensions(tensor))
 
 
@@ -225,17 +225,17 @@ def _as_four_dimensions(tensor: Tensor) -> Tensor:
 
 
 def with_columns(tensor: Tensor) -> Tensor:
-    """Return a tensor with the elements of its last dimension side by side."""
+    """Return a tensor whose last dimension is contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def by_rows(batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return an empty tensor in which the heads of a row lie side by side, as in the projection that follows."""
+    """Return an empty tensor in which the heads of a row are adjacent, as the following projection reads them."""
     return empty(batch, rows, heads, columns, dtype=dtype).transpose(1, 2)
 
 
 def laid_out_as(tensor: Tensor, columns: int | None = None) -> Tensor:
-    """Return an empty tensor with heads and rows in the order of another tensor, and with its dtype."""
+    """Return an empty tensor with the dtype of another tensor and the same order of heads and rows."""
     batch, heads, rows, own_columns = tensor.shape
     columns = own_columns if columns is None else columns
     if tensor.stride(1) < tensor.stride(2):
@@ -265,5 +265,5 @@ def _run(kernel: CompiledKernel, direction: str, call: _Call, *tensors: Tensor |
 
 
 def _bytes(kernel: CompiledKernel, call: _Call, direction: str) -> int:
-    """Return the memory that all threads take."""
+    """Return the memory that all threads need."""
     return torch.get_num_threads() * kernel.bytes_of(call, int(direction == "backward"))

@@ -1,9 +1,9 @@
-"""Attention of fp32 tensors: torch's two kernels of flash attention on the CPU are replaced, below autograd.
+"""Attention of fp32 tensors: replaces torch's two flash attention kernels on the CPU, below autograd.
 
-Where products round their inputs to bf16, `nano_loop.kernels.attention.blocked_attention` computes; where they round to
-fp16's numbers, torch's kernel does, from rounded tensors; else a C function (``fp32_attention.c``) does, where that is
-faster: torch's kernel computes its products by MKL, which uses AVX-512 on CPUs of Intel alone. Where torch computes
-attention by single products instead, as with a dropout, these round.
+If products round their inputs to bf16, `nano_loop.kernels.attention.blocked_attention` computes. If they round to fp16,
+torch's kernel computes from rounded tensors. Otherwise, a C function (``fp32_attention.c``) is used where it is faster:
+torch's kernel uses MKL for its products, which uses AVX-512 on Intel CPUs only. If torch composes attention of
+individual products, as with dropout, these round.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _DIMENSIONS = 4  # batch, heads, rows, columns
 
 
 class _Details(NamedTuple):
-    """What forward and backward need besides their tensors, which are the factors, the gradient first, and the mask."""
+    """Data for forward and backward in addition to the tensors: the factors (gradient first) and the mask."""
 
     is_causal: bool
     scale: float
-    #: In a backward, what the forward has returned.
+    #: The results of the forward, for a backward.
     outs: tuple[Tensor, ...] = ()
 
 
@@ -92,7 +92,7 @@ def _by_torch(call: Call) -> Any:
 
 
 def _in_c(kernel: CompiledKernel, call: Call) -> tuple[Tensor, ...]:
-    """Compute attention or its gradients, from factors in the dtype of the kernel."""
+    """Compute attention or its gradients, from factors in the kernel's dtype."""
     (*factors, mask), details = call.tensors, call.details
     dtype = torch.float32 if kernel is KERNEL else torch.bfloat16
     *gradient, query, key, value = (blocked_attention.with_columns(tensor.to(dtype)) for tensor in factors)
@@ -106,7 +106,7 @@ def _in_c(kernel: CompiledKernel, call: Call) -> tuple[Tensor, ...]:
 
 
 def _supports_rounding(call: Call) -> bool:
-    """Whether attention is computed in blocks from these tensors, rounded to bf16."""
+    """Whether attention can be computed in blocks from these tensors, rounded to bf16."""
     query, key, value, mask = call.tensors[-4:]
     if query.size(0) != key.size(0) or key.shape[:-1] != value.shape[:-1] or query.size(-1) != key.size(-1):
         return False
@@ -116,7 +116,7 @@ def _supports_rounding(call: Call) -> bool:
 
 
 def _supports_fp32(call: Call) -> bool:
-    """Whether the function for fp32 computes attention of these tensors, and may be faster than torch's kernel."""
+    """Whether the fp32 function supports these tensors and may be faster than torch's kernel."""
     query, key, value, mask = call.tensors[-4:]
     if any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
         return False

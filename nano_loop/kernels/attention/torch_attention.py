@@ -1,4 +1,4 @@
-"""Attention by operators of torch: where it is faster, and where a function in C has no derivative."""
+"""Attention by torch operators: where they are faster, or where a derivative of a C function is needed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def by_torch(
     scale: float,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention by torch's operators, which are single ones where there is a mask of the dropout.
+    """Compute attention by torch's operators: individual ones if a dropout mask is given.
 
-    Without that, torch chooses its kernel, of which not every one has a second derivative. Parameters are those of
+    Otherwise, torch chooses a kernel, not all of which have a second derivative. For the parameters, see
     `nano_loop.kernels.attention.blocked_attention.blocked_attention`.
     """
     grouped = query.shape[:-2] != key.shape[:-2]
@@ -39,7 +39,7 @@ def by_torch(
         mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
     scores = query @ key.mT * scale
     if mask is not None:
-        if mask.dtype is torch.bool:  # torch adds it, so that NaN stays one
+        if mask.dtype is torch.bool:  # torch adds a float mask, which preserves NaN
             mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
         scores = scores + mask
     probabilities = safe_softmax(scores)

@@ -1,7 +1,7 @@
-"""Convolutions of fp32 images in NHWC by AMX, whose products round to bf16 (``convolution.c``): no casts around them.
+"""Convolutions of fp32 images in NHWC by AMX (``convolution.c``), whose products round to bf16 without extra casts.
 
-Also the gradient of the inputs of a convolution, which is one of the gradient by the turned kernel, unless that has
-several positions and a stride.
+The input gradient of a convolution is computed as well, as a convolution of the output gradient with the flipped
+kernel, unless the kernel has several positions and a stride.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _STRIDED = FP32._replace(layout=STRIDED)
 KERNEL = CompiledKernel(
     "convolution", {"convolution": (_STRIDED, _STRIDED, FP32, _STRIDED, BYTES)}, needs_avx512_bf16=True
 )
-#: Minimum number of channels and of outputs: of fewer, most of a tile is empty.
+#: Minimum number of input and output channels: with fewer, most of a tile is empty.
 _FEWEST = 16
-#: Maximum stride of a weight: the places of 16 outputs are 32-bit numbers.
+#: Maximum stride of a weight: the offsets of 16 outputs are 32-bit integers.
 _FARTHEST_OUTPUT = 1 << 27
 
 _INT = ctypes.c_int64
@@ -33,16 +33,16 @@ class _Call(ConvolutionCall):
 
 
 def supports(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequence[int]) -> bool:
-    """Whether the kernel computes this convolution.
+    """Whether the kernel supports this convolution.
 
     Parameters
     ----------
     inputs : torch.Tensor
-        float32, of shape (N, C, H, W). The channels of a pixel lie side by side.
+        float32, of shape (N, C, H, W). The channels of a pixel must be contiguous.
     weight : torch.Tensor
         float32, of shape (O, C, *geometry.kernel), with any strides.
     geometry : Geometry
-        Of the convolution.
+        The kernel size, stride, padding and dilation.
     out_sizes : sequence of int
         Height and width of the result.
     """
@@ -64,7 +64,7 @@ def supports(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequ
 def convolution(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, out_sizes: Sequence[int]
 ) -> Tensor:
-    """Compute a convolution of what `supports` accepts, with inputs and weight rounded to bfloat16.
+    """Compute a convolution that `supports` accepts, with inputs and weight rounded to bfloat16.
 
     Returns
     -------
@@ -77,7 +77,7 @@ def convolution(
 
 
 def supports_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_sizes: Sequence[int]) -> bool:
-    """Whether the kernel computes the inputs' gradient of a convolution; see `input_gradient`."""
+    """Whether the kernel supports the input gradient of a convolution; see `input_gradient`."""
     if gradient.dim() != DIMENSIONS or any(len(pair) != 2 for pair in geometry):
         return False
     has_one_position = max(*geometry.kernel, *(p + 1 for p in geometry.padding)) == 1
@@ -87,21 +87,21 @@ def supports_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_s
 
 
 def input_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_sizes: Sequence[int]) -> Tensor:
-    """Compute the inputs' gradient of a convolution that `supports_gradient` accepts, with factors rounded to bfloat16.
+    """Compute the input gradient of a convolution that `supports_gradient` accepts, with factors rounded to bfloat16.
 
     Parameters
     ----------
     gradient : torch.Tensor
-        Of the output, as the inputs of `supports`.
+        The output gradient, laid out like the inputs of `supports`.
     weight, geometry : torch.Tensor, Geometry
-        Of the convolution.
+        The weight and geometry of the convolution.
     in_sizes : sequence of int
-        Height and width of its inputs.
+        Height and width of the convolution's inputs.
     """
     exchanged, has_stride = weight.transpose(0, 1), max(geometry.stride) > 1
     call = _call(gradient, exchanged, _turned(geometry), gradient.shape[2:] if has_stride else in_sizes)
     output, channel, row, column = exchanged.stride()
-    call.weight = output, channel, -row, -column  # from the last position to the first
+    call.weight = output, channel, -row, -column  # in reverse order
     out = empty(call.images, call.outputs, *in_sizes, layout=torch.channels_last)
     reached = out.zero_()[:, :, :: geometry.stride[0], :: geometry.stride[1]] if has_stride else out
     _compute(call, gradient, exchanged[:, :, -1:, -1:], None, reached)
@@ -109,7 +109,7 @@ def input_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_size
 
 
 def _turned(geometry: Geometry) -> Geometry:
-    """Return the geometry of the convolution that is the inputs' gradient of one without a stride."""
+    """Return the geometry of the convolution that computes the input gradient of a convolution without a stride."""
     padding = [d * (k - 1) - p for k, p, d in zip(geometry.kernel, geometry.padding, geometry.dilation, strict=True)]
     return geometry._replace(padding=padding, stride=(1, 1))
 

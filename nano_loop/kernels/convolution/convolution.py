@@ -1,10 +1,10 @@
-"""Gradients of bf16 convolutions by C functions, sums, or in fp32, where oneDNN's are slow.
+"""Gradients of bf16 convolutions by C functions, by sums, or in fp32, where oneDNN's are slow.
 
-oneDNN computes a weight's gradient image by image. The C function of `nano_loop.kernels.convolution.weight_gradient` is
-faster on CPUs with AVX-512's bf16 instructions. For the bias of a transposed convolution, oneDNN's sum takes several
-times as long as the rest of the backward. C functions compute those of depthwise convolutions in NHWC. Others with a
-stride or a large kernel, and convolutions in many groups, are up to ten times as fast in fp32, casts included.
-docs/measurements.md has the times.
+oneDNN computes a weight gradient image by image. The C function of `nano_loop.kernels.convolution.weight_gradient` is
+faster on CPUs with the bf16 instructions of AVX-512. For the bias of a transposed convolution, oneDNN's sum takes
+several times as long as the rest of the backward. C functions compute the gradients of depthwise convolutions in NHWC.
+Other convolutions with a stride or a large kernel, and those with many groups, are up to ten times as fast in fp32,
+including the casts. See docs/measurements.md for the times.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def _supports(kernel: Kernel, *args: Any) -> Call:
 
 
 def _by_plans(call: Call, *, rounds_inputs: bool = False) -> _Gradients | None:
-    """Compute some gradients faster than the CPU's kernel, which computes the remaining ones.
+    """Compute some gradients faster than the CPU kernel, which computes the remaining ones.
 
-    Products and sums are accumulated in fp32, as in oneDNN, in a different order. Gradients have the dtypes of their
-    tensors, and are None if they are not requested.
+    Products and sums are accumulated in fp32, as in oneDNN, but in a different order. Gradients have the dtypes of
+    their tensors and are None if they are not requested.
 
     Parameters
     ----------
     call : Call
-        The call.
+        A call of ``aten::convolution_backward``.
     rounds_inputs : bool
-        Whether it is of tensors in fp32, which are rounded to bf16. The gradients are in fp32.
+        Whether the tensors are in fp32 and are rounded to bf16. The gradients are in fp32.
     """
     arguments = Arguments(*call.tensors, *call.numbers)
     in_fp32 = not rounds_inputs and arguments.weight.dtype is torch.float32 and is_depthwise(arguments)
@@ -75,7 +75,7 @@ def _by_plans(call: Call, *, rounds_inputs: bool = False) -> _Gradients | None:
         return by_name
 
     def timed(call: Call) -> Call | None:
-        """Return a call without the gradient that all plans compute alike."""
+        """Return a call without the gradient that all plans compute the same way."""
         *geometry, (needs_inputs, *others) = call.numbers
         differ = len({plan.inputs for plan in (*plans(arguments), guess)}) > 1
         return call._replace(numbers=(*geometry, [needs_inputs and differ, *others])) if call.is_measurable else None
@@ -89,7 +89,7 @@ _by_rounded_plans = functools.partial(_by_plans, rounds_inputs=True)
 
 
 def _of_rounded(call: Call, factors: Sequence[Tensor]) -> _Gradients:
-    """Return the gradients by torch's kernel, of factors that were rounded. The bias's is no product."""
+    """Return torch's gradients of rounded factors. The bias gradient is not a product and is not rounded."""
     *geometry, (*needs, needs_bias) = call.numbers
     assert call.kernel is not None
     *gradients, _ = call.kernel(*factors, *geometry, [*needs, False]) if any(needs) else (None, None, None)
@@ -129,10 +129,10 @@ def _by_plan(of: Call, plan: Plan, rounds_inputs: bool = False) -> _Gradients:
     if rounds_inputs and needs_inputs and not fp32[0]:
         ours[0] = _input_gradient_in_blocks(call)
         if ours[0] is None:
-            call = call._replace(gradient=exact.bfloat16())  # which both gradients read
+            call = call._replace(gradient=exact.bfloat16())  # shared by both gradients
     if plan.weight == "blocks":
         ours[1] = weight_gradient.weight_gradient(*for_blocks(call), in_nchw=call.weight.is_contiguous())
-    # oneDNN computes the weight's gradient again where the bias's is asked for.
+    # oneDNN recomputes the weight gradient if the bias gradient is requested.
     if needs_bias and (rounds_inputs or plan.weight != "torch" or call.transposed):
         ours[2] = _sum_of_pixels(exact)
     if any(fp32):
@@ -151,7 +151,7 @@ def _by_plan(of: Call, plan: Plan, rounds_inputs: bool = False) -> _Gradients:
 
 
 def _input_gradient_in_blocks(call: Arguments) -> Tensor | None:
-    """Return the inputs' gradient with rounded products by AMX, or None where it cannot compute it."""
+    """Return the input gradient with rounded products by AMX, or None if it is not supported."""
     arguments = call.gradient, call.weight, call.kernel, call.inputs.shape[2:]
     if call.transposed or not blocked_convolution.supports_gradient(*arguments):
         return None
@@ -159,20 +159,20 @@ def _input_gradient_in_blocks(call: Arguments) -> Tensor | None:
 
 
 def _shaped_like(inputs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what stands for the inputs where their gradient alone is computed, which depends on their layout alone."""
+    """Return a placeholder for the inputs: their gradient only depends on their layout."""
     return torch.empty_like(inputs, dtype=dtype)
 
 
 def _are_plain(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether all tensors are plain ones of this dtype, and products in bf16 would not have another one."""
+    """Whether all tensors are plain tensors of this dtype, and bf16 products would not get another dtype."""
     if not all(is_plain(tensor, (dtype,)) for tensor in tensors):
         return False
-    # Inside a user's autocast to another dtype, the products would have that dtype.
+    # A user's autocast to another dtype would change the dtype of the products.
     return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
 def _partly_in_fp32(kernel: Kernel, call: Arguments, mask: tuple[bool, bool]) -> _Gradients:
-    """Return the gradients of inputs and weight that are asked for, computed in fp32."""
+    """Return the requested gradients of inputs and weight, computed in fp32."""
     gradient, inputs, weight = call[:3]
     inputs = inputs.float() if mask[1] else _shaped_like(inputs, torch.float32)
     gradients: _Gradients = kernel(gradient.float(), inputs, weight.float(), *call.geometry, [*mask, False])

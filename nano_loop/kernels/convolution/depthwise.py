@@ -1,7 +1,7 @@
-"""The gradients of depthwise convolutions of images in NHWC by C functions (``depthwise.c``), in bf16 or fp32.
+"""Gradients of depthwise convolutions of images in NHWC by C functions (``depthwise.c``), in bf16 or fp32.
 
-Each channel has its own kernel, so there is little to multiply, and the functions are bound by the memory.
-oneDNN's take up to 13 times as long in bf16.
+Each channel has its own kernel, so there is little arithmetic, and the functions are memory-bound. oneDNN's functions
+take up to 13 times as long in bf16.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.convolution.weight_gradient import ConvolutionCall, Geometry
 from nano_loop.kernels.memory import FLOATS, FP32, empty
 
-_PIXELS = FLOATS._replace(layout="strided")  # whose memory format `supports` has looked at
+_PIXELS = FLOATS._replace(layout="strided")  # `supports` has checked the memory format
 KERNEL = CompiledKernel(
     "depthwise", {"input_gradient": (_PIXELS, FP32, _PIXELS), "weight_gradient": (_PIXELS, _PIXELS, FP32)}
 )
-#: Minimum number of channels: those of a vector.
+#: Minimum number of channels: one vector.
 _FEWEST = 16
-#: Widths of kernels for weights' gradients, and the maximum number of positions, `POSITIONS` of the C file.
+#: Kernel widths for weight gradients, and the maximum number of positions, `POSITIONS` of the C file.
 _WIDTHS, _MOST_POSITIONS = (3, 5, 7), 64
 #: Minimum number of output elements. Below it, the Python overhead exceeds the gain.
 MIN_ELEMENTS = 1 << 14
@@ -34,7 +34,7 @@ class _Call(ConvolutionCall):
 
 
 def supports(gradient: Tensor, inputs: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> bool:
-    """Whether the gradients of a convolution, which is not transposed, are computed here."""
+    """Whether the gradients of a convolution that is not transposed are computed here."""
     if gradient.dim() != _DIMENSIONS or any(len(pair) != 2 for pair in geometry) or weight.size(1) != 1:
         return False
     if not groups == weight.size(0) == inputs.size(1) >= _FEWEST or gradient.numel() < MIN_ELEMENTS:
@@ -47,18 +47,18 @@ def supports(gradient: Tensor, inputs: Tensor, weight: Tensor, geometry: Geometr
 
 
 def input_gradient(gradient: Tensor, inputs: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
-    """Return the gradient of the inputs, in NHWC and of their dtype, or None: there is no memory.
+    """Return the input gradient in NHWC, in the dtype of the inputs, or None if memory cannot be allocated.
 
     Parameters
     ----------
     gradient : torch.Tensor
-        Of shape (N, C, H', W'): the gradient of the output.
+        The output gradient, of shape (N, C, H', W').
     inputs : torch.Tensor
-        Of shape (N, C, H, W). Their numbers are not read.
+        Of shape (N, C, H, W). Its values are not read.
     weight : torch.Tensor
         Of shape (C, 1, height, width).
     geometry : Geometry
-        Of the convolution.
+        The kernel size, stride, padding and dilation.
     """
     by_position = weight.float().flatten(1).t().contiguous()
     out, gradient = torch.empty_like(inputs), gradient.contiguous(memory_format=torch.channels_last)
@@ -67,7 +67,7 @@ def input_gradient(gradient: Tensor, inputs: Tensor, weight: Tensor, geometry: G
 
 
 def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> Tensor | None:
-    """Return the gradient of the weight in fp32, of shape (C, 1, height, width), or None: there is no memory."""
+    """Return the weight gradient in fp32, of shape (C, 1, height, width), or None if memory cannot be allocated."""
     channels, gradient = inputs.size(1), gradient.contiguous(memory_format=torch.channels_last)
     out = empty(math.prod(geometry.kernel), channels)
     if not KERNEL("weight_gradient", _call(gradient, inputs, geometry), gradient, inputs, out):

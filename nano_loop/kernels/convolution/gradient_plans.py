@@ -1,4 +1,4 @@
-"""The algorithms that may compute the gradients of a convolution, and the one that is taken before any is measured."""
+"""The algorithms for the gradients of a convolution, and the default one, used until any has been measured."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from nano_loop.kernels.convolution.weight_gradient import Geometry
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 25
-#: Minimum odd number of images for blocks, which pair images: the last one counts twice.
+#: Minimum odd number of images for the blocked function, which pairs images: the last one counts twice.
 _ODD_IMAGES = 7
-#: Minimum number of kernel positions for which a depthwise weight's gradient was faster in fp32, in NHWC and in NCHW.
+#: Minimum number of kernel positions for which a depthwise weight gradient was faster in fp32, in NHWC and in NCHW.
 _POSITIONS, _POSITIONS_IN_NCHW = 25, 49
 #: Minimum number of output elements for gradients in fp32. Below it, the Python overhead exceeds the gain.
 MIN_ELEMENTS = 1 << 12
-#: Maximum channels of a group, and minimum output elements, for which a weight's gradient was faster in fp32.
+#: Maximum channels per group, and minimum output elements, for which a weight gradient was faster in fp32.
 _CHANNELS_OF_A_GROUP, _ELEMENTS_OF_GROUPS = 8, 1 << 20
-#: Maximum output channels for which the inputs' gradient of a transposed convolution in NCHW was faster in fp32.
+#: Maximum output channels for which the input gradient of a transposed convolution in NCHW was faster in fp32.
 _CHANNELS_OF_AN_IMAGE = 3
-#: Maximum channels of input or output for which fp32 may be faster where there are no groups.
+#: Maximum input or output channels for which fp32 may be faster without groups.
 _FEW_CHANNELS = 4
 
 
@@ -34,10 +34,10 @@ class Plan(NamedTuple):
     Attributes
     ----------
     inputs : {"torch", "fp32", "depthwise"}
-        The inputs' gradient.
+        The algorithm for the input gradient.
     weight : {"torch", "fp32", "blocks", "depthwise"}
-        The weight's: by torch's kernel in bf16 or in fp32, or by C functions: in blocks, and for a depthwise
-        convolution.
+        The algorithm for the weight gradient: torch's kernel in bf16 or in fp32, or a C function: in blocks, or for a
+        depthwise convolution.
     """
 
     inputs: str = "torch"
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the algorithm: of torch's own, that of torch's kernels."""
+        """The name of the algorithm; that of torch's kernels if torch computes both gradients."""
         return "torch" if self == Plan() else "/".join(self)
 
 
@@ -71,12 +71,12 @@ class Arguments(NamedTuple):
 
     @property
     def kernel(self) -> Geometry:
-        """The size of the kernel, and how it moves."""
+        """The size, stride, padding and dilation of the kernel."""
         return Geometry(self.weight.shape[2:], self.stride, self.padding, self.dilation)
 
 
 def first_guess(call: Arguments) -> Plan:
-    """Return the plan that was the fastest on the machines of docs/measurements.md."""
+    """Return the plan that was the fastest on the machines in docs/measurements.md."""
     needs_inputs, needs_weight, _ = call.output_mask
     if is_depthwise(call):
         has_stride = needs_inputs and max(call.stride) > 1
@@ -93,8 +93,8 @@ def first_guess(call: Arguments) -> Plan:
 def plans(call: Arguments) -> list[Plan]:
     """Return the plans that may be the fastest on some machine.
 
-    fp32 is among them for convolutions in groups and for those with few channels: on a CPU with AMX, others take up to
-    16 times as long, which is long even to measure.
+    fp32 is included for grouped convolutions and for those with few channels: on a CPU with AMX, it takes up to 16
+    times as long for others, so even measuring it would be slow.
     """
     needs_inputs, needs_weight, _ = call.output_mask
     if is_depthwise(call):
@@ -108,18 +108,18 @@ def plans(call: Arguments) -> list[Plan]:
 
 
 def is_depthwise(call: Arguments) -> bool:
-    """Whether the C functions for depthwise convolutions compute the gradients."""
+    """Whether the C functions for depthwise convolutions support the gradients."""
     return not call.transposed and depthwise.supports(*call[:3], call.kernel, call.groups)
 
 
 def pixels_of(call: Arguments) -> int:
-    """Return how many pixels are multiplied with the whole weight."""
+    """Return the number of pixels that are multiplied with the whole weight."""
     pixels = call.inputs if call.transposed else call.gradient
     return pixels.numel() // max(pixels.size(1), 1) if pixels.dim() > 1 else 0
 
 
 def _inputs_are_faster_in_fp32(call: Arguments) -> bool:
-    """Whether the inputs' gradient is: of depthwise convolutions with a stride or in NDHWC, and into images."""
+    """Whether the input gradient is: strided or NDHWC depthwise, or transposed NCHW with few output channels."""
     gradient, weight = call.gradient, call.weight
     if gradient.numel() < MIN_ELEMENTS:
         return False
@@ -130,7 +130,7 @@ def _inputs_are_faster_in_fp32(call: Arguments) -> bool:
 
 
 def _weight_is_faster_in_fp32(call: Arguments) -> bool:
-    """Whether the weight's gradient is: of large depthwise kernels, and of many groups over large images."""
+    """Whether the weight gradient is: for large depthwise kernels, and for many groups over large images."""
     gradient, weight = call.gradient, call.weight
     if call.groups == 1 or gradient.numel() < MIN_ELEMENTS:
         return False
@@ -140,7 +140,7 @@ def _weight_is_faster_in_fp32(call: Arguments) -> bool:
 
 
 def _blocks_are_faster(call: Arguments) -> bool:
-    """Whether the weight's gradient is faster in blocks."""
+    """Whether the weight gradient is faster in blocks."""
     images = call.inputs.size(0)
     if pixels_of(call) * call.weight.numel() < MIN_MULTIPLICATIONS or (images % 2 and images < _ODD_IMAGES):
         return False
@@ -156,6 +156,6 @@ def _blocks_support(call: Arguments) -> bool:
 
 
 def for_blocks(call: Arguments) -> tuple[Tensor, Tensor, Geometry]:
-    """Return the arguments of `weight_gradient`, for which a transposed convolution exchanges input and gradient."""
+    """Return the arguments of `weight_gradient`; a transposed convolution exchanges input and gradient."""
     gradient, inputs = call[:2]
     return (inputs, gradient, call.kernel) if call.transposed else (gradient, inputs, call.kernel)

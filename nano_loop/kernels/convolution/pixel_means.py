@@ -1,9 +1,9 @@
-"""Means over the pixels of images in NHWC, such as global average pooling, whose gradients are not written.
+"""Means over the pixels of images in NHWC, such as global average pooling, without materialized gradients.
 
-torch divides the expanded gradient of such a mean into a tensor in NCHW. Added to another gradient of the same images,
-as in squeeze-and-excitation blocks, it makes their sum NCHW, and all that follows slow: a fifth of EfficientNet's step
-in bf16. In fp32, the backward of a ReLU takes 15 times as long with it. Here the gradient of the mean is divided, and
-then expanded, as torch does for a sum: it has the same bits, and is added in the order in which the images lie.
+torch divides the expanded gradient of such a mean into an NCHW tensor. Added to another gradient of the same images, as
+in squeeze-and-excitation blocks, it makes their sum NCHW and everything after it slow: a fifth of EfficientNet's step
+in bf16. In fp32, the backward of a ReLU takes 15 times as long with it. Here the gradient of the mean is divided first
+and then expanded, as torch does for a sum: the result is bitwise identical, and sums keep the layout of the images.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Means(torch.autograd.Function):
 
 
 def _is_image(x: Tensor) -> bool:
-    """Whether a tensor has a gradient, and lies in NHWC and not also in NCHW."""
+    """Whether a tensor requires a gradient and is in NHWC but not also in NCHW."""
     if x.dim() != 4 or not x.requires_grad or x.is_contiguous():
         return False
     if in_forward_mode() or not computes_now():

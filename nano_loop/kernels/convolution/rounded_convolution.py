@@ -1,7 +1,7 @@
-"""Convolutions of fp32 images whose products round their inputs: by AMX, or casts around torch's kernels for bf16.
+"""Convolutions of fp32 images whose products round their inputs: by AMX, or by casts around torch's bf16 kernels.
 
-oneDNN rounds the sums to bf16, too. Biases and their gradients are added up in fp32. Only images in NHWC are rounded to
-bf16: in NCHW, oneDNN is slower in bf16 than in fp32. To fp16's numbers, all are, and torch's kernel for fp32 computes.
+oneDNN also rounds the sums to bf16. Biases and their gradients are accumulated in fp32. Only NHWC images are rounded to
+bf16: in NCHW, oneDNN is slower in bf16 than in fp32. Images of any layout round to fp16, for torch's fp32 kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nano_loop.kernels.override import FP32, ROUNDED, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.policy.product_precision import CONVOLUTION
 
-#: Layouts with the channels of a pixel side by side, by the number of dimensions.
+#: Layouts in which the channels of a pixel are contiguous, by number of dimensions.
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -57,7 +57,7 @@ OVERRIDES = (
 
 
 def can_round(call: Call, first: int, groups: int) -> bool:
-    """Whether a convolution can be faster with products that round to bf16: of the tensors from this one on."""
+    """Whether rounding the tensors of a convolution to bf16, starting with index `first`, can make it faster."""
     inputs, weight = call.tensors[first : first + 2]
     if groups != 1 or not all(is_plain(tensor, FP32) for tensor in (inputs, weight)):
         return False
@@ -66,7 +66,7 @@ def can_round(call: Call, first: int, groups: int) -> bool:
 
 
 def _in_blocks(inputs: Tensor, weight: Tensor, bias: Tensor | None, geometry: Sequence[Any]) -> Tensor | None:
-    """Return the convolution by AMX, or None where it cannot compute it."""
+    """Return the convolution by AMX, or None if it is not supported."""
     stride, padding, dilation, transposed, *_ = geometry
     if transposed or inputs.dim() != DIMENSIONS:
         return None
@@ -77,7 +77,7 @@ def _in_blocks(inputs: Tensor, weight: Tensor, bias: Tensor | None, geometry: Se
 
 
 def _places(inputs: Tensor, weight: Tensor, geometry: Sequence[Any]) -> Sequence[int]:
-    """Return how many places the kernel has in an image, by dimension: each is multiplied with the whole weight."""
+    """Return the number of kernel positions in an image by dimension; each is multiplied with the whole weight."""
     stride, padding, dilation, transposed, *_ = geometry
     if transposed:
         return inputs.shape[2:]

@@ -1,8 +1,8 @@
-"""The gradient of a convolution's weight by a C function (``weight_gradient.c``), for images in NHWC.
+"""The weight gradient of a convolution by a C function (``weight_gradient.c``), for images in NHWC.
 
-oneDNN's kernel transposes each image first, and computes at half to three quarters of the rate of its forward. This one
-pairs two images pixel by pixel while it packs them, and comes near that rate. It needs a CPU with AVX-512's bf16
-instructions, and uses the tiles of AMX where there are any. Numbers in fp32 are rounded as they are packed.
+oneDNN's kernel transposes each image first, and reaches half to three quarters of the rate of its forward. This
+function pairs two images pixel by pixel while packing them, and comes close to that rate. It requires the bf16
+instructions of AVX-512, and uses AMX tiles if available. fp32 values are rounded while they are packed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from nano_loop.kernels.memory import BYTES, FLOATS, STRIDED, empty
 
 _NUMBERS = FLOATS._replace(layout=STRIDED)
 KERNEL = CompiledKernel("weight_gradient", {"weight_gradient": (*[_NUMBERS] * 3, BYTES)}, needs_avx512_bf16=True)
-#: Minimum number of channels and of outputs: with fewer, most of a vector is empty. The pixels that a row of the kernel
-#: covers, which lie side by side, count as one, of more channels, where those are fewer.
+#: Minimum number of input and output channels: with fewer, most of a vector is empty. If there are fewer channels, the
+#: pixels under a row of the kernel, which are contiguous, count as one pixel with more channels.
 FEWEST = 8
-#: Maximum number of pixels that a step of the geometry may reach: with more, bytes would overflow.
+#: Maximum number of pixels per step of the geometry: with more, byte offsets would overflow.
 FARTHEST = 1 << 12
 #: Maximum number of positions of a kernel whose gradient is written in NCHW: `MOST_POSITIONS` of the C file.
 _MOST_POSITIONS = 25
@@ -35,7 +35,7 @@ _INT = ctypes.c_int64
 
 
 class Geometry(NamedTuple):
-    """Height and width of a kernel, and how it moves, as in `torch.nn.Conv2d`: two int each."""
+    """Kernel size, stride, padding and dilation as in `torch.nn.Conv2d`, as pairs of (height, width)."""
 
     kernel: Sequence[int]
     stride: Sequence[int]
@@ -53,7 +53,7 @@ class ConvolutionCall(ctypes.Structure):
 
     @classmethod
     def of(cls, inputs: Tensor, outputs: int, out_sizes: Sequence[int], geometry: Geometry) -> Self:
-        """Return the sizes of a convolution of images, with so many outputs of these heights and widths."""
+        """Return the sizes of a convolution of images with this number of outputs and these output sizes."""
         images, channels, *sizes = inputs.shape
         return cls(images, channels, outputs, *sizes, *out_sizes, *map(tuple, geometry))
 
@@ -88,19 +88,19 @@ def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry, in_nch
     Parameters
     ----------
     gradient : torch.Tensor
-        bfloat16 or float32, of shape (N, O, H', W'): the gradient of the output.
+        The output gradient: bfloat16 or float32, of shape (N, O, H', W').
     inputs : torch.Tensor
-        bfloat16 or float32, of shape (N, C, H, W). `supports` accepts both: the channels of a pixel lie side by side.
+        bfloat16 or float32, of shape (N, C, H, W). `supports` requires contiguous pixel channels of both tensors.
     geometry : Geometry
-        Of the convolution.
+        The kernel size, stride, padding and dilation.
     in_nchw : bool
-        Whether the result is wanted in the layout of weights in NCHW, which autograd would copy it to. Those in
-        float32, of fewer than eight channels, and kernels of more than 25 positions are in channels_last all the same.
+        Whether to return the layout of an NCHW weight, to which autograd would otherwise copy the result. Gradients in
+        float32, with fewer than eight channels, or with more than 25 positions are in channels_last regardless.
 
     Returns
     -------
     torch.Tensor
-        Of shape (O, C, *kernel), in channels_last or contiguous; bfloat16 if both are. Sums are in fp32, in
+        Of shape (O, C, *kernel), in channels_last or contiguous; bfloat16 if both are. Sums are accumulated in fp32 in
         an order that depends on the number of threads.
     """
     sizes, positions = (gradient.size(1), inputs.size(1), *geometry.kernel), math.prod(geometry.kernel)
@@ -123,7 +123,7 @@ def _call(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> _Call:
         setattr(call, name, (image, row, column))
     call.input_is_wide, call.gradient_is_wide = (tensor.dtype is torch.float32 for tensor in (inputs, gradient))
     call.by_tiles = KERNEL.uses_amx
-    if inputs.size(1) < FEWEST:  # of padded inputs, what a row of the kernel covers is one pixel
+    if inputs.size(1) < FEWEST:  # the padded inputs under a row of the kernel count as one pixel
         call.channels, call.columns = inputs.size(1) * geometry.kernel[1], call.out_columns
         call.input[2] *= geometry.stride[1]
         call.kernel[1] = call.stride[1] = 1

@@ -1,14 +1,14 @@
-/* tanh, GELU by tanh, and its derivative, of tensors in bf16. They are computed in fp32 and rounded once, as torch computes
-   them.
+/* tanh, tanh-approximated GELU, and its derivative, for bf16 tensors. They are computed in fp32 and rounded once, as in
+   torch.
 
-   torch's hyperbolic tangent takes three to eight times as long. An element does not depend on another, so results do
-   not depend on the number of threads. */
+   torch's tanh takes three to eight times as long. Elements are independent, so results do not depend on the number of
+   threads. */
 #include "numbers.h"
 #include "threads.h"
 
 #define BLOCK 4096 /* elements that a thread computes at a time */
 
-/* tanh of numbers from -1 to 1, by a polynomial that was fitted to a relative error of 7e-9. */
+/* tanh for |x| <= 1, by a polynomial fitted to a relative error of 7e-9. */
 static inline float tangent_within_1(float x) {
     float square = x * x, p = -0.0003584508958738297f;
     p = p * square + 0.0023013607133179903f;
@@ -20,21 +20,21 @@ static inline float tangent_within_1(float x) {
     return x + x * (square * p);
 }
 
-/* Beyond 1, 1 - 2e / (1 + e) with e = exp(-2|x|), of which nothing cancels. */
+/* For |x| > 1: 1 - 2e / (1 + e) with e = exp(-2|x|), which has no cancellation. */
 static inline float hyperbolic_tangent(float x) {
     float magnitude = __builtin_fabsf(x), e = exponential(-2.0f * magnitude);
     return __builtin_copysignf(magnitude < 1.0f ? tangent_within_1(x) : 1.0f - 2.0f * e / (1.0f + e), x);
 }
 
-/* x s(2u), with the logistic function s and u = √(2/π) (x + 0.044715 x³), which is x (1 + tanh u) / 2. */
+/* u = √(2/π) (x + 0.044715 x³): GELU is x (1 + tanh u) / 2, which is x s(2u) with the logistic function s. */
 static inline float argument(float x) { return x * (0.797884560802865f + 0.0356774081363f * x * x); }
 static inline float gelu(float x) {
     float e = exponential(-2.0f * __builtin_fabsf(argument(x)));
-    float magnitude = x > 100.0f ? 100.0f : __builtin_fabsf(x); /* from there on e is 0, and infinity times 0 is none */
+    float magnitude = x > 100.0f ? 100.0f : __builtin_fabsf(x); /* beyond 100, e is 0; infinity times 0 would be NaN */
     return (x < 0 ? -0.0f : x) - magnitude * (e / (1.0f + e));
 }
 
-/* s(2u) + x 2u' s(2u) s(-2u). */
+/* The derivative s(2u) + x 2u' s(2u) s(-2u). */
 static inline float slope_of_gelu(float x) {
     float e = exponential(-2.0f * __builtin_fabsf(argument(x)));
     float larger = 1.0f / (1.0f + e), smaller = e * larger;

@@ -1,6 +1,6 @@
-/* The tiles of AMX: whether there are any, and their shapes.
+/* AMX tiles: whether they are available, and their shapes.
 
-   gcc's intrinsics do not say that they read and write memory. Functions that use them begin and end with MEMORY_CHANGES. */
+   gcc's intrinsics are not declared to access memory. Functions that use them begin and end with MEMORY_CHANGES. */
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -14,17 +14,17 @@
 #define WITH_TILES __attribute__((target("amx-tile,amx-bf16")))
 #define MEMORY_CHANGES __asm__ volatile("" ::: "memory")
 
-/* Whether the CPU has the tiles, and Linux lets this process have them. */
+/* Whether the CPU has AMX tiles, and Linux lets this process use them. */
 static int find_amx(void) {
     unsigned eax, ebx, ecx, edx, low, high;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & 1u << 22) || !(edx & 1u << 24)) return 0;
     if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & 1u << 27)) return 0;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    /* ARCH_REQ_XCOMP_PERM, for the tiles' data; 3 << 17: both of their states. */
+    /* ARCH_REQ_XCOMP_PERM, for the tile data; 3 << 17: both state components. */
     return (low & 3u << 17) == 3u << 17 && !syscall(SYS_arch_prctl, 0x1023, 18);
 }
 
-/* Gives the eight tiles as many lines, of as many words. They are zero then. */
+/* Configures the eight tiles with these numbers of lines and of words, and zeroes them. */
 WITH_TILES static void begin_tiles(const uint8_t *lines, const uint8_t *words) {
     struct {
         uint8_t palette, start, nothing[14];
@@ -38,7 +38,7 @@ WITH_TILES static void begin_tiles(const uint8_t *lines, const uint8_t *words) {
 
 WITH_TILES static void end_tiles(void) { _tile_release(); }
 
-/* Tiles 0 to 3 are sums of 32 × 32: zeros, or those of `sums`, whose other halves are `right` and `below` of the first one. */
+/* Initializes tiles 0 to 3, which hold 32 × 32 sums: zeros, or `sums`, with the other halves at `right` and `below`. */
 WITH_TILES static inline void begin_sums(int begins, const float *sums, int64_t right, int64_t below, int64_t row) {
     MEMORY_CHANGES;
     if (begins) {
@@ -54,7 +54,7 @@ WITH_TILES static inline void begin_sums(int begins, const float *sums, int64_t 
     }
 }
 
-/* Adds the products of 32 rows of A and 32 columns of B: two tiles of each, whose lines are so many bytes apart. */
+/* Adds the products of 32 rows of A and 32 columns of B: two tiles each, with these strides between lines in bytes. */
 WITH_TILES static inline void add_to_sums(const void *a, const void *a_below, int64_t a_line, const void *b,
                                           const void *b_right, int64_t b_line) {
     _tile_loadd(4, a, a_line);

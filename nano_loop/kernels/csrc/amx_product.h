@@ -1,27 +1,27 @@
-/* Products of matrices by the tiles of AMX, with the numbers of product.c: factors in bf16, sums in fp32.
+/* Matrix products by AMX tiles, with the precision of product.c: bf16 factors, fp32 sums.
 
-   Both factors are packed, in blocks of 32 rows of A and of 32 columns of B: for each step of 32 numbers of the depth two
-   tiles of 16 lines, each of 16 words with two numbers that are summed together. A line is a row of A, or a pair of the depth
-   of B. Some rows of A are packed for all threads, then some columns of B, whose products threads share by blocks. Blocks are
-   filled up with zeros, and an element is computed by one thread, in an order that does not depend on their number. */
+   Both factors are packed, in blocks of 32 rows of A and 32 columns of B. Each step of depth 32 has two tiles of 16
+   lines of 16 words; a word holds two values that are summed together. A line is a row of A, or a pair of depth indices
+   of B. Some rows of A are packed for all threads, then some columns of B, whose products the threads share by blocks.
+   Blocks are zero-padded. Each element is computed by one thread, in an order independent of the number of threads. */
 #pragma once
 #include "amx.h"
 #include "packing.h"
 
 #ifdef HAS_AMX
-#define BLOCK 32            /* rows or columns of a block, and numbers of a step */
-#define OF_STEP 2048        /* bytes of a block's step: two tiles */
-#define SUMS 1024           /* of a pair of blocks */
-#define DEPTH 4096          /* numbers of the depth that are packed at a time */
-#define STEPS 16            /* of a block of A that stays in the first cache: 32 kB */
+#define BLOCK 32            /* rows or columns of a block, and the depth of a step */
+#define OF_STEP 2048        /* bytes of a step of a block: two tiles */
+#define SUMS 1024           /* for a pair of blocks */
+#define DEPTH 4096          /* maximum depth that is packed at a time */
+#define STEPS 16            /* for a block of A that stays in the L1 cache: 32 kB */
 #define BYTES_OF_A (4 << 20)
-#define BYTES_OF_B (1 << 20) /* half of the second cache of CPUs that have AMX */
+#define BYTES_OF_B (1 << 20) /* half of the L2 cache of CPUs with AMX */
 
 typedef struct {
-    int64_t blocks, steps;             /* of the depth, and those of one */
-    int64_t rows, columns;             /* blocks of 32 */
+    int64_t blocks, steps;             /* of the depth, and steps per block */
+    int64_t rows, columns;             /* number of blocks of 32 */
     int64_t rows_at_once, columns_at_once;
-    int64_t of_a, of_b, of_sums;       /* bytes: packed, and sums of all threads or of one */
+    int64_t of_a, of_b, of_sums;       /* bytes: packed factors, and the sums of all threads or of one */
 } Tiling;
 
 static Tiling tiling_of(const Call *call) {
@@ -43,7 +43,7 @@ static int64_t bytes_of_tiling(const Tiling *tiling, int64_t threads) {
 
 /* ------------------------------------------------------------------------------------------------- packing */
 
-/* Packs a block of `count` rows or columns for some steps. Strides are those of the depth and of what the block has. */
+/* Packs a block of `count` rows or columns for some steps, with strides along the depth and between rows or columns. */
 INLINE void pack_block_of(const int wide, const int is_contiguous, const int by_pairs, const void *from, int64_t of_depth,
                           int64_t of_line, int64_t count, int64_t depth, int64_t steps, char *to) {
     for (int64_t step = 0; step < steps; step++)
@@ -73,15 +73,15 @@ static void pack_columns_of_b(const Call *call, const void *b, int64_t column, i
 
 /* ------------------------------------------------------------------------------------------------ products */
 
-/* The sums of a pair of blocks, four tiles of 16 × 16 side by side, = or += what some steps add. See
-   amx.h about the empty instructions. */
+/* The sums of a pair of blocks, four tiles of 16 × 16: initialized or increased by some steps. See amx.h about the
+   empty instructions. */
 WITH_TILES static void add_steps(int64_t steps, const char *a, const char *b, float *sums, int begins) {
     begin_sums(begins, sums, 256, 512, 16);
     for (int64_t step = 0; step < steps; step++, a += OF_STEP, b += OF_STEP) add_to_sums(a, a + 1024, 64, b, b + 1024, 64);
     store_sums(sums, 256, 512, 16);
 }
 
-/* Writes the sums of a pair of blocks, plus the row. */
+/* Writes the sums of a pair of blocks, plus the bias row. */
 static void write_block(const Call *call, const float *sums, const void *bias, char *out, int64_t row, int64_t column) {
     for (int64_t half = 0; half < 2; half++) {
         int64_t at = column + 16 * half;
@@ -102,7 +102,7 @@ static void write_block(const Call *call, const float *sums, const void *bias, c
     }
 }
 
-/* A thread's share of a product. All `threads` of them compute together, if they are more than one. */
+/* One thread's share of a product. If `threads` > 1, all of them must compute together. */
 static void multiply_by_tiles(const Call *call, const void *a, const void *b, const void *bias, char *out, char *scratch,
                               int64_t thread, int64_t threads) {
     Tiling tiling = tiling_of(call);
@@ -123,7 +123,7 @@ static void multiply_by_tiles(const Call *call, const void *a, const void *b, co
                 if (threads > 1) {
 #pragma omp barrier
                 }
-                /* Of few rows, threads share the columns too. */
+                /* With few rows, threads also share the columns. */
                 int64_t parts = rows >= 2 * threads ? 1 : least(columns, divided(2 * threads, rows)), units = rows * parts;
                 for (int64_t unit = units * thread / threads; unit < units * (thread + 1) / threads; unit++) {
                     int64_t i = unit / parts, begin = columns * (unit % parts) / parts;

@@ -1,11 +1,12 @@
-/* Attention in blocks, by the bf16 instructions of AVX-512, or by AMX: softmax(query keyᵀ · scale + mask) value, and its gradients.
+/* Attention in blocks, by the bf16 instructions of AVX-512 or by AMX: softmax(query keyᵀ · scale + mask) value, and its
+   gradients.
 
-   For one head, the scores of a block of rows are computed, normalized and multiplied while they are in the cache. The
-   backward computes them again from the logarithms of the sums that the forward has kept, as Dao et al. do
-   ("FlashAttention", 2022), so nothing of the size of the scores is stored but the mask of a dropout. Products are of
-   bf16 numbers with sums in fp32; all else is in fp32.
+   For each head, the scores of a block of rows are computed, normalized and multiplied while they are in the cache. The
+   backward recomputes them from the log-sum-exps saved by the forward, as in Dao et al. ("FlashAttention", 2022), so
+   nothing of the size of the scores is stored except a dropout mask. Products have bf16 factors and fp32 sums;
+   everything else is in fp32.
 
-   A head is computed by one thread, so a result does not depend on the number of threads. */
+   Each head is computed by one thread, so results do not depend on the number of threads. */
 #include <stdint.h>
 #include <string.h>
 
@@ -17,17 +18,17 @@
 #include "tiles.h"
 #include "vectors.h"
 
-#define ROWS 64 /* rows of a block, an even number */
-#define LARGE 4096.0f /* beside a number of this size, fp32 keeps the logarithm of a sum to 2^-12 */
+#define ROWS 64 /* rows of a block; must be even */
+#define LARGE 4096.0f /* next to a value of this size, fp32 represents the logarithm of a sum to 2^-12 */
 
 /* ------------------------------------------------------------------------------------------------- softmax */
 
-/* Of one row: what is read along with its scores. */
+/* The data that is read along with a row of scores. */
 typedef struct {
     const Call *call;
     const void *mask;    /* of this row, or NULL */
-    const uint8_t *kept; /* by the dropout, or NULL */
-    int64_t columns;     /* those that are not masked by being causal */
+    const uint8_t *kept; /* the dropout mask, or NULL */
+    int64_t columns;     /* those visible to a causal row */
 } Row;
 
 INLINE __m512 with_mask(const Row *row, __m512 scores, int64_t at) {
@@ -41,7 +42,7 @@ INLINE __m512 with_mask(const Row *row, __m512 scores, int64_t at) {
             const uint8_t *bytes = (const uint8_t *)row->mask + at * step;
             __mmask16 open = step ? _mm_test_epi8_mask(_mm_maskz_loadu_epi8(here, bytes), _mm_set1_epi8(-1))
                                   : (*bytes ? 0xffff : 0);
-            found = _mm512_mask_add_ps(found, (__mmask16)~open, found, nothing); /* as torch: NaN stays one */
+            found = _mm512_mask_add_ps(found, (__mmask16)~open, found, nothing); /* as torch, which preserves NaN */
         } else if (call->mask_kind == 3) {
             const float *numbers = (const float *)row->mask + at * step;
             found = _mm512_add_ps(found, step ? _mm512_maskz_loadu_ps(here, numbers) : _mm512_set1_ps(*numbers));
@@ -55,7 +56,7 @@ INLINE __m512 with_mask(const Row *row, __m512 scores, int64_t at) {
     return _mm512_mask_mov_ps(nothing, here, found);
 }
 
-/* 1 / the probability where the dropout has kept an element, else 0. */
+/* 1 / (1 - dropout_p) where the dropout mask is set, otherwise 0. */
 INLINE __m512 factor(const Row *row, int64_t at, __m512 by_kept) {
     __m128i bytes = _mm_maskz_loadu_epi8(first(row->columns - at), row->kept + at);
     return _mm512_maskz_mov_ps(_mm_test_epi8_mask(bytes, bytes), by_kept);
@@ -63,9 +64,9 @@ INLINE __m512 factor(const Row *row, int64_t at, __m512 by_kept) {
 
 INLINE __m256i rounded(__m512 numbers) { return (__m256i)_mm512_cvtneps_pbh(numbers); }
 
-/* Makes a row of scores exponentials in bf16, and returns the logarithm of their sum. They are not divided by the sum, so
-   the largest is 1, without a rounding error; `by_sum` is the factor that is left. Exponentials are 0 from the last column
-   up to a multiple of 16. */
+/* Replaces a row of scores by exponentials in bf16, and returns the logarithm of their sum. They are not divided by the
+   sum, so the largest is exactly 1; `by_sum` is the remaining factor. Exponentials are zero-padded to a multiple of 16
+   columns. */
 static float normalize(const Row *row, float *scores, uint16_t *exponentials, float *by_sum) {
     int64_t end = up_to(row->columns, 16);
     __m512 most = _mm512_set1_ps(-__builtin_inff()), total = _mm512_setzero_ps();
@@ -75,7 +76,7 @@ static float normalize(const Row *row, float *scores, uint16_t *exponentials, fl
         most = _mm512_max_ps(most, found);
     }
     float maximum = _mm512_reduce_max_ps(most);
-    if (maximum == -__builtin_inff()) maximum = 0; /* all are masked: the sum will be 0 */
+    if (maximum == -__builtin_inff()) maximum = 0; /* all are masked: the sum becomes 0 */
     for (int64_t at = 0; at < end; at += 16) {
         __m512 found = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + at), _mm512_set1_ps(maximum)));
         total = _mm512_add_ps(total, found);
@@ -87,7 +88,7 @@ static float normalize(const Row *row, float *scores, uint16_t *exponentials, fl
     return sum == 0 ? __builtin_inff() : maximum + (float)logarithm(sum);
 }
 
-/* The factor of the exponentials of a row's scores less the largest of them, which is written. */
+/* Returns 1 / the sum of a row's exponentials, and writes the maximum, which is subtracted from the scores. */
 static float by_sum_of(const Row *row, const float *scores, float *maximum) {
     int64_t end = up_to(row->columns, 16);
     __m512 most = _mm512_set1_ps(-__builtin_inff()), total = _mm512_setzero_ps();
@@ -101,10 +102,9 @@ static float by_sum_of(const Row *row, const float *scores, float *maximum) {
     return 1.0f / _mm512_reduce_add_ps(total);
 }
 
-/* The gradients of the scores, from the scores and from the gradients of what multiplies the values. Overwrites the
-   scores by the probabilities after the dropout, and the second by the gradients. The forward has kept one number for
-   a row, in which the sum is lost beside a large maximum, as of a row that is masked by -1e9: then both are computed
-   again. */
+/* The gradients of the scores, from the scores and from the gradients of the probabilities. Overwrites the scores by
+   the probabilities after dropout, and the latter by the gradients. The saved log-sum-exp has lost the sum if the
+   maximum is large, as for a row masked by -1e9: then both are recomputed. */
 static void differentiate(const Row *row, float log_sum, float *scores, float *gradients) {
     int64_t end = up_to(row->columns, 16);
     float by_sum = 1, size = __builtin_fabsf(log_sum);
@@ -132,7 +132,7 @@ static void differentiate(const Row *row, float log_sum, float *scores, float *g
 
 /* ---------------------------------------------------------------------------------------------- whole heads */
 
-/* Writes rows behind an offset, multiplied by a number, or each by the number that `of_rows` has for it. */
+/* Writes rows at an offset, scaled by one number or by one number per row in `of_rows`. */
 INLINE void store(const float *from, int64_t from_row, int64_t rows, int64_t width, float scale, const float *of_rows,
                   int64_t is_wide, void *to, int64_t offset, int64_t row) {
     for (int64_t i = 0; i < rows; i++)
@@ -145,11 +145,11 @@ INLINE void store(const float *from, int64_t from_row, int64_t rows, int64_t wid
         }
 }
 
-/* The parts of a thread's memory, all of them multiples of 64 bytes. */
+/* The parts of a thread's memory, with sizes in multiples of 64 bytes. */
 typedef struct {
     uint32_t *keys_transposed, *values_transposed, *keys_paired, *values_paired, *queries_paired, *outs_paired;
     uint32_t *probabilities_paired, *gradients_paired;
-    uint16_t *probabilities; /* row by row, before they are divided by their sum; of the backward, the gradients of the scores */
+    uint16_t *probabilities; /* row-major, not divided by their sum; in the backward, the gradients of the scores */
     float *scores, *gradients, *result, *of_keys, *of_values;
     int64_t bytes;
 } Memory;
@@ -193,7 +193,7 @@ INLINE Row row_of(const Call *call, const void *mask, const uint8_t *kept, int64
     return row;
 }
 
-/* Sets what a causal row has not computed, up to the last column of its block. */
+/* Zeroes the masked part of a causal row, up to the last column of its block. */
 INLINE void clear(uint16_t *row, int64_t from, int64_t to) {
     if (to > from) memset(row + from, 0, (to - from) * sizeof *row);
 }
@@ -264,7 +264,7 @@ static void backward_of_head(const Call *call, const uint16_t *query, const uint
                     memset(gradients + done, 0, (end - done) * sizeof(float));
                 }
             }
-            if (rows % 2) { /* the second row of the last pair */
+            if (rows % 2) { /* zero the missing second row of the last pair */
                 memset(memory.scores + rows * keys, 0, end * sizeof(float));
                 memset(memory.gradients + rows * keys, 0, end * sizeof(float));
             }
@@ -298,14 +298,14 @@ static void backward_of_head(const Call *call, const uint16_t *query, const uint
           batch * call->of_value[0] + key_head * call->of_value[1], call->of_value[2]);
 }
 
-/* Whether `by_tiles` may be asked for. */
+/* Whether `by_tiles` is supported. */
 int has_amx(void) { return find_amx(); }
 
-/* Bytes of memory that each thread needs. */
+/* The number of bytes that each thread needs. */
 int64_t attention_bytes(const Call *call, int backward) { return memory_of(call, 0, backward).bytes; }
 
-/* Writes `out`, and the logarithm of the sum of each row into `log_sums`, which is (batch, head, row). `kept` is (batch,
-   head, row, column). `scratch` has `attention_bytes` for each thread. */
+/* Writes `out`, and the log-sum-exp of each row into `log_sums`, of shape (batch, head, row). `kept` has shape (batch,
+   head, row, column). `scratch` has `attention_bytes` bytes for each thread. */
 void attention_forward(const Call *call, const uint16_t *query, const uint16_t *key, const uint16_t *value,
                        const void *mask, const uint8_t *kept, void *out, float *log_sums, char *scratch,
                        int threads) {
@@ -316,7 +316,7 @@ void attention_forward(const Call *call, const uint16_t *query, const uint16_t *
                         i / call->heads, i % call->heads);
 }
 
-/* Writes the gradients of query, key and value, from that of `out`. */
+/* Writes the gradients of query, key and value, given that of `out`. */
 void attention_backward(const Call *call, const uint16_t *query, const uint16_t *key, const uint16_t *value,
                         const void *mask, const uint8_t *kept, const uint16_t *of_out, const float *log_sums,
                         void *of_query, void *of_key, void *of_value, char *scratch, int threads) {

@@ -1,4 +1,4 @@
-/* Whether a kernel for the bf16 instructions of AVX-512 is compiled, and torch's threads, which compute it. */
+/* Whether kernels for the bf16 instructions of AVX-512 are compiled, and torch's threads, which run them. */
 #pragma once
 #include "threads.h"
 

@@ -1,7 +1,7 @@
-/* Vectorised draws of torch's CPU generator, the MT19937 of Matsumoto and Nishimura (1998).
+/* Vectorized draws of torch's CPU generator, the MT19937 of Matsumoto and Nishimura (1998).
 
-   torch makes one draw at a time: it combines two 32-bit numbers of the generator into a 53-bit number, and the element
-   is 1 if that is below the probability. Here, all 624 numbers are generated, tempered and compared as vectors. */
+   torch makes one draw at a time: it combines two 32-bit outputs of the generator into a 53-bit integer. The element is
+   1 if that is below the probability. Here, all 624 outputs are generated, tempered and compared by vectors. */
 #include <stdint.h>
 
 #define N 624
@@ -12,7 +12,7 @@ static inline uint32_t twisted(uint32_t word, uint32_t next, uint32_t far) {
     return far ^ (joined >> 1) ^ ((0u - (next & 1u)) & 0x9908b0dfu);
 }
 
-/* The second and the third loop read elements N - M places behind, which is more than the width of a vector. */
+/* The second and third loops read elements at a distance of N - M, which is larger than a vector. */
 static void twist(uint32_t *mt) {
     int i;
     for (i = 0; i < N - M; i++) mt[i] = twisted(mt[i], mt[i + 1], mt[i + M]);
@@ -56,9 +56,9 @@ static void write(const uint8_t *bits, void *out, int64_t at, int count, int ite
     }
 }
 
-/* Fills `out` with `count` draws: with the probability threshold / 2^53, `one` (the bits of a 1 of `itemsize` bytes),
-   else 0. `state` holds the 624 numbers of the generator, and `start` the index of the next one (624 if a twist is due).
-   Advances the state and returns the new index. */
+/* Fills `out` with `count` draws: with probability threshold / 2^53, `one` (the bits of a 1 of `itemsize` bytes),
+   otherwise 0. `state` holds the 624 integers of the generator, and `start` the index of the next one (624 if a twist
+   is due). Advances the state and returns the new index. */
 int draw_bernoulli(uint64_t *state, int64_t start, void *out, int64_t count, int64_t itemsize, uint64_t one,
                    uint64_t threshold) {
     uint32_t mt[N], words[N], straddling[2];
@@ -69,7 +69,7 @@ int draw_bernoulli(uint64_t *state, int64_t start, void *out, int64_t count, int
     temper(mt, words);
     while (done < count) {
         int left = N - next;
-        if (left < 2) { /* the next pair has one number of the old state and one of the new, or two of the new */
+        if (left < 2) { /* the next pair has one or no integer from the old state */
             if (left) straddling[0] = words[next];
             twist(mt);
             temper(mt, words);

@@ -1,22 +1,22 @@
-/* Convolutions of images in NHWC by AMX, with numbers in fp32 that are rounded to bf16 as they are packed, and fp32 sums.
+/* Convolutions of NHWC images by AMX, with fp32 values rounded to bf16 while they are packed, and fp32 sums.
 
-   For each position of the kernel it is a product: pixels × channels by channels × outputs. Some rows of some images are
-   packed: 32 channels of all pixels after each other, so that a tile is 16 pixels that lie side by side. The window of each
-   position is the same packed images at another offset. Windows go on over the ends of rows, and what is computed there
-   is not written. With a stride, rows and columns are packed by their remainders (phases). Weights are packed once for all
-   threads, which share the images. */
+   Each position of the kernel is a product: pixels × channels by channels × outputs. Some rows of some images are
+   packed: 32 channels of all pixels one after another, so that a tile is 16 contiguous pixels. The window of each
+   position is the same packed images at a different offset. Windows wrap around the ends of rows, and the results there
+   are not written. With a stride, rows and columns are packed by their remainders (phases). Weights are packed once for
+   all threads, which share the images. */
 #include <stdint.h>
 #include <string.h>
 
 #include "avx512_bf16.h"
 
-/* Strides are numbers of elements. Channels of the inputs and outputs of the result lie side by side. */
+/* Strides are in elements. Channels of the inputs and outputs of the result are contiguous. */
 typedef struct {
     int64_t images, channels, outputs, rows, columns;  /* of the inputs */
     int64_t out_rows, out_columns;
     int64_t kernel[2], stride[2], padding[2], dilation[2];
-    int64_t input[3], out[3];                          /* strides of an image, a row and a column */
-    int64_t weight[4];                                 /* of an output, a channel, the kernel's rows and columns */
+    int64_t input[3], out[3];                          /* strides of image, row and column */
+    int64_t weight[4];                                 /* of output, channel, kernel row and kernel column */
 } Call;
 
 #ifdef HAS_AVX512_BF16
@@ -26,17 +26,17 @@ typedef struct {
 int has_amx(void) { return find_amx(); }
 
 #ifdef HAS_AMX
-#define DEPTH 32            /* channels of a step, two in each of 16 words */
-#define BLOCK 32            /* pixels, and outputs, whose sums are computed at a time: four tiles */
-#define OF_PIXEL 64         /* bytes of a packed pixel, of a step */
-#define OF_STEP 2048        /* bytes of the packed weights: two tiles */
-#define BYTES (384 << 10)   /* of packed inputs at a time, about: a part of the second cache */
+#define DEPTH 32            /* channels per step, two in each of 16 words */
+#define BLOCK 32            /* pixels and outputs whose sums are computed at a time: four tiles */
+#define OF_PIXEL 64         /* bytes of a packed pixel per step */
+#define OF_STEP 2048        /* bytes of the packed weights per step: two tiles */
+#define BYTES (384 << 10)   /* approximate size of the inputs packed at a time: a part of the L2 cache */
 
 typedef struct {
     int64_t images_of_block, rows_of_block, blocks_of_rows, blocks;
-    int64_t phases[2], phase_rows, phase_columns, packed; /* pixels of an image's rows */
+    int64_t phases[2], phase_rows, phase_columns, packed; /* pixels in the rows of an image */
     int64_t steps, output_blocks, positions;
-    int64_t inputs, weights;                              /* bytes; of a thread, and of all */
+    int64_t inputs, weights;                              /* bytes: per thread, and for all threads */
 } Plan;
 
 static Plan plan_of(const Call *call, int64_t threads) {
@@ -57,18 +57,18 @@ static Plan plan_of(const Call *call, int64_t threads) {
     plan.blocks = plan.blocks_of_rows * divided(call->images, plan.images_of_block);
     plan.phase_rows = plan.rows_of_block + reach[0], plan.phase_columns = call->out_columns + reach[1];
     plan.packed = plan.phases[0] * plan.phases[1] * plan.phase_rows * plan.phase_columns;
-    plan.inputs = (plan.steps * plan.images_of_block * plan.packed + BLOCK) * OF_PIXEL; /* a window may end behind them */
+    plan.inputs = (plan.steps * plan.images_of_block * plan.packed + BLOCK) * OF_PIXEL; /* windows may exceed the end */
     plan.weights = plan.output_blocks * plan.positions * plan.steps * OF_STEP;
     return plan;
 }
 
-/* Bytes of memory that a call takes, of all threads. */
+/* The number of bytes that a call needs, for all threads. */
 int64_t convolution_bytes(const Call *call, int threads) {
     Plan plan = plan_of(call, threads);
     return plan.weights + threads * plan.inputs;
 }
 
-/* Packs some rows of some images: step, image, phase of the rows and of the columns, row, column, 32 channels. */
+/* Packs some rows of some images: step, image, row phase, column phase, row, column, 32 channels. */
 static void pack_inputs(const Call *call, const Plan *plan, const float *from, int64_t image, int64_t images, int64_t row,
                         char *to) {
     int64_t of_phase = plan->phase_rows * plan->phase_columns, of_step = plan->images_of_block * plan->packed * OF_PIXEL;
@@ -91,7 +91,7 @@ static void pack_inputs(const Call *call, const Plan *plan, const float *from, i
         }
 }
 
-/* Packs the weights of 32 outputs: position, step, two tiles of 16 pairs of channels × 16 outputs. */
+/* Packs the weights of 32 outputs: position, step, two tiles of 16 channel pairs × 16 outputs. */
 static void pack_weights(const Call *call, const Plan *plan, const float *from, int64_t output, char *to) {
     const int64_t *strides = call->weight;
     int is_row = strides[1] == 1, is_column = strides[0] == 1;
@@ -123,7 +123,7 @@ static void pack_weights(const Call *call, const Plan *plan, const float *from, 
     }
 }
 
-/* The sums of 32 pixels and 32 outputs: two tiles side by side, of the first 16 pixels and of the others. */
+/* The sums of 32 pixels and 32 outputs: two tiles side by side for the first 16 pixels, then for the others. */
 WITH_TILES static void multiply(const Call *call, const Plan *plan, const char *inputs, const char *weights, float *sums) {
     int64_t of_step = plan->images_of_block * plan->packed * OF_PIXEL;
     begin_sums(1, sums, 16, 16 * BLOCK, BLOCK);
@@ -138,7 +138,7 @@ WITH_TILES static void multiply(const Call *call, const Plan *plan, const char *
     store_sums(sums, 16, 16 * BLOCK, BLOCK);
 }
 
-/* Writes sums of the pixels from `pixel` on that are no ends of rows, plus the bias. */
+/* Writes the sums of the pixels from `pixel` on, plus the bias, except where windows wrap around the end of a row. */
 static void write_sums(const Call *call, const Plan *plan, const float *sums, const float *bias, int64_t pixel, int64_t rows,
                   int64_t output, float *to) {
     __mmask32 here = first_of_32(call->outputs - output);

@@ -1,8 +1,8 @@
-/* Cross-entropy over the last dimension, and its gradient, without a tensor of logarithms in between.
+/* Cross-entropy over the last dimension, and its gradient, without an intermediate tensor of log-probabilities.
 
    A row of logits is read twice in the forward, the second time from the cache, and once in the backward. Sums have 16
-   lanes, as a vector has, and are added up in double precision, so a result depends neither on the number of threads
-   nor on the width of vectors. */
+   lanes and are accumulated in double precision, so results depend neither on the number of threads nor on the vector
+   width. */
 #include "logarithm.h"
 #include "numbers.h"
 #include "threads.h"
@@ -12,7 +12,7 @@
 
 #define DEFINE(NAME, TYPE, FROM)                                                                                       \
     static float maximum_##NAME(const TYPE *row, int64_t width) {                                                      \
-        float lanes[LANES], found = -__builtin_inff(); /* a NaN is none, and makes the sum one */                      \
+        float lanes[LANES], found = -__builtin_inff(); /* ignores NaN, which propagates by the sum */                  \
         int64_t at = 0;                                                                                                \
         for (int i = 0; i < LANES; i++) lanes[i] = found;                                                              \
         for (; at + LANES <= width; at += LANES)                                                                       \
@@ -25,7 +25,7 @@
         return found;                                                                                                  \
     }                                                                                                                  \
                                                                                                                        \
-    /* Returns the sum of exp(row - maximum), and writes that of row - maximum. */                                     \
+    /* Returns the sum of exp(row - maximum), and writes the sum of row - maximum. */                                  \
     static double sums_##NAME(const TYPE *row, int64_t width, float maximum, double *of_row) {                         \
         double total = 0, plain = 0;                                                                                   \
         for (int64_t start = 0; start < width; start += BLOCK) {                                                       \
@@ -50,9 +50,9 @@
         return total;                                                                                                  \
     }                                                                                                                  \
                                                                                                                        \
-    /* For each of `rows` rows of `width` logits: the largest, the sum of the exponentials of what each differs from   \
-       that, and the loss, 0 for the target `ignored`. `smoothing` is the part of the target that all classes share.   \
-       Returns 0, and writes nothing, if a target is not a class. */                                                   \
+    /* For each of `rows` rows of `width` logits: the maximum, the sum of exp(logit - maximum), and the loss, which is \
+       0 for the target `ignored`. `smoothing` is the part of the target distributed over all classes. Returns 0 and   \
+       writes nothing if a target is not a class. */                                                                   \
     int cross_entropy_##NAME(const TYPE *logits, const int64_t *targets, int64_t rows, int64_t width, int64_t ignored, \
                              double smoothing, float *maxima, float *sums, float *losses, int threads) {               \
         for (int64_t i = 0; i < rows; i++)                                                                             \
@@ -74,9 +74,9 @@
 DEFINE(float, float, from_float)
 DEFINE(bf16, uint16_t, from_bf16)
 
-/* The gradient of the losses by the logits: softmax less the target, times the row's factor; 0 for ignored rows. The
-   exponentials are divided by their sum: the logarithm of a sum of many has fewer digits behind the point. It may be
-   written over the logits. */
+/* The gradient of the losses with respect to the logits: softmax minus the target, times the row's factor; 0 for
+   ignored rows. The exponentials are divided by their sum, because the logarithm of a large sum has fewer fractional
+   digits. The result may overwrite the logits. */
 #define DEFINE_GRADIENT(NAME, TYPE, FROM, OUTPUT, TO)                                                                  \
     void gradient_##NAME(const TYPE *logits, const int64_t *targets, int64_t rows, int64_t width, int64_t ignored,     \
                          double smoothing, const float *maxima, const float *sums, const float *factors,               \

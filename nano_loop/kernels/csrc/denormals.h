@@ -1,12 +1,12 @@
-/* Denormal numbers, which lie between 0 and 2^-126. With them, many CPUs compute ten times as long or more. Gradients that
-   vanish over many layers or steps become denormal; a backward takes them for 0. A forward keeps what is that small. */
+/* Denormal numbers, between 0 and 2^-126, slow many CPUs down by a factor of ten or more. Gradients that vanish over
+   many layers or steps become denormal; a backward flushes them to 0. A forward preserves them. */
 #pragma once
 #ifdef __SSE2__
 #include <xmmintrin.h>
 #endif
 #define FLUSHED_TO_ZERO 0x8000 /* results of this thread */
 
-/* Lets results of this thread that are denormal be 0, if it is `wanted`. Returns the state before, for `restore`. */
+/* Flushes denormal results of this thread to 0 if `wanted`. Returns the previous state, for `restore`. */
 static inline unsigned flush_denormals(int wanted) {
 #ifdef __SSE2__
     unsigned state = _mm_getcsr();

@@ -1,29 +1,29 @@
-/* Gradients of depthwise convolutions of images in NHWC, in fp32 or bf16: each channel has its own kernel.
+/* Gradients of depthwise convolutions of NHWC images, in fp32 or bf16: each channel has its own kernel.
 
-   Channels lie side by side, so vectors are of neighbours in memory, and the functions are bound by it. Sums are in fp32
-   over at most `PIXELS` pixels and a row, and go on in double precision. How an image is divided depends on its shape
-   alone, so a result does not depend on the number of threads. */
+   Channels are contiguous, so vectors hold neighboring channels, and the functions are memory-bound. Sums are in fp32
+   over at most `PIXELS` pixels and a row, and are then accumulated in double precision. Images are partitioned based on
+   their shape only, so results do not depend on the number of threads. */
 #include <stdlib.h>
 
 #include "elements.h"
 #include "threads.h"
 
-#define POSITIONS 64 /* of a kernel, at most */
-#define PIXELS 128   /* of whose rows fp32 sums are taken, about */
-#define PARTS 16     /* into as many, images are divided, where they are fewer */
+#define POSITIONS 64 /* maximum number of kernel positions */
+#define PIXELS 128   /* approximate number of pixels per fp32 sum */
+#define PARTS 16     /* number of parts for images, if there are fewer images */
 
 typedef struct {
-    int64_t images, channels, outputs, rows, columns, out_rows, out_columns; /* as many outputs as channels */
-    int64_t kernel[2], stride[2], padding[2], dilation[2]; /* of rows, and of columns */
+    int64_t images, channels, outputs, rows, columns, out_rows, out_columns; /* `outputs` equals `channels` */
+    int64_t kernel[2], stride[2], padding[2], dilation[2]; /* of rows and of columns */
     int64_t bf16;
 } Call;
 
-/* The place of an input's row or column below a position of the kernel, which may lie outside. */
+/* The input row or column at a position of the kernel, which may be out of bounds. */
 INLINE int64_t below(const Call *call, int axis, int64_t out, int64_t position) {
     return out * call->stride[axis] - call->padding[axis] + position * call->dilation[axis];
 }
 
-/* Which rows or columns of the output a row or column of the input reaches, by which positions of the kernel. */
+/* The output rows or columns that depend on an input row or column, and the kernel positions involved. */
 typedef struct {
     int64_t count, out[POSITIONS], position[POSITIONS];
 } Reached;
@@ -38,7 +38,7 @@ static void reach(const Call *call, int axis, int64_t place, int64_t outs, Reach
     }
 }
 
-/* The gradients of an input's pixel, of `wide` vectors of channels: gradients times weights. */
+/* The gradient of an input pixel, for `wide` vectors of channels: gradients times weights. */
 INLINE void pixel(const void *gradient, const float *weight, void *out, int64_t at, const int64_t *from,
                   const int64_t *by, int64_t count, int64_t channel, int wide, int bf16) {
     Vector sum0 = {0}, sum1 = {0}, sum2 = {0}, sum3 = {0};
@@ -75,13 +75,13 @@ INLINE void row_of_input(const Call *call, const void *gradient, const float *we
             pixel(gradient, weight, out, at, from, by, count, channel, 4, bf16);
         for (; channel + 2 * WIDTH <= channels; channel += 2 * WIDTH)
             pixel(gradient, weight, out, at, from, by, count, channel, 2, bf16);
-        for (; channel < channels; channel += WIDTH) /* the last may be computed twice */
+        for (; channel < channels; channel += WIDTH) /* the last vector may overlap */
             pixel(gradient, weight, out, at, from, by, count, least(channel, channels - WIDTH), 1, bf16);
     }
 }
 
-/* Writes the gradient of the input, from that of the output, and a weight in fp32: [position, channel]. Returns 0 if
-   there is no memory. */
+/* Writes the gradient of the input, given that of the output, and a weight in fp32: [position, channel]. Returns 0 if
+   memory cannot be allocated. */
 int input_gradient(const Call *call, const void *gradient, const float *weight, void *out, int threads) {
     Reached *columns = malloc((size_t)call->columns * sizeof *columns);
     if (!columns) return 0;
@@ -98,8 +98,8 @@ int input_gradient(const Call *call, const void *gradient, const float *weight, 
     return 1;
 }
 
-/* Adds to the sums of a row of the kernel, of one or two vectors of channels but some first ones, what rows of the
-   output give. Arrays would stay in memory, so the sums have names. */
+/* Adds the contributions of output rows to the sums of a kernel row, for one or two vectors of channels. Individual
+   variables rather than arrays, which would stay in memory. */
 INLINE void rows_of_output(const Call *call, const void *gradient, const void *x, double *sums, int64_t image,
                            int64_t begin, int64_t end, int64_t down, int64_t channel, int64_t skipped, int width,
                            int wide, int bf16) {
@@ -157,8 +157,8 @@ INLINE void part_of_image(const Call *call, const void *gradient, const void *x,
         }
 }
 
-/* Writes the gradient of the weight, in fp32: [position, channel]. The width of the kernel is 3, 5 or 7, and there
-   are 16 channels or more. Returns 0 if there is no memory. */
+/* Writes the gradient of the weight in fp32: [position, channel]. The kernel width must be 3, 5 or 7, with at least 16
+   channels. Returns 0 if memory cannot be allocated. */
 int weight_gradient(const Call *call, const void *gradient, const void *x, float *out, int threads) {
     int64_t parts = least(call->images < PARTS ? (PARTS + call->images - 1) / call->images : 1, call->out_rows);
     int64_t count = call->kernel[0] * call->kernel[1] * call->channels;

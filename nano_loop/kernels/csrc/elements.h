@@ -1,4 +1,4 @@
-/* Vectors of fp32 numbers from tensors in bf16 or fp32, at every level of instructions. */
+/* Loads and stores of fp32 vectors for bf16 or fp32 tensors, at every instruction set level. */
 #pragma once
 #include "lanes.h"
 
@@ -24,14 +24,14 @@ INLINE Vector load(const void *base, int64_t at, int bf16) {
     return value;
 }
 
-/* bf16 is the nearest, and of two as near the even one, as torch rounds; a NaN stays one. */
+/* Rounds to the nearest bf16, ties to even, as torch does; preserves NaN. */
 INLINE void store(void *base, int64_t at, int bf16, Vector value) {
     if (bf16) {
 #if defined(__AVX512BF16__)
         __m256bh half = _mm512_cvtneps_pbh((__m512)value);
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
         bfloat16x4_t half = vcvt_bf16_f32((float32x4_t)value);
-#elif WIDTH == 8 /* the same as below, in fewer instructions */
+#elif WIDTH == 8 /* like the code below, with fewer instructions */
         const __m256 none = (__m256)_mm256_set1_epi32(0x7fc00000);
         Words raw = (Words)value, nan = (Words)(value != value);
         raw = raw + 0x7fff + ((raw >> 16) & 1);
@@ -51,7 +51,7 @@ INLINE void store(void *base, int64_t at, int bf16, Vector value) {
 
 INLINE Vector all(float value) { return (Vector){0} + value; }
 
-/* Adds numbers in fp32 to others in double precision. */
+/* Adds fp32 values to double-precision sums. */
 INLINE void add_to(double *sums, const Vector *vectors, int count) {
     float numbers[4 * WIDTH];
     memcpy(numbers, vectors, (size_t)count * sizeof *numbers);

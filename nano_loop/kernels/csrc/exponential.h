@@ -1,8 +1,8 @@
-/* The exponential, for any CPU. */
+/* The exponential function, for any CPU. */
 #pragma once
 #include "lanes.h"
 
-/* Returns p, and 2^n in `power`: exp of a number from -87 to 87 is 2^n (1 + p), by the scheme of Cephes' expf. */
+/* Returns p, and 2^n in `power`, such that exp(x) = 2^n (1 + p) for -87 <= x <= 87, as in Cephes' expf. */
 INLINE Vector exponential_parts(Vector x, Vector *power) {
     Vector shifted = x * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
     Vector n = shifted - 12582912.0f;
@@ -16,7 +16,7 @@ INLINE Vector exponential_parts(Vector x, Vector *power) {
     return p * (r * r) + r;
 }
 
-/* exp of numbers that are not larger than 0. Below -87 it is 0. A NaN stays one. */
+/* exp(x) for x <= 0. Below -87 it is 0. NaN is preserved. */
 INLINE Vector exponential(Vector x) {
     const Vector zero = {0};
     Vector power, p = exponential_parts(CHOOSE(x < -87.0f, zero - 87.0f, x), &power);

@@ -1,7 +1,7 @@
 /* Attention of fp32 tensors, softmax(query keyᵀ · scale + mask) value, and its gradients.
 
-   A thread computes whole heads. It packs keys and values once, and computes some rows of scores at a time, which stay in the
-   cache. The backward computes them again, with the sum of each row: its logarithm beside a large score is lost in fp32. */
+   A thread computes whole heads. It packs keys and values once, and computes some rows of scores at a time, which stay
+   in the cache. The backward recomputes them with the sum of each row: in fp32, a large log-sum-exp loses it. */
 #include "attention_call.h"
 #include "exponential.h"
 #include "fp32_tiles.h"
@@ -11,7 +11,7 @@
 #define BLOCK (8 * ROWS) /* rows of scores that are computed at a time */
 #define LOWEST (-__builtin_inff())
 
-/* A matrix that is packed: tiles of columns, for each number of the depth. */
+/* A packed matrix: tiles of columns, for each depth index. */
 typedef struct {
     const float *tiles;
     int64_t columns, depth;
@@ -35,7 +35,7 @@ static Packed pack(const float *b, int64_t b_step, int64_t b_column, int64_t col
     return (Packed){to, columns, depth};
 }
 
-/* Writes a b, or adds it to `out`, for some rows of a, some of its numbers, and all tiles that have one of the columns. */
+/* Writes a b, or adds it to `out`, for some rows and depths of a, and all tiles that contain one of the columns. */
 static void multiply(int64_t rows, int64_t columns, int64_t depth, const float *a, int64_t a_row, int64_t a_step,
                      const Packed *b, float *out, int64_t out_row, int is_added) {
     const float *from[ROWS];
@@ -60,12 +60,12 @@ static void store_rows(const float *from, int64_t rows, int64_t size, float *to,
         for (int64_t j = 0; j < size; j += WIDTH) store(to + i * to_row + j, size - j, at(from + i * padded(size) + j));
 }
 
-/* The keys that some rows see. */
+/* The number of keys visible to some rows. */
 INLINE int64_t keys_of(const Call *call, int64_t row, int64_t rows) {
     return call->causal ? least(call->keys, row + rows) : call->keys;
 }
 
-/* Computes scores of some rows. From the last key on that a row sees they are the lowest. */
+/* Computes the scores of some rows. Masked scores after a row's last visible key are set to the minimum. */
 static void score(const Call *call, const float *query, const Packed *keys, const float *mask, int64_t row, int64_t rows,
                   float *scores) {
     int64_t seen = keys_of(call, row, rows), width = padded(call->keys);
@@ -86,8 +86,8 @@ static void score(const Call *call, const float *query, const Packed *keys, cons
     }
 }
 
-/* Makes a row of scores exponentials, of which the largest is 1, returns their sum, and writes the largest score. Where no
-   key is seen all are 0. */
+/* Replaces a row of scores by exponentials, the largest of which is 1, returns their sum, and writes the largest score.
+   If no key is visible, all are 0. */
 INLINE float exponentials(float *scores, int64_t count, float *largest_score) {
     Vector largest = (Vector){0} + LOWEST, total = {0};
     for (int64_t j = 0; j < count; j += WIDTH) largest = CHOOSE(at(scores + j) > largest, at(scores + j), largest);
@@ -103,14 +103,14 @@ INLINE float exponentials(float *scores, int64_t count, float *largest_score) {
     return sum_of(total);
 }
 
-/* Numbers of memory that a thread takes. */
+/* The number of floats that a thread needs. */
 static int64_t numbers_of(const Call *call, int backward) {
     int64_t keys = padded(call->keys), size = padded(call->width);
     if (!backward) return call->width * keys + call->keys * size + BLOCK * (keys + size);
     return 2 * call->width * keys + 3 * call->keys * size + BLOCK * (2 * keys + 3 * size);
 }
 
-/* Bytes of memory that a thread of a call takes. */
+/* The number of bytes that a thread of a call needs. */
 int64_t fp32_attention_bytes(const Call *call, int backward) { return 4 * numbers_of(call, backward); }
 
 INLINE int64_t place(const int64_t *strides, int64_t batch, int64_t head) {
@@ -187,9 +187,9 @@ static void backward_of_head(const Call *call, int64_t batch, int64_t head, cons
     store_rows(value_sums, call->keys, call->width, of_value + place(call->of_value, batch, head), call->of_value[2]);
 }
 
-/* Arguments are those of the functions of attention.c. There is no dropout, and keys have as many heads as queries.
+/* The arguments are as in attention.c, but without dropout, and with as many key heads as query heads.
 
-   Writes `out`, and the logarithm of the sum of each row into `log_sums`, which is (batch, head, row). */
+   Writes `out`, and the log-sum-exp of each row into `log_sums`, of shape (batch, head, row). */
 void fp32_attention_forward(const Call *call, const float *query, const float *key, const float *value, const float *mask,
                             const uint8_t *kept, float *out, float *log_sums, float *scratch, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -198,7 +198,7 @@ void fp32_attention_forward(const Call *call, const float *query, const float *k
                         scratch + omp_get_thread_num() * numbers_of(call, 0));
 }
 
-/* Writes the gradients of query, key and value, and does not need the logarithms. */
+/* Writes the gradients of query, key and value. The log-sum-exps are not used. */
 void fp32_attention_backward(const Call *call, const float *query, const float *key, const float *value,
                              const float *mask, const uint8_t *kept, const float *of_out, const float *log_sums,
                              float *of_query, float *of_key, float *of_value, float *scratch, int threads) {

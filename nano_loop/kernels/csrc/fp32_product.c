@@ -1,10 +1,10 @@
-/* Products of fp32 matrices of any strides, by any number of threads. */
+/* Products of fp32 matrices with any strides, by any number of threads. */
 #include "fp32_product.h"
 #include "threads.h"
 
-#define PACKING 2 /* a tile takes as long to pack as the products of so many times `ROWS` rows */
+#define PACKING 2 /* packing a tile takes as long as the products of this many times `ROWS` rows */
 
-/* Among how many parts of the columns threads divide the work, for the least time of the slowest. Others share the rows. */
+/* The number of column parts for the threads that minimizes the time of the slowest. Rows are divided by the rest. */
 static int64_t parts_of_columns(int64_t groups, int64_t tiles, int64_t threads) {
     int64_t best = 1, least_time = 0;
     for (int64_t parts = 1; parts <= least(threads, tiles); parts++) {
@@ -15,7 +15,7 @@ static int64_t parts_of_columns(int64_t groups, int64_t tiles, int64_t threads) 
     return best;
 }
 
-/* Writes a b, or a b + bias if `bias` is not NULL. OpenMP may give fewer threads than are asked for. */
+/* Writes a b, or a b + bias if `bias` is not NULL. OpenMP may provide fewer threads than requested. */
 void fp32_product(const Shape *call, const float *a, const float *b, const float *bias, float *out, int threads) {
     Work work = {call, a, b, bias, out};
     int64_t groups = divided(call->rows, ROWS), tiles = divided(call->columns, TILE);

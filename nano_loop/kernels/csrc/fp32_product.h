@@ -1,32 +1,32 @@
-/* Products of fp32 matrices of any strides: A B, or A B plus a row.
+/* Products of fp32 matrices with any strides: A B, or A B plus a row.
 
-   MKL computes them by AVX2 on CPUs of other makers than Intel, also where these have AVX-512.
+   MKL uses only AVX2 on non-Intel CPUs, even if they have AVX-512.
 
-   Sums are taken over a block of the depth. A tile of columns of B is read where it lies, or is packed if its rows are far
-   apart or its columns are rows, and the rows of A pass. Some rows of A are packed first if they are columns, as in the
-   gradient of a weight. An element is summed in an order that does not depend on the number of threads. */
+   Sums are computed over blocks of the depth. A tile of columns of B is read in place, or packed if its rows are far
+   apart or its columns contiguous, and is multiplied with all rows of A. Rows of A are packed first if A is
+   column-major, as in a weight gradient. Each element is summed in an order independent of the number of threads. */
 #pragma once
 #include "fp32_tiles.h"
 
-#define BLOCK 256          /* numbers of a row whose products are summed at a time, for they and a tile stay in the cache */
+#define BLOCK 256          /* depth that is summed at a time, so that it and a tile stay in the cache */
 #define PANEL (16 * ROWS)  /* rows of A that are packed at a time */
-#define FEW_ROWS (4 * ROWS) /* for which no tile is packed that can be read where it lies */
-#define NEAR (4 * TILE)    /* numbers from row to row of a tile that is read where it lies */
-#define FEW_TILES 2        /* for which no rows of A are packed */
+#define FEW_ROWS (4 * ROWS) /* up to this many rows, tiles that can be read in place are not packed */
+#define NEAR (4 * TILE)    /* maximum row stride of a tile that is read in place */
+#define FEW_TILES 2        /* up to this many tiles, rows of A are not packed */
 
-/* Sizes, and strides from row to row, and from a column to the next one. */
+/* Sizes, row strides and column strides. */
 typedef struct {
     int64_t rows, columns, depth, a_row, a_step, b_step, b_column;
 } Shape;
 
-/* A call, and its tensors. */
+/* A call and its tensors. */
 typedef struct {
     const Shape *call;
     const float *a, *b, *bias;
     float *out;
 } Work;
 
-/* Packs rows of A: those that are multiplied at a time lie side by side, for each number of the depth. */
+/* Packs rows of A: the values of rows that are multiplied together are contiguous for each depth index. */
 static void pack_rows(const Shape *call, const float *a, int64_t rows, int64_t depth, float *panel) {
     for (int64_t row = 0; row < rows; row += ROWS, panel += depth * ROWS) {
         const float *from = a + row * call->a_row;
@@ -42,7 +42,7 @@ static void pack_rows(const Shape *call, const float *a, int64_t rows, int64_t d
 
 /* ------------------------------------------------------------------------------------------------ products */
 
-/* Adds sums of a block of the depth to some rows of a tile of the result, or writes them and the row that is added. */
+/* Adds the sums of a block of the depth to a tile of the result, or writes them plus the added row. */
 INLINE void add_sums(const Work *work, const float *sums, int64_t row, int64_t rows, int64_t column, int64_t width,
                      int is_first) {
     int64_t columns = work->call->columns;
@@ -57,7 +57,7 @@ INLINE void add_sums(const Work *work, const float *sums, int64_t row, int64_t r
         }
 }
 
-/* Computes some rows of some columns: tiles begin at multiples of `TILE`. */
+/* Computes some rows of some columns: tiles start at multiples of `TILE`. */
 static void multiply(const Work *work, int64_t begin, int64_t end, int64_t column, int64_t last) {
     const Shape *call = work->call;
     float packed[BLOCK * TILE] __attribute__((aligned(64))), panel[BLOCK * PANEL] __attribute__((aligned(64)));

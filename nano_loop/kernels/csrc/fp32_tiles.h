@@ -1,14 +1,14 @@
-/* Sums of products of a few rows with the columns of a tile, for any CPU. Intrinsics only load and store parts of
-   vectors. */
+/* Sums of products of a few rows with the columns of a tile, for any CPU. Intrinsics are only used to load and store
+   partial vectors. */
 #pragma once
 #include "lanes.h"
 
-/* Rows whose sums are computed at a time: with a tile's vectors, as many as there are registers for. */
+/* Rows whose sums are computed at a time: together with the vectors of a tile, they fill the registers. */
 #define ROWS (WIDTH == 8 ? 3 : 6)
-#define VECTORS 4 /* of a tile, at most */
+#define VECTORS 4 /* maximum number per tile */
 #define TILE (VECTORS * WIDTH)
-#define CHUNK 20 /* products that are summed one after another, at most: sums of sums have smaller errors */
-#define MULTIPLICATIONS (1 << 19) /* for which one more thread is started */
+#define CHUNK 20 /* maximum products summed sequentially: sums of partial sums have smaller errors */
+#define MULTIPLICATIONS (1 << 19) /* per additional thread */
 
 typedef float Unaligned __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
@@ -16,7 +16,7 @@ INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t divided(int64_t number, int64_t by) { return (number + by - 1) / by; }
 INLINE int64_t up_to(int64_t number, int64_t multiple) { return divided(number, multiple) * multiple; }
 
-/* The first numbers of a vector, as many as there are if those are fewer. The others are 0. */
+/* Loads up to `count` values of a vector. The others are 0. */
 INLINE Vector load(const float *from, int64_t count) {
     if (count >= WIDTH) return *(const Unaligned *)from;
 #if defined(__AVX512F__)
@@ -43,8 +43,8 @@ INLINE void store(float *to, int64_t count, Vector numbers) {
 #endif
 }
 
-/* Sums of products of `rows` rows with the columns of a tile, which has `vectors` vectors for each number of a row. The
-   numbers of a row are so far apart as `a_step` says, and those of a column as `tile_step`. */
+/* Sums of products of `rows` rows with the columns of a tile that has `vectors` vectors for each depth index. `a_step`
+   and `tile_step` are the strides along the depth. */
 INLINE void product_of_tile(const int rows, const int vectors, int64_t depth, const float *const *a, int64_t a_step,
                             const float *tile, int64_t tile_step, float *sums) {
     int64_t chunks = (depth + CHUNK - 1) / CHUNK, chunk = (depth + chunks - 1) / chunks;
@@ -71,7 +71,7 @@ INLINE void product_of_tile(const int rows, const int vectors, int64_t depth, co
     }
 }
 
-/* Functions for any number of rows, of tiles with this number of vectors. */
+/* Functions for any number of rows, for tiles with this number of vectors. */
 #define OF_VECTORS(PRODUCT, VECTORS)                                                                                   \
     static void PRODUCT##_##VECTORS(int64_t rows, int64_t depth, const float *const *a, int64_t a_step,                \
                                     const float *tile, int64_t tile_step, float *sums) {                               \
@@ -93,10 +93,10 @@ typedef void Product(int64_t, int64_t, const float *const *, int64_t, const floa
     static Product *const NAME[] = {PRODUCT##_1, PRODUCT##_2, PRODUCT##_3, PRODUCT##_4};
 FUNCTIONS(IN_FP32, product_of_tile)
 
-/* The vectors of a tile of columns that begins at this one. */
+/* The number of vectors of the tile that starts at a column. */
 INLINE int64_t vectors_at(int64_t column, int64_t columns) { return least(VECTORS, divided(columns - column, WIDTH)); }
 
-/* Transposes as many vectors as one has numbers. */
+/* Transposes a square of vectors. */
 INLINE void transpose(Vector *rows) {
 #if WIDTH == 16
     const Words firsts = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
@@ -119,7 +119,7 @@ INLINE void transpose(Vector *rows) {
     }
 }
 
-/* Packs a vector of columns, whose numbers lie side by side: `columns` of them, of `depth` numbers. */
+/* Packs up to a vector of columns of contiguous values: `columns` of them, of depth `depth`. */
 INLINE void pack_transposed(const float *b, int64_t b_column, int64_t columns, int64_t depth, int64_t width, float *tile) {
     for (int64_t k = 0; k < depth; k += WIDTH) {
         Vector rows[WIDTH];
@@ -130,7 +130,7 @@ INLINE void pack_transposed(const float *b, int64_t b_column, int64_t columns, i
     }
 }
 
-/* Packs a tile of `width` columns, of which the last ones may not be there: they are 0. */
+/* Packs a tile of `width` columns, zero-padded if there are fewer. */
 static inline void pack_tile(const float *b, int64_t b_step, int64_t b_column, int64_t columns, int64_t depth, int64_t width,
                              float *tile) {
     int64_t count = least(columns, width);

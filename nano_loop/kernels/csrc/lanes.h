@@ -1,4 +1,4 @@
-/* Vectors of fp32 numbers, for any CPU. They are GCC's and clang's own. */
+/* fp32 vectors for any CPU, by the vector extensions of GCC and clang. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -9,7 +9,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Numbers of a vector: those of a register. Wider vectors would lie in memory. */
+/* Values per vector: one register. Wider vectors would be in memory. */
 #if defined(__AVX512F__)
 #define WIDTH 16
 #elif defined(__AVX2__)
@@ -23,7 +23,7 @@ typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* The bits of `yes` where those of a comparison are set, and else of `no`. */
+/* Selects the bits of `yes` where a comparison is true, and of `no` elsewhere. */
 #define CHOOSE(CONDITION, YES, NO)                                                                                     \
     ({                                                                                                                 \
         Words mask = (Words)(CONDITION);                                                                               \

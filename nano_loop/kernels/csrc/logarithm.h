@@ -1,11 +1,11 @@
-/* The natural logarithm. That of the C library has another version since glibc 2.29, which what is linked against it would
-   need. */
+/* The natural logarithm. Using the one of the C library would require glibc 2.29 or later, which versioned the symbol.
+   */
 #pragma once
 #include <stdint.h>
 #include <string.h>
 
-/* Of 0, and of a number from 1 on, to within 1e-15 of the result. x = m 2^e with m between √½ and √2, and log m is the series
-   2 (s + s³/3 + s⁵/5 + …) with s = (m - 1) / (m + 1), which is at most 0.172. Infinity and a NaN stay what they are. */
+/* For 0 and values >= 1, to within 1e-15 of the result. x = m 2^e with m between √½ and √2, and log m is the series 2
+   (s + s³/3 + s⁵/5 + …) with s = (m - 1) / (m + 1), which is at most 0.172. Infinity and NaN are preserved. */
 static inline double logarithm(double x) {
     const int64_t root = 0x3fe6a09e667f3bcd; /* the bits of √½ */
     if (!(x < __builtin_inf())) return x;

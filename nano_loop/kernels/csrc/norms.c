@@ -1,15 +1,14 @@
-/* Batch norm, group norm and layer norm, forward and backward, of tensors in fp32 or bf16.
+/* Batch norm, group norm and layer norm, forward and backward, for fp32 and bf16 tensors.
 
-   A forward reads a tensor for its statistics, and again for the result; a backward reads two tensors twice. Sums have
-   16 lanes in fp32 over at most 16 rows, or over 1,024 neighbours, and go on in double precision. How a tensor is
-   divided depends on its shape alone, so a result depends neither on the number of threads nor on the width of vectors,
-   but for how the compiler fuses products with sums.
-   A part has its sum and the squared differences from its own mean, so equal elements have no variance however large
-   they are.
+   A forward reads a tensor once for its statistics and once for the result; a backward reads two tensors twice. Sums
+   have 16 lanes in fp32 over at most 16 rows or 1,024 contiguous elements, and are then accumulated in double
+   precision. A tensor is partitioned based on its shape only, so results depend neither on the number of threads nor on
+   the vector width, except for how the compiler fuses multiplications and additions. Each part has its sum and the
+   squared differences from its own mean, so equal elements have no variance however large they are.
 
-   Statistics of batch and group norms belong to (s, c): a segment s, and a channel c. Tensors are in NHWC, as rows of
-   channels, or in NCHW, where a row is one channel of one image. A batch norm in NHWC has all rows in one segment. In
-   all others, a segment is an image. */
+   Statistics of batch and group norms belong to (s, c): a segment s and a channel c. Tensors are in NHWC, as rows of
+   channels, or in NCHW, where a row is one channel of one image. A batch norm in NHWC has all rows in one segment.
+   Otherwise, a segment is an image. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,14 +18,14 @@
 #include "threads.h"
 
 #define LANES 16
-#define ROWS 16         /* rows of which fp32 sums are taken */
-#define NEIGHBOURS 1024 /* elements of a contiguous row, likewise */
-#define SOME_ROWS 32    /* rows whose mean is subtracted before squares are taken */
+#define ROWS 16         /* rows per fp32 sum */
+#define NEIGHBOURS 1024 /* contiguous elements per fp32 sum */
+#define SOME_ROWS 32    /* rows whose mean is subtracted before squaring */
 #define SOME_NEIGHBOURS 128
-#define ROWS_OF_A_CHUNK 256 /* about as many, where there are few rows */
-#define LEAST_ROWS 32       /* of a chunk. Of as many, fp32 sums are taken in the backward of a layer norm */
-#define CHUNKS 128          /* about as many, where there are many rows */
-#define SHARED 8            /* chunks that 2, 4 or 8 threads share equally */
+#define ROWS_OF_A_CHUNK 256 /* approximate number, if there are few rows */
+#define LEAST_ROWS 32       /* minimum rows of a chunk, and rows per fp32 sum in the backward of a layer norm */
+#define CHUNKS 128          /* approximate number, if there are many rows */
+#define SHARED 8            /* a number of chunks that 2, 4 or 8 threads can share equally */
 
 #define PARTS (LANES / WIDTH)
 #define FOR_PARTS _Pragma("GCC unroll 4") for (int part = 0; part < PARTS; part++)
@@ -35,10 +34,10 @@ typedef float eight __attribute__((vector_size(32)));
 typedef float four __attribute__((vector_size(16)));
 
 typedef struct {
-    int64_t segments, rows, channels; /* rows of a segment; in NCHW the elements of a channel of an image */
+    int64_t segments, rows, channels; /* in NCHW, `rows` are the elements of a channel of an image */
     int64_t nhwc, bf16;
-    /* NULL, or of a batch norm what makes its values by channel and two sums by channel those of a batch of which the
-       tensor is a part. Returns 0 if that failed. */
+    /* NULL, or for a batch norm: adds the values per channel and two sums by channel of the other parts of the batch.
+       Returns 0 if that failed. */
     int (*exchange)(double *elements, double *first, double *second);
 } Shape;
 
@@ -55,15 +54,15 @@ INLINE double sum_of(const Vector *parts) {
     return ((double)quarters[0][0] + quarters[0][1]) + ((double)quarters[0][2] + quarters[0][3]);
 }
 
-/* 1 in the last `count` of 16 lanes, else 0: those of a row's last lanes which the ones before them do not have. */
+/* 1 in the last `count` of 16 lanes, otherwise 0: the lanes at the end of a row that previous vectors do not cover. */
 INLINE Vector last_lanes(int64_t count, int part) {
     Vector mask = {0};
     for (int lane = 0; lane < WIDTH; lane++) mask[lane] = part * WIDTH + lane >= LANES - count;
     return mask;
 }
 
-/* Into how many chunks the rows of a segment are divided. They are equally long, and their number is one that threads
-   share equally, unless segments are many, or such a number. */
+/* The number of chunks for the rows of a segment. They have equal lengths, and threads can share them equally, unless
+   that already holds for the segments. */
 static int64_t chunks_of(const Shape *shape) {
     if (!shape->nhwc || !shape->segments) return 1;
     int64_t chunks = least(shape->rows / ROWS_OF_A_CHUNK, CHUNKS / shape->segments), most = shape->rows / LEAST_ROWS;
@@ -75,8 +74,8 @@ static int64_t chunks_of(const Shape *shape) {
 /* The first row of a chunk. */
 INLINE int64_t row_of_chunk(const Shape *shape, int64_t chunk, int64_t chunks) { return shape->rows * chunk / chunks; }
 
-/* What is summed of `wide` vectors of channels, for some rows in NHWC: x - shift and its square, or gradients and their
-   products with x - shift. Arrays would stay in memory, so the sums have names. */
+/* Partial sums for `wide` vectors of channels over some rows in NHWC: of x - shift and its square, or of gradients and
+   their products with x - shift. Individual variables rather than arrays, which would stay in memory. */
 INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_t rows, int64_t channels, int wide,
                          int bf16, const Vector *shift, Vector *first, Vector *second) {
     Vector first0 = {0}, first1 = {0}, first2 = {0}, first3 = {0};
@@ -97,9 +96,9 @@ INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_
     second[0] = second0, second[1] = second1, second[2] = second2, second[3] = second3;
 }
 
-/* Sums, in double precision, of x in a chunk's channels, and of squared differences from their means, or with `centers`
-   of gradients and their products with x - centers. What is squared is x less the mean of some rows, so that little is
-   lost in fp32. */
+/* Double-precision sums over a chunk for some channels: of x and of squared differences from its mean, or, with
+   `centers`, of gradients and their products with x - centers. Before squaring, the mean of some rows is subtracted,
+   which reduces fp32 rounding errors. */
 INLINE void tile(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int64_t channel,
                  int wide, int bf16, const float *centers, double *sums, double *products) {
     Vector shift[4] = {{0}}, first[4], second[4];
@@ -127,7 +126,7 @@ INLINE void tile(const void *gradient, const void *x, int64_t start, int64_t row
     }
 }
 
-/* The sums of all channels of a chunk, in tiles of four, two and one vectors. The last may be computed twice. */
+/* The sums of all channels of a chunk, in tiles of four, two and one vectors. The last tile may overlap. */
 INLINE void chunk(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int bf16,
                   const float *centers, double *sums, double *products) {
     int64_t channel = 0;
@@ -139,7 +138,7 @@ INLINE void chunk(const void *gradient, const void *x, int64_t start, int64_t ro
         tile(gradient, x, start, rows, channels, least(channel, channels - WIDTH), 1, bf16, centers, sums, products);
 }
 
-/* Sums of neighbours, as `sums_of_tile`, in one part of 16 lanes. */
+/* Sums of contiguous elements, like `sums_of_tile`, for one part of the 16 lanes. */
 INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, float shift,
                           int part, Vector *first, Vector *second) {
     Vector first0 = {0}, first1 = {0}, first2 = {0}, first3 = {0};
@@ -167,7 +166,7 @@ INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64
     *second = (second0 + second1) + (second2 + second3);
 }
 
-/* Sums of neighbours, of one part of the lanes after another: more sums than registers would lie in memory. */
+/* Sums of contiguous elements, one part of the lanes after another, so that all sums fit into registers. */
 INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, float shift,
                                double *first, double *second) {
     Vector firsts[PARTS], seconds[PARTS];
@@ -177,7 +176,7 @@ INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, 
     *second = sum_of(seconds);
 }
 
-/* The same as `tile`, of a contiguous row of 16 elements or more. */
+/* Like `tile`, for a contiguous row of at least 16 elements. */
 INLINE void row(const void *gradient, const void *x, int64_t at, int64_t count, int bf16, const float *center,
                 double *sums, double *products) {
     double first, second, plain = 0, multiplied = 0;
@@ -188,7 +187,7 @@ INLINE void row(const void *gradient, const void *x, int64_t at, int64_t count, 
         shift += (float)(first / (double)some);
     }
     for (int64_t start = 0; start < count; start += NEIGHBOURS) {
-        int64_t block = count - start < NEIGHBOURS + LANES ? count - start : NEIGHBOURS; /* none of less than 16 */
+        int64_t block = count - start < NEIGHBOURS + LANES ? count - start : NEIGHBOURS; /* none shorter than 16 */
         sums_of_neighbours(x, gradient, at + start, block, bf16, shift, &first, &second);
         plain += first;
         multiplied += second;
@@ -202,7 +201,7 @@ INLINE void row(const void *gradient, const void *x, int64_t at, int64_t count, 
     *products = multiplied;
 }
 
-/* 1 / sqrt(variance + eps) of what has these squared differences. Rounding may have made them negative; a NaN stays. */
+/* 1 / sqrt(variance + eps), given squared differences. Rounding may have made them negative; NaN is preserved. */
 INLINE double inverse_of(double *squares, double count, double eps) {
     *squares = *squares < 0 ? 0 : *squares;
     return 1 / __builtin_sqrt(*squares / count + eps);
@@ -238,19 +237,19 @@ static void sums(const Shape *shape, const void *gradient, const void *x, const 
     }
 }
 
-/* Memory for numbers in double precision, and behind these for others in fp32, or NULL. No elements need none. */
+/* Allocates doubles followed by floats, or returns NULL. Nothing is needed if there are no elements. */
 static void *memory_for(int64_t elements, int64_t doubles, int64_t floats) {
     return elements ? malloc((size_t)doubles * sizeof(double) + (size_t)floats * sizeof(float)) : 0;
 }
 static int64_t elements_of(const Shape *shape) { return shape->segments * shape->rows * shape->channels; }
 
-/* Makes the sums of some parts those of the first one. */
+/* Adds the sums of all parts to those of the first. */
 static void add_parts(double *sums, int64_t parts, int64_t channels) {
     for (int64_t part = 1; part < parts; part++)
         for (int64_t c = 0; c < channels; c++) sums[c] += sums[part * channels + c];
 }
 
-/* Makes the sums of some parts, and the squared differences from their means, those of the first one. */
+/* Merges the sums of all parts, and the squared differences from their means, into those of the first. */
 static void join_parts(const Shape *shape, int64_t parts, double *sums, double *squares) {
     int64_t chunks = chunks_of(shape), channels = shape->channels;
     double before = (double)row_of_chunk(shape, 1, chunks);
@@ -267,10 +266,10 @@ static void join_parts(const Shape *shape, int64_t parts, double *sums, double *
 }
 
 /* out = (x - centers) * scales + offsets, or with a gradient: gradient * scales + (x - centers) * slopes + offsets. All
-   coefficients are of (segment, channel), with a stride of 0 or of the channels between segments. */
+   coefficients are indexed by (segment, channel), with a segment stride of 0 or of the number of channels. */
 typedef struct {
     const float *centers, *scales, *slopes, *offsets;
-    int64_t stride, offset_stride; /* the first is that of all but the offsets */
+    int64_t stride, offset_stride; /* for all coefficients, and for the offsets */
 } Coefficients;
 
 INLINE void apply_to_row(const Coefficients *by, const void *gradient, const void *x, void *out, int64_t at,
@@ -293,7 +292,7 @@ INLINE void apply_to_row(const Coefficients *by, const void *gradient, const voi
     }
     for (; place + WIDTH <= count; place += WIDTH) APPLY
     if (place < count) {
-        place = count - WIDTH; /* some are written twice */
+        place = count - WIDTH; /* the last vector overlaps */
         APPLY
     }
 #undef APPLY
@@ -322,8 +321,8 @@ static void apply(const Shape *shape, const Coefficients *by, const void *gradie
     }
 }
 
-/* Writes the output, and each channel's mean and 1 / sqrt(variance + eps), and moves the running statistics on. Returns
-   0, and writes nothing, if there are no elements, or no memory for the sums, or an exchange has failed. `weight`,
+/* Writes the output, and each channel's mean and 1 / sqrt(variance + eps), and updates the running statistics. Returns
+   0 and writes nothing if there are no elements, if memory cannot be allocated, or if an exchange failed. `weight`,
    `bias` and `running_*` may be NULL. */
 int batch_norm(const Shape *shape, const void *x, const float *weight, const float *bias, float *running_mean,
                float *running_variance, double momentum, double eps, void *out, float *means, float *inverses,
@@ -351,7 +350,7 @@ int batch_norm(const Shape *shape, const void *x, const float *weight, const flo
     return 1;
 }
 
-/* Writes the gradients of the input, the weight and the bias, each of which may be NULL. Returns as `batch_norm`. */
+/* Writes the gradients of the input, the weight and the bias, each of which may be NULL. Returns like `batch_norm`. */
 int batch_norm_backward(const Shape *shape, const void *gradient, const void *x, const float *weight,
                         const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
                         int threads) {
@@ -381,7 +380,7 @@ int batch_norm_backward(const Shape *shape, const void *gradient, const void *x,
     return 1;
 }
 
-/* As `batch_norm`, with the statistics of each image's groups of channels. */
+/* Like `batch_norm`, with the statistics of each image's groups of channels. */
 int group_norm(const Shape *shape, int64_t groups, const void *x, const float *weight, const float *bias, double eps,
                void *out, float *means, float *inverses, int threads) {
     int64_t channels = shape->channels, chunks = chunks_of(shape), width = channels / groups;
@@ -418,7 +417,7 @@ int group_norm(const Shape *shape, int64_t groups, const void *x, const float *w
     return 1;
 }
 
-/* As `batch_norm_backward`. */
+/* Like `batch_norm_backward`. */
 int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient, const void *x, const float *weight,
                         const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
                         int threads) {
@@ -431,7 +430,7 @@ int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient
     float *offsets = slopes + pairs;
     for (int64_t at = 0; at < pairs; at++) centers[at] = means[at / channels * groups + at % channels / width];
     sums(shape, gradient, x, centers, channels, first, second, threads);
-    /* The sums of all chunks of an image become those of its first. */
+    /* Add the sums of all chunks of an image to those of its first. */
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t at = 0; at < shape->segments * groups; at++) {
         int64_t segment = at / groups, start = segment * chunks * channels, channel = at % groups * width;
@@ -489,14 +488,14 @@ INLINE void normalized_row(const void *x, int64_t at, int64_t width, const float
     }
     for (; place + WIDTH <= width; place += WIDTH) NORMALIZE
     if (place < width) {
-        place = width - WIDTH; /* some are written twice */
+        place = width - WIDTH; /* the last vector overlaps */
         NORMALIZE
     }
 #undef NORMALIZE
 }
 
-/* Normalises `rows` of `width` elements. Writes each row's mean and 1 / sqrt(variance + eps). It is an RMS norm if
-   `means` is NULL, as in its backward. */
+/* Normalizes `rows` rows of `width` elements. Writes each row's mean and 1 / sqrt(variance + eps). Computes an RMS norm
+   if `means` is NULL; likewise in the backward. */
 void layer_norm(const void *x, int64_t rows, int64_t width, int64_t bf16, const float *weight, const float *bias,
                 double eps, void *out, float *means, float *inverses, int threads) {
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
@@ -512,7 +511,7 @@ void layer_norm(const void *x, int64_t rows, int64_t width, int64_t bf16, const 
     }
 }
 
-/* The gradient of a row, whose parts of the gradients of weight and bias are added to `of_weight` and `of_bias`. */
+/* The gradient of a row. Adds its contributions to the gradients of weight and bias to `of_weight` and `of_bias`. */
 INLINE void gradient_of_row(const void *gradient, const void *x, int64_t at, int64_t width, const float *weight,
                             const float *center, float inverse, int bf16, void *of_input, float *of_weight,
                             float *of_bias) {
@@ -558,7 +557,7 @@ INLINE void gradient_of_row(const void *gradient, const void *x, int64_t at, int
 #undef WRITE
 }
 
-/* Writes the gradients of the input, the weight and the bias, each of which may be NULL. Returns as `batch_norm`. */
+/* Writes the gradients of the input, the weight and the bias, each of which may be NULL. Returns like `batch_norm`. */
 int layer_norm_backward(const void *gradient, const void *x, int64_t rows, int64_t width, int64_t bf16,
                         const float *weight, const float *means, const float *inverses, void *of_input,
                         float *of_weight, float *of_bias, int threads) {

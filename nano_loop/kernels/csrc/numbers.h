@@ -1,4 +1,4 @@
-/* Numbers in bf16 and fp32, and exponentials, for the kernels of this folder. */
+/* bf16 and fp32 values, and exponentials, for the kernels in this folder. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -19,15 +19,15 @@ static inline float from_float(float value) { return value; }
 static inline float from_bf16(uint16_t value) { return of_bits((uint32_t)value << 16); }
 static inline float to_float(float value) { return value; }
 
-/* To the nearest, and of two as near to the even one, as torch rounds; a NaN stays one. */
+/* Rounds to nearest, ties to even, as torch does; preserves NaN. */
 static inline uint16_t to_bf16(float value) {
     uint32_t bits = bits_of(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return (uint16_t)(value != value ? 0x7fc0u : rounded);
 }
 
-/* exp of a number that is at most 88, by the scheme of Cephes' expf: 2^n times a polynomial of what is left. Below -87
-   it is 0. Comparisons are such that a NaN stays one. */
+/* exp(x) for x <= 88, as in Cephes' expf: 2^n times a polynomial of the remainder. Below -87 it is 0. Comparisons are
+   written such that NaN is preserved. */
 static inline float exponential(float x) {
     float clipped = !(x < -87.0f) ? x : -87.0f;
     float shifted = clipped * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */

@@ -1,4 +1,4 @@
-/* The OpenMP runtime that the functions of this folder call. They run on torch's threads if it is torch's, too. */
+/* Reports which OpenMP runtime the functions in this folder use. They run on torch's threads if it is also torch's. */
 #include "denormals.h"
 #include "threads.h"
 
@@ -8,7 +8,7 @@ extern int omp_get_max_threads(void);
 int max_threads(void) { return omp_get_max_threads(); }
 void set_threads(int threads) { omp_set_num_threads(threads); }
 
-/* How many threads a parallel region gets. */
+/* The number of threads in a parallel region. */
 int threads_of_region(int threads) {
     int count = 0;
 #pragma omp parallel num_threads(threads)
@@ -17,10 +17,10 @@ int threads_of_region(int threads) {
     return count;
 }
 
-static _Thread_local unsigned state_before; /* 0: as it was */
+static _Thread_local unsigned state_before; /* 0: unchanged */
 
-/* Lets results of these threads that are denormal be 0, in whatever they compute until `restore_threads`. A Ctrl-C may
-   come between any two calls, so either may be repeated, or be missing. */
+/* Flushes denormal results of these threads to 0 in all computations until `restore_threads`. A KeyboardInterrupt can
+   occur between any two calls, so either may be repeated or omitted. */
 void flush_threads(int threads) {
 #pragma omp parallel num_threads(threads)
     if (!state_before) state_before = flush_denormals(1);

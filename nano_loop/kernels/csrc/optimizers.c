@@ -1,12 +1,12 @@
 /* One step of SGD, Adam or AdamW for a tensor, in one pass over memory.
 
-   A weight is in fp32, or split: into the nearest bf16, of two as near the larger one, and what it lacks of the fp32 number, a
-   rest of 16 bits with a sign. Gradients and states are in fp32 or bf16. A block of numbers is unpacked into fp32, stepped by
-   the rules of torch's fused kernels, and packed again while it is in the cache. States are rounded to bf16 up or down at
-   random, so that the mean is right, by numbers that depend on their place and on the step alone.
+   A weight is in fp32, or split into the nearest bf16 value, with ties rounded up, and a signed 16-bit rest: the
+   difference from the fp32 value. Gradients and states are in fp32 or bf16. A block of values is unpacked to fp32,
+   updated by the rules of torch's fused kernels, and packed again while it is in the cache. States are rounded to bf16
+   stochastically, which preserves the mean. The random numbers depend on the element's index and the step only.
 
-   A rest belongs to the numbers that it was made for. Each block of bf16 numbers has a checksum, and where something else has
-   written to a block, its rests are 0. */
+   Rests are only valid for the bf16 values that they were computed with. Each block has a checksum of these, and if
+   other code has written to a block, its rests are treated as 0. */
 #pragma GCC optimize("fp-contract=off")
 #include <stddef.h>
 
@@ -15,38 +15,38 @@
 #include "threads.h"
 #include "update_rules.h"
 
-#define BLOCK 1024  /* numbers with a checksum; `nano_loop.optimizers.split` has it, too */
-#define TOGETHER 8  /* numbers in a vector of torch's kernels, which round differently in the remainder */
+#define BLOCK 1024  /* values per checksum; also defined in `nano_loop.optimizers.split` */
+#define TOGETHER 8  /* values per vector in torch's kernels, which round differently in the remainder */
 #define STATES 3
 
-/* The tensors of a step, of `count` numbers. Weights with `rests` are split. */
+/* The tensors of a step, with `count` elements. Weights with `rests` are split. */
 struct tensors {
     void *weights;
     int16_t *rests;
     uint32_t *checksums;
     const void *gradients;
-    void *states[STATES]; /* NULL: there are no more */
+    void *states[STATES]; /* NULL-terminated if there are fewer */
     int64_t count, in_bf16; /* a bit for the gradients, and one for each state */
-    uint32_t keys[2]; /* of the random numbers */
+    uint32_t keys[2]; /* for the random numbers */
 };
 
-/* A block in fp32, of which the first `vectors` numbers are in vectors of torch's. */
+/* A block in fp32. torch computes its first `vectors` values in vectors. */
 struct block {
     float *weights, *states[STATES];
     const float *gradients;
     int64_t length, vectors;
-    int flushes; /* states that are denormal become 0; weights do not */
+    int flushes; /* whether denormal states become 0; weights never do */
 };
 
-/* Steps a block. */
+/* Updates a block. */
 typedef void (*Rule)(const struct block *block, const void *settings);
 
 #define SIZE 0x7fffffffu    /* the bits without the sign */
-#define LARGEST 0x7f7f0000u /* the largest bf16 number */
-#define HALF 0x8000u        /* half of the last place of a bf16 number */
+#define LARGEST 0x7f7f0000u /* the largest finite bf16 value */
+#define HALF 0x8000u        /* half a unit in the last place of bf16 */
 
-/* Infinity, NaN and what would be rounded to infinity keep their upper half unchanged. What would be rounded up to the largest
-   bf16 number cannot have a rest, and becomes the number before it. */
+/* Infinity, NaN and values that would be rounded to infinity keep their upper half. A value that would be rounded up to
+   the largest bf16 value cannot have a rest, and becomes the preceding value. */
 static inline void split(float value, uint16_t *upper, int16_t *rest) {
     uint32_t bits = bits_of(value), size = bits & SIZE;
     bits = size - (LARGEST - HALF) < HALF ? (bits & ~SIZE) | (LARGEST - HALF - 1) : bits;
@@ -59,7 +59,7 @@ static inline float joined(uint16_t upper, int16_t rest) {
     return of_bits(bits + ((bits & SIZE) < LARGEST ? (uint32_t)(int32_t)rest : (uint16_t)rest));
 }
 
-/* A sum over numbers and their places, without patterns that changes could keep. */
+/* A checksum of values and their positions, without patterns that changes could preserve. */
 static uint32_t checksum(const uint16_t *numbers, int64_t length) {
     uint32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -70,7 +70,7 @@ static uint32_t checksum(const uint16_t *numbers, int64_t length) {
     return sum;
 }
 
-/* 32 random bits for a place in a tensor and a step, after Ellis' lowbias32. */
+/* 32 random bits for an element of a tensor and a step, after Ellis' lowbias32. */
 static inline uint32_t drawn(uint32_t place, const uint32_t *keys) {
     uint32_t mixed = place * 0x9e3779b1u + keys[0];
     mixed = (mixed ^ mixed >> 16) * 0x7feb352du;
@@ -78,7 +78,7 @@ static inline uint32_t drawn(uint32_t place, const uint32_t *keys) {
     return mixed ^ mixed >> 16;
 }
 
-/* What cannot be rounded up without an overflow keeps its upper half. */
+/* Values whose rounding could overflow keep their upper half. */
 static inline uint16_t rounded(float value, uint32_t random) {
     uint32_t bits = bits_of(value);
     return (uint16_t)((bits + ((bits & SIZE) < LARGEST ? random & 0xffffu : 0)) >> 16);
@@ -104,7 +104,7 @@ static void pack_state(const float *state, uint16_t *out, int64_t first, int64_t
     for (int64_t k = 0; k < length; k++) out[k] = rounded(state[k], drawn((uint32_t)(first + k), keys) >> shift);
 }
 
-/* Steps a tensor, block by block. */
+/* Updates a tensor, block by block. */
 static void step(const struct tensors *of, Rule rule, const void *settings, int flushes, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < of->count; first += BLOCK) {
@@ -141,10 +141,10 @@ static void step(const struct tensors *of, Rule rule, const void *settings, int 
 
 struct adam_settings {
     struct adam rule;
-    float coupled; /* the weight decay that is part of the gradient */
+    float coupled; /* the part of the weight decay that is added to the gradient */
 };
 
-/* The means and squares of some numbers. Behind the last vector, torch's compiler adds in another order. */
+/* Updates the means and squares of some values. After the last full vector, torch's compiler adds in another order. */
 static inline void update_moments(const struct block *of, int64_t begin, int64_t end, int is_vector,
                                   const struct adam_settings settings) {
     const float *weights = of->weights, *gradients = of->gradients;
@@ -192,10 +192,10 @@ void adam_step(void *weights, int16_t *rests, uint32_t *checksums, const void *g
 struct sgd_settings {
     struct sgd rule;
     float coupled;
-    int is_first; /* the momenta have no numbers yet */
+    int is_first; /* the momenta are not initialized yet */
 };
 
-/* The gradient with its sign and the weight decay. */
+/* The gradient, negated if maximizing, plus weight decay. */
 static inline float direction(float weight, float gradient, const struct sgd_settings settings) {
     float signed_gradient = gradient * settings.rule.sign;
     return settings.coupled != 0 ? fmadd(weight, settings.coupled, signed_gradient) : signed_gradient;

@@ -1,13 +1,13 @@
-/* Packs numbers as the bf16 products of AVX-512 take them: two numbers that are summed together in one word.
+/* Packs values in the format of AVX-512's bf16 products: two values that are summed together in one word.
 
-   A source is of bf16 numbers or, if it is `wide`, of fp32 numbers. These are rounded to the nearest, and of two as near to
-   the even one. Below 2^-126 they become 0, for which the products take such a number in any case. */
+   A source has bf16 values or, if it is `wide`, fp32 values. These are rounded to nearest, ties to even. Values below
+   2^-126 become 0, as the product instructions treat them. */
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define TILE 64 /* columns of a packed tile of products: four vectors */
+#define TILE 64 /* columns of a packed tile: four vectors */
 
 INLINE int64_t divided(int64_t number, int64_t by) { return (number + by - 1) / by; }
 INLINE int64_t up_to(int64_t number, int64_t multiple) { return divided(number, multiple) * multiple; }
@@ -18,12 +18,12 @@ INLINE __mmask32 first_of_32(int64_t count) {
     return count >= 32 ? 0xffffffffu : count <= 0 ? 0 : (__mmask32)((1u << count) - 1);
 }
 
-/* The place so many numbers behind another one. */
+/* The address of an element at an offset of `count`. */
 INLINE const void *element(const int wide, const void *from, int64_t count) {
     return (const char *)from + count * (wide ? 4 : 2);
 }
 
-/* 32 numbers in bf16. */
+/* Loads 32 values in bf16. */
 INLINE __m512i loaded(const int wide, __mmask32 here, const void *from) {
     if (!wide) return _mm512_maskz_loadu_epi16(here, from);
     __m512 low = _mm512_maskz_loadu_ps((__mmask16)here, from);
@@ -31,12 +31,12 @@ INLINE __m512i loaded(const int wide, __mmask32 here, const void *from) {
     return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
-/* 16 numbers in bf16, of as many that lie side by side. */
+/* Loads 16 contiguous values in bf16. */
 INLINE __m256i sixteen(const int wide, __mmask16 here, const void *from) {
     return wide ? (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(here, from)) : _mm256_maskz_loadu_epi16(here, from);
 }
 
-/* Writes 32 words: each of 32 numbers of `low`, with the one of `high` beside it, or with 0 if `high` is NULL. */
+/* Writes 32 words: each value of `low` paired with the value of `high`, or with 0 if `high` is NULL. */
 INLINE void interleave_of(const int wide, const void *low, const void *high, __mmask32 here, uint32_t *to) {
     const __m512i firsts = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
                                             37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -48,7 +48,7 @@ INLINE void interleave_of(const int wide, const void *low, const void *high, __m
     _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, lasts, b));
 }
 
-/* 16 words of as many numbers, with those of `high` in the upper halves. */
+/* 16 words with the values of `low` in the lower halves and those of `high` in the upper halves. */
 INLINE __m512i paired(__m256i low, __m256i high) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
@@ -82,8 +82,8 @@ INLINE void transpose(__m512i *r) {
     }
 }
 
-/* Packs a tile of AMX of 16 rows or columns, `count` of which are there, and of as much of `depth` as there is: a row in each
-   line, or a pair of the depth. They lie `apart` from each other if each is contiguous; else the numbers of the depth lie so, and 16 of them side by side. */
+/* Packs an AMX tile of 16 rows or columns, `count` of which exist, for the existing part of `depth`. Each line has one
+   row, or one pair along the depth. `apart` is the stride of contiguous rows, or else of the depth. */
 INLINE void pack_tile(const int wide, const int is_contiguous, const int by_pairs, const void *from, int64_t apart,
                       int64_t count, int64_t depth, char *to) {
     __m512i lines[16];
@@ -102,8 +102,8 @@ INLINE void pack_tile(const int wide, const int is_contiguous, const int by_pair
     for (int i = 0; i < 16; i++) _mm512_store_si512(to + 64 * i, lines[i]);
 }
 
-/* Packs 16 columns of a tile: rows of a matrix whose transpose is the second factor. Each pair of its columns has a row of
-   words. Rows, and the second column of the last pair, that are not there are zero. */
+/* Packs 16 columns of a tile: rows of a matrix whose transpose is the second factor. Each pair of its columns becomes a
+   row of words. Missing rows, and a missing second column of the last pair, are zero-padded. */
 INLINE void pack_group_of(const int wide, const void *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
     int64_t pairs = divided(width, 2);
     for (int64_t pair = 0; pair < pairs; pair += 16) {
@@ -118,15 +118,15 @@ INLINE void pack_group_of(const int wide, const void *from, int64_t row, int64_t
     }
 }
 
-/* Packs a matrix of rows, whose transpose is the second factor: tiles of 64 rows. */
+/* Packs a matrix whose transpose is the second factor, as tiles of 64 rows. */
 INLINE void pack_transposed_of(const int wide, const void *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
     for (int64_t tile = 0; tile < rows; tile += TILE, to += divided(width, 2) * TILE)
         for (int64_t group = 0; group < TILE; group += 16)
             pack_group_of(wide, element(wide, from, (tile + group) * row), row, rows - tile - group, width, to + group);
 }
 
-/* Packs a matrix that is the second factor itself: tiles of 64 columns, in which each pair of rows has a row of words.
-   Columns, and the second row of the last pair, that are not there are zero. */
+/* Packs a matrix that is the second factor, as tiles of 64 columns in which each pair of rows becomes a row of words.
+   Missing columns, and a missing second row of the last pair, are zero-padded. */
 INLINE void pack_pairs_of(const int wide, const void *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
     int64_t pairs = divided(rows, 2);
     for (int64_t tile = 0; tile < width; tile += TILE, to += pairs * TILE)

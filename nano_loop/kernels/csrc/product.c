@@ -1,57 +1,56 @@
-/* Products of matrices by the bf16 instructions of AVX-512, or by AMX (amx_product.h): A B, or A B plus a row, each of them transposed or not, and
-   of as many pairs of matrices. Each factor has bf16 numbers, or fp32 numbers, which are rounded to bf16 where they are
-   packed.
+/* Matrix products by the bf16 instructions of AVX-512, or by AMX (amx_product.h): A B, or A B plus a row, with each
+   factor optionally transposed, for one pair or a batch. Factors are in bf16, or in fp32, which is rounded to bf16
+   while packing.
 
-   B is packed in tiles of 64 columns, whose panels stay in the second cache while all rows of A pass. A is read where it
-   lies if its rows are contiguous; of fp32 numbers, a few rows are rounded at a time. If it is transposed, as in the
-   gradient of a weight, all of B is packed once for all threads, and A in chunks of some rows. What is needed next is
-   fetched into the cache meanwhile. Sums are in fp32. An element is computed by one thread, in an order that does not
-   depend on their number. */
+   B is packed in tiles of 64 columns, whose panels stay in the L2 cache while all rows of A pass. A is read in place if
+   its rows are contiguous; of an fp32 matrix, a few rows are rounded at a time. If A is transposed, as in a weight
+   gradient, all of B is packed once for all threads, and A in chunks of rows. The next data is prefetched meanwhile.
+   Sums are in fp32. Each element is computed by one thread, in an order independent of the number of threads. */
 #include <stdint.h>
 #include <string.h>
 
 #include "avx512_bf16.h"
 
-/* Strides are numbers of elements; of A of a row and of the depth, of B of the depth and of a column. One of each is 1. */
+/* Strides are in elements: of A by row and depth, of B by depth and column. One of each is 1. */
 typedef struct {
     int64_t rows, columns, depth;
     int64_t a[2], b[2], out_row;
-    int64_t batch, of_batch[3];                         /* how many products, and from each to the next: A, B, result */
-    int64_t a_is_wide, b_is_wide, bias_is_wide, is_wide; /* whether A, B, the row and the result have fp32 numbers */
-    int64_t by_tiles;                                    /* whether the tiles of AMX compute it */
+    int64_t batch, of_batch[3];                         /* number of products, and strides between them: A, B, result */
+    int64_t a_is_wide, b_is_wide, bias_is_wide, is_wide; /* whether A, B, the bias and the result are fp32 */
+    int64_t by_tiles;                                    /* whether to use AMX tiles */
 } Call;
 
 #ifdef HAS_AVX512_BF16
 #include "amx_product.h"
 #include "packing.h"
 
-#define ROWS 6             /* of a tile of sums, one broadcast for each */
-#define CHUNK 48           /* rows of A that are packed at a time: 8 tiles, and 3 cache lines of words, an odd number */
-#define PANEL 2048         /* pairs of a panel that are not divided */
-#define PAIRS 320          /* pairs of a panel of a divided depth, where A is read where it lies */
-#define PACKED_PAIRS 1024  /* the same, where A is packed */
-#define WORDS (1 << 17)    /* of the panels of a block: half of a second cache of 1 MB */
-#define STEP 8             /* pairs between two looks at what is to be fetched */
+#define ROWS 6             /* of a tile of sums, each with one broadcast */
+#define CHUNK 48           /* rows of A that are packed at a time: 8 tiles; 3 cache lines of words, an odd number */
+#define PANEL 2048         /* maximum pairs of an undivided panel */
+#define PAIRS 320          /* pairs per panel of a divided depth, if A is read in place */
+#define PACKED_PAIRS 1024  /* likewise, if A is packed */
+#define WORDS (1 << 17)    /* of the panels of a block: half of an L2 cache of 1 MB */
+#define STEP 8             /* pairs between two prefetch steps */
 
-/* How the work is divided: among threads, and into blocks. */
+/* The partition of the work among threads and into blocks. */
 typedef struct {
-    int64_t row_parts, column_parts;       /* among which threads divide each */
-    int64_t rows_of_part, tiles_of_part;   /* tiles of columns */
+    int64_t row_parts, column_parts;       /* number of parts, divided among the threads */
+    int64_t rows_of_part, tiles_of_part;   /* `tiles` are tiles of columns */
     int64_t pairs, blocks, pairs_of_block; /* of the depth */
     int64_t tiles, tiles_of_chunk;         /* of columns */
     int64_t packs_a;
-    int64_t shared, own, sums;             /* bytes: packed for all threads, packed by a thread, and its sums */
-    int64_t rounded, rounded_row;          /* bytes of rows of A that a thread rounds, among its own, and of one of them */
+    int64_t shared, own, sums;             /* bytes: packed for all threads, packed per thread, and its sums */
+    int64_t rounded, rounded_row;          /* bytes: rounded rows of A per thread (part of `own`), and of one row */
 } Plan;
 
-/* Among which parts of rows and columns `threads` threads divide the work, for the fewest cycles of the slowest. */
+/* Partitions rows and columns among `threads` threads to minimize the cycles of the slowest. */
 static void divide(const Call *call, Plan *plan, int64_t threads) {
     double fewest = 0;
     int64_t unit = plan->packs_a ? CHUNK : ROWS, units = divided(call->rows, unit);
     for (int64_t columns = 1; columns <= (plan->packs_a ? 1 : least(threads, plan->tiles)); columns++) {
         int64_t rows = least(threads / columns, units);
-        /* In units of a tile of sums: to read and pack the columns of a tile takes about as long as three, and to read
-           the rows of one a quarter. */
+        /* In units of a tile of sums: reading and packing the columns of a tile costs about three, and reading its rows
+           costs a quarter. */
         double tiles = (double)divided(plan->tiles, columns), of_rows = (double)(divided(units, rows) * unit / ROWS);
         double found = tiles * (of_rows + 3) + of_rows / 4;
         if (columns > 1 && found >= fewest) continue;
@@ -83,7 +82,7 @@ static Plan plan_of(const Call *call, int64_t threads) {
     int64_t chunks = divided(plan.tiles_of_part, plan.tiles_of_chunk);
     plan.tiles_of_chunk = divided(plan.tiles_of_part, chunks);
     plan.shared = 0;
-    if (call->a_is_wide) { /* one cache line more, so that the rows do not share a set */
+    if (call->a_is_wide) { /* one extra cache line, so that rows do not map to the same set */
         plan.rounded_row = up_to(4 * plan.pairs_of_block, 64) + 64;
         plan.rounded = ROWS * plan.rounded_row;
     }
@@ -101,10 +100,10 @@ static int is_by_batch(const Call *call, int threads) {
     return call->batch >= 4 * threads || (call->batch > 1 && call->batch % threads == 0);
 }
 
-/* Whether `by_tiles` may be asked for. */
+/* Whether `by_tiles` is supported. */
 int has_amx(void) { return find_amx(); }
 
-/* Bytes of memory that a call takes, of all threads. */
+/* The number of bytes that a call needs, for all threads. */
 int64_t product_bytes(const Call *call, int threads) {
     int by_batch = is_by_batch(call, threads);
     if (call->by_tiles) {
@@ -117,16 +116,16 @@ int64_t product_bytes(const Call *call, int threads) {
 
 /* ----------------------------------------------------------------------------------------------- fetching */
 
-/* Lines of memory that are fetched into the cache, a few in each tile: groups of lines that lie `within` bytes apart,
-   with `between` bytes from group to group. */
+/* Cache lines to prefetch, a few in each tile: groups of lines with a stride of `within` bytes, and a stride of
+   `between` bytes between groups. */
 typedef struct {
     const char *base;
     int64_t within, between, shift, mask;
-    int64_t at, step; /* lines, in units of 2^-20 */
-    int64_t count;    /* lines in each step */
+    int64_t at, step; /* in lines, scaled by 2^20 */
+    int64_t count;    /* lines per step */
 } Ahead;
 
-/* What is fetched in as many steps. */
+/* Spreads the lines to prefetch over `steps` steps. */
 static Ahead ahead_of(const void *base, int64_t shift, int64_t within, int64_t between, int64_t groups, int64_t steps) {
     Ahead ahead = {base, within, between, shift, ((int64_t)1 << shift) - 1, 0, 0, 0};
     if (steps) {
@@ -146,9 +145,9 @@ INLINE void fetch(Ahead *ahead) {
 
 /* ------------------------------------------------------------------------------------------------ products */
 
-/* One tile of sums: what it begins with, and where it goes. */
+/* A tile of sums: its initial values and its destination. */
 typedef struct {
-    float *sums;          /* CHUNK or ROWS rows of TILE numbers, if the depth is divided */
+    float *sums;          /* CHUNK or ROWS rows of TILE floats, if the depth is divided */
     int64_t begins, ends; /* whether this is the first and the last part of the depth */
     const void *bias; /* of the tile's columns, or NULL */
     char *out;
@@ -179,8 +178,8 @@ INLINE void store(const int rows, __m512 sums[ROWS][4], const Target *to) {
     }
 }
 
-/* Adds the products of one pair of the depth, or of its last number, which has no other beside it. Nothing is fetched in
-   the loop around it: the compiler would have too few registers for the addresses, and keep some of them in vectors. */
+/* Adds the products of one pair along the depth, or of the last value if the depth is odd. Prefetching is not done in
+   the loop around it: the compiler would run out of registers for addresses and move some to vector registers. */
 INLINE void add_pair(const int rows, const int alone, const char *a, int64_t a_row, const uint32_t *b,
                      __m512 sums[ROWS][4]) {
     __m512bh columns[4];
@@ -196,7 +195,7 @@ INLINE void add_pair(const int rows, const int alone, const char *a, int64_t a_r
     }
 }
 
-/* `a` has pairs at a row and at a pair apart, in bytes. */
+/* `a_row` and `a_pair` are the strides of rows and pairs in bytes. */
 INLINE void add_products(const int rows, int64_t pairs, int odd, const char *a, int64_t a_row, int64_t a_pair,
                          const uint32_t *b, const Target *to, Ahead *of_a, Ahead *of_b) {
     __m512 sums[ROWS][4];
@@ -238,7 +237,7 @@ static void add_tile(int64_t rows, int64_t pairs, int odd, const char *a, int64_
 
 /* -------------------------------------------------------------------------------------------------- blocks */
 
-/* A call, and its tensors. */
+/* A call and its tensors. */
 typedef struct {
     const Call *call;
     const Plan *plan;
@@ -246,7 +245,7 @@ typedef struct {
     char *out;
 } Work;
 
-/* The place of an element of A. */
+/* The address of an element of A. */
 INLINE const void *place_in_a(const Work *work, int64_t row, int64_t at) {
     const Call *call = work->call;
     return element(call->a_is_wide != 0, work->a, row * call->a[0] + at * call->a[1]);
@@ -261,7 +260,7 @@ static Target target_of(const Work *work, float *sums, int64_t row, int64_t tile
     return to;
 }
 
-/* Packs some tiles of columns of a part of the depth. */
+/* Packs some tiles of columns for a part of the depth. */
 static void pack_b(const Work *work, int64_t tile, int64_t tiles, int64_t from, int64_t depth, uint32_t *to) {
     const Call *call = work->call;
     const void *b = element(call->b_is_wide != 0, work->b, from * call->b[0] + tile * TILE * call->b[1]);
@@ -275,7 +274,7 @@ static void pack_b(const Work *work, int64_t tile, int64_t tiles, int64_t from, 
     }
 }
 
-/* Packs some rows of A, which lie side by side, for a part of the depth: for each pair, CHUNK words. */
+/* Packs some contiguous rows of A for a part of the depth: CHUNK words for each pair. */
 INLINE void pack_a_of(const int wide, const Work *work, int64_t row, int64_t rows, int64_t from, int64_t depth,
                       uint32_t *to) {
     for (int64_t k = 0; k < depth; k += 2, to += CHUNK) {
@@ -293,7 +292,7 @@ static void pack_a(const Work *work, int64_t row, int64_t rows, int64_t from, in
     else pack_a_of(0, work, row, rows, from, depth, to);
 }
 
-/* Rounds rows of A, of fp32 numbers, for a part of the depth. */
+/* Rounds fp32 rows of A for a part of the depth. */
 static void round_rows(const Work *work, int64_t row, int64_t rows, int64_t from, int64_t depth, char *to) {
     for (int64_t i = 0; i < rows; i++, to += work->plan->rounded_row) {
         const void *numbers = place_in_a(work, row + i, from);
@@ -302,7 +301,7 @@ static void round_rows(const Work *work, int64_t row, int64_t rows, int64_t from
     }
 }
 
-/* The rows of A of the next tile of sums, and the next panels of B. */
+/* Prefetches the rows of A for the next tile of sums, and the next panels of B. */
 static Ahead ahead_of_rows(const Work *work, int64_t row, int64_t from, int64_t depth, int64_t steps) {
     const Call *call = work->call;
     int64_t size = call->a_is_wide ? 4 : 2;
@@ -313,7 +312,7 @@ static Ahead ahead_of_rows(const Work *work, int64_t row, int64_t from, int64_t 
 static Ahead ahead_of_panels(const Work *work, int64_t tile, int64_t tiles, int64_t steps) {
     const Call *call = work->call;
     if (tile + tiles >= divided(call->columns, TILE)) return ahead_of(work->b, 0, 0, 0, 1, 0);
-    int64_t size = call->b_is_wide ? 4 : 2, lines = tiles * size / 2; /* of a row: half of them, at most four */
+    int64_t size = call->b_is_wide ? 4 : 2, lines = tiles * size / 2; /* per row: half of them, at most four */
     const void *b = element(call->b_is_wide != 0, work->b, tile * TILE * call->b[1]);
     if (call->b[1] != 1) return ahead_of(b, 6, size * call->b[1], 64, divided(size * call->depth, 64), steps);
     return ahead_of(b, lines > 2 ? 2 : lines > 1 ? 1 : 0, 64, size * call->b[0], call->depth, steps);
@@ -370,7 +369,7 @@ static void compute_packed(const Work *work, int64_t row, int64_t rows, const ui
     }
 }
 
-/* Packs all of B for chunks of a transposed A, the units of a thread among `threads`. */
+/* Packs this thread's part of B for chunks of a transposed A. */
 static void pack_all(const Work *work, int64_t thread, int64_t threads, char *scratch) {
     const Plan *plan = work->plan;
     for (int64_t unit = thread; unit < plan->blocks * plan->tiles; unit += threads) {
@@ -380,7 +379,7 @@ static void pack_all(const Work *work, int64_t thread, int64_t threads, char *sc
     }
 }
 
-/* Computes one of the parts into which the result is divided. */
+/* Computes one of the parts of the result. */
 static void compute_part(const Work *work, int64_t part, char *scratch) {
     const Plan *plan = work->plan;
     char *own = scratch + plan->shared + part * (plan->own + plan->sums);
@@ -404,8 +403,8 @@ static Work work_of(const Call *call, const Plan *plan, const void *a, const voi
     return work;
 }
 
-/* Writes A B, plus `bias` if it is not NULL, in bf16 or in fp32, for each product of the batch. Columns of `out` lie side
-   by side. OpenMP may give fewer threads than are asked for: each then computes several parts. */
+/* Writes A B, plus `bias` if it is not NULL, in bf16 or fp32, for each product of the batch. Rows of `out` are
+   contiguous. OpenMP may provide fewer threads than requested: each then computes several parts. */
 void product(const Call *call, const void *a, const void *b, const void *bias, char *out, char *scratch, int threads) {
     if (is_by_batch(call, threads)) {
         Plan plan = plan_of(call, 1);

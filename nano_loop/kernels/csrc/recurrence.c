@@ -1,25 +1,25 @@
-/* The recurrence of a layer of an RNN, a GRU or an LSTM, and its gradients.
+/* The recurrence of an RNN, GRU or LSTM layer, and its gradients.
 
-   The products of many inputs with their weights are computed before, and those of the weights' gradients after it, since
-   they depend on no step before. A tile of sums has all gates of some units, or the states' gradients of some more, so a
-   thread computes all else of these units while they are in the cache.
+   The products of many inputs with their weights are computed before the recurrence, and those for the weight gradients
+   after it, since they do not depend on previous time steps. A tile of sums has all gates of some units, or the state
+   gradients of some more, so that a thread computes everything else for these units while they are in the cache.
 
-   Threads share the sequences of a batch: none of them depends on another one, so no thread waits for another one in a
-   step. Where the weights are larger than a core's cache, or sequences are few, threads share the tiles, and wait in each
-   step. An element is computed by one thread, in an order that does not depend on their number.
+   Threads share the sequences of a batch, which are independent, so no thread waits for another one in a time step. If
+   the weights exceed a core's cache, or sequences are few, threads share the tiles, and synchronize in each step. Each
+   element is computed by one thread, in an order independent of the number of threads.
 
-   Steps may have fewer sequences than those before, as packed ones do: a step's rows are those from `offsets[step]` to
-   `offsets[step + 1]`, and those of the longest sequences come first.
+   The number of sequences may decrease over time steps, as in packed sequences: the rows of a step are `offsets[step]`
+   to `offsets[step + 1]`, with the longest sequences first.
 
-   All but products is in fp32. What they multiply by weights is rounded to bf16 if that is asked for, and the CPU has the bf16
+   Everything but products is in fp32. Their operands are rounded to bf16 if requested and if the CPU has the bf16
    instructions of AVX-512. */
 #include "denormals.h"
 #include "exponential.h"
 #include "fp32_product.h"
 #include "threads.h"
 
-#define CACHED (3 << 18)        /* bytes of weights that stay in a core's cache beside what it computes */
-#define STEP_TO_SHARE (1 << 18) /* multiplications of a step that take far longer than to wait for a thread */
+#define CACHED (3 << 18)        /* bytes of weights that stay in a core's cache along with other data */
+#define STEP_TO_SHARE (1 << 18) /* multiplications per step that take far longer than synchronizing */
 #if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__)
 #define HAS_BF16
 #endif
@@ -41,7 +41,7 @@ INLINE Vector load_rounded(const uint16_t *from, int64_t count) { return (Vector
 INLINE void store_rounded(uint16_t *to, int64_t count, Vector numbers) {}
 #endif
 
-/* Numbers from -bound to bound: the nearest ones. A NaN stays one. */
+/* Clips values to [-bound, bound]. NaN is preserved. */
 INLINE Vector clipped(Vector x, float bound) {
     const Vector largest = (Vector){0} + bound;
 #if defined(__AVX512F__)
@@ -54,7 +54,7 @@ INLINE Vector clipped(Vector x, float bound) {
 #endif
 }
 
-/* Of AVX-512 by a reciprocal to 14 bits and one step of Newton, whose error is 2^-28: faster than a division. */
+/* With AVX-512, by a 14-bit reciprocal and one Newton step, with an error of 2^-28: faster than a division. */
 INLINE Vector quotient(Vector a, Vector divisor) {
 #if defined(__AVX512F__)
     Vector reciprocal = (Vector)_mm512_rcp14_ps((__m512)divisor), near = a * reciprocal;
@@ -69,20 +69,20 @@ INLINE Vector sigmoid(Vector x) {
     return quotient((Vector){0} + 1.0f, power * p + (power + 1.0f));
 }
 
-/* e / (e + 2), with e = exp(2x) - 1 without cancellation. */
+/* e / (e + 2), where e = exp(2x) - 1 is computed without cancellation. */
 INLINE Vector hyperbolic_tangent(Vector x) {
     Vector power, p = exponential_parts(2.0f * clipped(x, 10.0f), &power), e = power * p + (power - 1.0f);
     return quotient(e, e + 2.0f);
 }
 
-/* x (1 - x), the slope of a sigmoid by its value; and 1 - x², that of the hyperbolic tangent. */
+/* The derivatives given the values: x (1 - x) for the sigmoid, and 1 - x² for tanh. */
 INLINE Vector slope(Vector x) { return x - x * x; }
 INLINE Vector slope_of_tangent(Vector x) { return 1.0f - x * x; }
 
 /* ------------------------------------------------------------------------------------------------ products */
 
 #ifdef HAS_BF16
-/* The same of rows of pairs of bf16 numbers, which are summed together, with a tile of such pairs. */
+/* The same for rows of pairs of bf16 values, which are summed together, with a tile of such pairs. */
 INLINE void product_of_rounded_tile(const int rows, const int vectors, int64_t pairs, const float *const *a,
                                     int64_t a_step, const float *tile, int64_t tile_step, float *sums) {
     __m512 totals[ROWS][VECTORS];
@@ -113,7 +113,7 @@ INLINE void product_of_rounded_tile(const int rows, const int vectors, int64_t p
 }
 FUNCTIONS(IN_BF16, product_of_rounded_tile)
 
-/* Rounds a tile in its place: two numbers that are summed together become one word. Half of it is used then. */
+/* Rounds a tile in place: two values that are summed together become one word. Only half of it is used then. */
 static void round_tile(float *tile, int64_t depth) {
     for (int64_t k = 0; k < depth; k += 2)
         for (int64_t at = 0; at < TILE; at += WIDTH) {
@@ -133,42 +133,41 @@ static void round_tile(float *tile, int64_t depth) {}
 
 enum { RELU, TANH, LSTM, GRU }; /* torch's modes */
 
-/* Sizes. `inputs` are those that are multiplied in the steps of a forward, and 0 where that was done before. The states
-   that are multiplied have as many numbers as the outputs: those of the units, or of a projection of them. If it is
-   reversed, the last step is computed first. If it is packed, steps may have fewer sequences than those before. If it is
-   trained, what the backward reads is kept. If operands are rounded, they are in bf16, and so may be the outputs' gradients.
- */
+/* Sizes. `inputs` is the number of inputs multiplied within the time steps of a forward, or 0 if that was done before.
+   The states that are multiplied have the size of the outputs: the units, or a projection of them. Flags: reversed (the
+   last time step is computed first), packed (the number of sequences may decrease), trained (the data for the backward
+   is kept), and rounded operands (operands are in bf16, and output gradients may be, too). */
 typedef struct {
     int64_t mode, steps, batch, inputs, hidden, outputs, is_reversed, is_packed, is_trained, is_rounded, gradient_is_rounded;
 } Call;
 
-/* A call, and its tensors, most of which have a row for each step and sequence. Operands are what is multiplied by weights. */
+/* A call and its tensors, most of which have a row per time step and sequence. Operands are multiplied by weights. */
 typedef struct {
     const Call *call;
     const int64_t *offsets;
     const void *inputs;                                    /* operands, or NULL */
-    const float *input_weight, *weight, *projection;       /* of inputs and of states, in rows of gates, or NULL */
+    const float *input_weight, *weight, *projection;       /* of inputs and states, in rows of gates, or NULL */
     const float *input_bias, *state_bias;                  /* or NULL */
-    const float *first, *first_cells;                      /* the states before the first step */
-    const void *first_states;                              /* the same as operands */
-    float *gates;   /* the products of inputs that were computed before, and then the gates of all units; or NULL */
-    float *inner;   /* cells of an LSTM; of a GRU, what the reset gate multiplies, or NULL */
+    const float *first, *first_cells;                      /* the initial states */
+    const void *first_states;                              /* `first` as operands */
+    float *gates;   /* the precomputed products of inputs, then the gates of all units; or NULL */
+    float *inner;   /* the cells of an LSTM; for a GRU, the values that the reset gate multiplies, or NULL */
     float *out;     /* may be NULL for an LSTM with rounded operands */
-    void *squashed; /* operands: the outputs of the units before their projection, or NULL */
-    void *states;   /* operands: the outputs. As `first_states`, NULL if they are not rounded */
+    void *squashed; /* operands: the units' outputs before the projection, or NULL */
+    void *states;   /* operands: the outputs. Like `first_states`, NULL if not rounded */
     float *last, *last_cells;
     /* Gradients: */
     const void *of_out;         /* or NULL */
-    float *of_state, *of_cells; /* of the state behind the steps that are computed, without the products of `of_gates` */
-    void *of_gates;             /* operands; of a GRU: of the new gate's inner part, of both sigmoids, and of that gate */
-    void *of_projected;         /* operands: of all that was projected, or NULL */
+    float *of_state, *of_cells; /* of the state after the current steps, without the products of `of_gates` */
+    void *of_gates;             /* operands; for a GRU: of the new gate's inner part, both sigmoids, and the new gate */
+    void *of_projected;         /* operands: of everything that was projected, or NULL */
     float *of_bias;             /* the sums of `of_gates` */
-    void *before;               /* no gradient, but operands: the states before all steps, to be written if it is packed */
+    void *before;               /* not a gradient, but operands: the states before each time step, written if packed */
     float *of_inputs, *of_input_weight, *of_weight; /* or NULL */
     float *packed, *packed_inputs, *packed_projection, *bias, *zeros;
 } Layer;
 
-/* Rows of a step in the tensors, of the one that is computed before it in a forward, and of the one after it. */
+/* The rows of a time step in the tensors, and of the steps computed before and after it in a forward. */
 typedef struct {
     int64_t row, count;
 } Rows;
@@ -190,7 +189,7 @@ INLINE int is_rounded(const Call *call) {
 #endif
 }
 
-/* Bytes of a row of operands. Rounded ones are an even number, the last of which may be 0. */
+/* The bytes of a row of operands. Rounded rows have an even number of values, zero-padded. */
 INLINE int64_t bytes_of_row(const Call *call, int64_t width) {
     return is_rounded(call) ? 2 * up_to(width, 2) : 4 * width;
 }
@@ -204,7 +203,7 @@ INLINE void store_operands(const Call *call, void *memory, int64_t row, int64_t 
     else store((float *)to + at, count, numbers);
 }
 
-/* The place of a packed tile. */
+/* The address of a packed tile. */
 INLINE float *tile_at(float *packed, int64_t tile, int64_t depth) { return packed + tile * TILE * depth; }
 
 INLINE void product(const Call *call, int64_t rows, int64_t vectors, int64_t depth, const float *const *a,
@@ -212,7 +211,7 @@ INLINE void product(const Call *call, int64_t rows, int64_t vectors, int64_t dep
     (is_rounded(call) ? IN_BF16 : IN_FP32)[vectors - 1](rows, is_rounded(call) ? divided(depth, 2) : depth, a, 1, tile, TILE, sums);
 }
 
-/* Units of a tile of the forward, which has all their gates, and its vectors. */
+/* The number of units per tile of the forward, with all their gates, and the number of vectors. */
 INLINE int64_t units_of_tile(int64_t kinds) { return kinds == 1 ? TILE : WIDTH; }
 INLINE int64_t vectors_of_tile(int64_t kinds, int64_t unit, int64_t hidden) {
     return kinds == 1 ? vectors_at(unit, hidden) : kinds;
@@ -221,8 +220,8 @@ INLINE int64_t tiles_of(const Call *call, int backward) {
     return backward ? divided(call->outputs, TILE) : divided(call->hidden, units_of_tile(gates_of(call)));
 }
 
-/* Numbers of the memory that a call takes: for packed weights of the states, of the inputs and of the projection, for
-   biases, and for a row of zeros. */
+/* The number of floats that a call needs: for the packed weights of states, inputs and the projection, for biases, and
+   for a row of zeros. */
 enum { WEIGHT, INPUTS, PROJECTION, BIAS, ZEROS, PLACES };
 static int64_t lay_out(const Call *call, int backward, int64_t sizes[PLACES]) {
     int64_t tiles = tiles_of(call, backward), depth = backward ? gates_of(call) * call->hidden : call->outputs;
@@ -238,13 +237,13 @@ static int64_t lay_out(const Call *call, int backward, int64_t sizes[PLACES]) {
     return sum;
 }
 
-/* Bytes of this memory, of which a cache line is for its alignment. */
+/* The size of this memory in bytes, including a cache line for alignment. */
 int64_t recurrence_bytes(const Call *call, int backward) {
     int64_t sizes[PLACES];
     return 64 + 4 * lay_out(call, backward, sizes);
 }
 
-/* The rows of the step that is computed at a time, in a forward: none before the first one and behind the last one. */
+/* The rows of the time step that a forward computes at `time`: none before the first and after the last one. */
 INLINE Rows rows_at(const Layer *work, int64_t time) {
     int64_t steps = work->call->steps, step = work->call->is_reversed ? steps - 1 - time : time;
     Rows none = {0, 0}, rows = {work->offsets[least(most(step, 0), steps)], 0};
@@ -257,7 +256,7 @@ INLINE Step step_at(const Layer *work, int64_t time) {
     return step;
 }
 
-/* The states before a step. */
+/* The states before a time step. */
 INLINE const void *operands_before(const Layer *work, const Step *step, int64_t row) {
     int64_t outputs = work->call->outputs;
     if (row < step->before.count) return operands(work->call, work->states, step->before.row + row, outputs);
@@ -268,17 +267,17 @@ INLINE const float *numbers_before(const Step *step, int64_t row, const float *a
     return row < step->before.count ? all + (step->before.row + row) * width : before_all + row * width;
 }
 
-/* The first sequence of a part of the batch. Parts have about as many steps. */
+/* The first sequence of a part of the batch. Parts have similar total lengths. */
 static int64_t first_of_part(const Layer *work, int64_t part, int64_t parts) {
     int64_t steps = work->call->steps, before = 0, row = 0, part_begins = work->offsets[steps] * part / parts;
     for (; row < work->call->batch && before < part_begins; row++) {
-        while (work->offsets[steps] - work->offsets[steps - 1] <= row) steps--; /* of this sequence */
+        while (work->offsets[steps] - work->offsets[steps - 1] <= row) steps--; /* time steps of this sequence */
         before += steps;
     }
     return row;
 }
 
-/* What a thread computes: tiles, by their numbers, of some sequences. Where tiles are shared, it waits in each step. */
+/* A thread's work: a range of tiles for some sequences. If tiles are shared, it synchronizes in each time step. */
 typedef struct {
     int64_t tile, behind_tiles, row, behind_rows;
     int waits;
@@ -286,7 +285,7 @@ typedef struct {
 
 /* ------------------------------------------------------------------------------------------------- forward */
 
-/* Writes outputs of a sequence. */
+/* Writes the outputs of a sequence. */
 INLINE void write_outputs(const Layer *work, const Step *step, int64_t row, int64_t unit, Vector numbers) {
     int64_t outputs = work->call->outputs, at = step->now.row + row;
     if (work->out) store(work->out + at * outputs + unit, outputs - unit, numbers);
@@ -294,7 +293,7 @@ INLINE void write_outputs(const Layer *work, const Step *step, int64_t row, int6
     if (row >= step->after.count) store(work->last + row * outputs + unit, outputs - unit, numbers);
 }
 
-/* Computes units of a sequence from the sums of their gates: those of states lie WIDTH apart, those of inputs `apart`. */
+/* Computes units of a sequence from their gates' sums: those of states at stride WIDTH, those of inputs at `apart`. */
 INLINE void compute_units(const int mode, const Layer *work, const Step *step, int64_t row, int64_t unit,
                           const float *of_inputs, int64_t apart, const float *of_states) {
     const Call *call = work->call;
@@ -341,7 +340,7 @@ INLINE void compute_units(const int mode, const Layer *work, const Step *step, i
     else write_outputs(work, step, row, unit, output);
 }
 
-/* Computes the units of a tile of some sequences, at a time. */
+/* Computes the units of a tile for some sequences at one time step. */
 INLINE void forward_tile(const int mode, const Layer *work, const Step *step, int64_t tile, int64_t row, int64_t rows) {
     const Call *call = work->call;
     const float *from[ROWS];
@@ -358,12 +357,12 @@ INLINE void forward_tile(const int mode, const Layer *work, const Step *step, in
         for (int64_t j = 0; j < vectors; j += kinds) {
             int64_t here = unit + j / kinds * WIDTH;
             const float *sums = of_states + i * TILE + j * WIDTH, *added = of_inputs + i * TILE + j * WIDTH;
-            if (!inputs) added = work->gates + (at + i) * kinds * hidden + here; /* of all gates, as a product has them */
+            if (!inputs) added = work->gates + (at + i) * kinds * hidden + here; /* all gates, laid out as a product */
             compute_units(mode, work, step, row + i, here, added, inputs ? WIDTH : hidden, sums);
         }
 }
 
-/* Computes outputs from the outputs of units. */
+/* Computes the outputs from the units. */
 static void project_tile(const Layer *work, const Step *step, int64_t tile, int64_t row, int64_t rows) {
     const Call *call = work->call;
     const float *from[ROWS];
@@ -376,7 +375,7 @@ static void project_tile(const Layer *work, const Step *step, int64_t tile, int6
             write_outputs(work, step, row + i, at + j * WIDTH, *(const Unaligned *)(sums + i * TILE + j * WIDTH));
 }
 
-/* A tile is computed of all sequences, for it stays in the cache. */
+/* Computes each tile for all sequences, because it stays in the cache. */
 INLINE void forward_part(const int mode, const Layer *work, const Part *part) {
     for (int64_t time = 0; time < work->call->steps; time++) {
         Step step = step_at(work, time);
@@ -405,7 +404,7 @@ static void pack_gates(const Call *call, const float *matrix, int64_t depth, int
     if (is_rounded(call)) round_tile(tile_at(packed, tile, depth), depth);
 }
 
-/* Adds the biases of a gate. Those of the inputs of a GRU's new gate are apart. */
+/* Adds the biases of a gate. The input bias of a GRU's new gate is separate. */
 static void pack_bias(const Layer *work, int64_t gate, float *to) {
     int64_t hidden = work->call->hidden, is_apart = work->call->mode == GRU && gate >= 2;
     for (int64_t i = 0; i < up_to(hidden, WIDTH); i++) {
@@ -437,7 +436,7 @@ static void pack_forward(const Layer *work, int64_t part, int64_t parts) {
 
 /* ------------------------------------------------------------------------------------------------ backward */
 
-/* Computes the gradients of the gates of units from that of their output. */
+/* Computes the gradients of the units' gates from that of their output. */
 INLINE void differentiate_units(const int mode, const Layer *work, const Step *step, int64_t row, int64_t unit,
                                 Vector of_output) {
     const Call *call = work->call;
@@ -475,8 +474,8 @@ INLINE void differentiate_units(const int mode, const Layer *work, const Step *s
         store_operands(call, work->of_gates, at, width, i * hidden + unit, of_gates[i], count);
 }
 
-/* Computes the gradients of what a tile has computed at a time, of some sequences, and of the first states of those that
-   have begun behind it. Those of a projection are only written. */
+/* Computes the gradients for a tile at one time step for some sequences, and for the initial states of sequences that
+   start after it. Gradients of a projection are only written. */
 INLINE void backward_tile(const int mode, const Layer *work, const Step *step, int64_t tile, int64_t row, int64_t rows) {
     const Call *call = work->call;
     const float *from[ROWS];
@@ -512,7 +511,7 @@ INLINE void backward_tile(const int mode, const Layer *work, const Step *step, i
         }
 }
 
-/* Computes the gradients of units that were projected. */
+/* Computes the gradients of projected units. */
 static void differentiate_tile(const Layer *work, const Step *step, int64_t tile, int64_t row, int64_t rows) {
     const Call *call = work->call;
     const float *from[ROWS];
@@ -544,7 +543,7 @@ INLINE void backward_part(const int mode, const Layer *work, const Part *part) {
     }
 }
 
-/* Packs columns of a matrix as a tile, whose rows begin with the one `from`. What is not there is 0. */
+/* Packs columns of a matrix, from column `from` on, as the rows of a tile. Missing ones are 0. */
 static void pack_columns(const Call *call, const float *matrix, int64_t depth, int64_t from, int64_t columns,
                          int64_t tile, float *packed) {
     int64_t row = columns;
@@ -564,7 +563,7 @@ static void pack_backward(const Layer *work, int64_t part, int64_t parts) {
         pack_columns(call, work->projection, outputs, 0, hidden, tile, work->packed_projection);
 }
 
-/* Sums gradients of gates over all rows, from one column to before another. */
+/* Sums the gradients of gates over all rows, for a range of columns. */
 static void sum_columns(const Layer *work, int64_t column, int64_t end) {
     const Call *call = work->call;
     int64_t rows = work->offsets[call->steps], width = gradients_of(call);
@@ -588,8 +587,8 @@ static void multiply_part(const Shape *shape, const float *a, const float *b, fl
     multiply(&product_of_all, groups * part / parts * ROWS, end, 0, shape->columns);
 }
 
-/* Computes a part of the gradients that are products over all steps. Those of a GRU's hidden states begin with the new gate,
-   and those of its inputs end with it. */
+/* Computes a part of the gradients that are products over all time steps. For a GRU, the gradients for hidden states
+   start with the new gate, and those for inputs end with it. */
 static void multiply_gradients(const Layer *work, int64_t part, int64_t parts) {
     const Call *call = work->call;
     int64_t rows = work->offsets[call->steps], hidden = call->hidden, gates = gates_of(call) * hidden;
@@ -619,7 +618,7 @@ OF_MODE(GRU)
 static OfMode *const FORWARD[] = {forward_RELU, forward_TANH, forward_LSTM, forward_GRU};
 static OfMode *const BACKWARD[] = {backward_RELU, backward_TANH, backward_LSTM, backward_GRU};
 
-/* Lets threads pack the weights, and then compute all steps of their sequences, or of their tiles. */
+/* Packs the weights in all threads, which then compute all time steps of their sequences or tiles. */
 static void compute(Layer *work, int backward, char *scratch, int threads) {
     const Call *call = work->call;
     int64_t sizes[PLACES], *of = sizes;
@@ -658,8 +657,8 @@ static void compute(Layer *work, int backward, char *scratch, int threads) {
     }
 }
 
-/* Writes the outputs of all steps, the last states, and what the backward takes: gates, and `inner` and `squashed`, of
-   which the first may be NULL for a GRU that is not trained, and both are for an RNN. */
+/* Writes the outputs of all time steps, the last states, and the data for the backward: `gates`, `inner` and
+   `squashed`. `gates` may be NULL for a GRU that is not trained, and `gates` and `inner` for an RNN. */
 void recurrence_forward(const Call *call, const int64_t *offsets, const void *inputs, const float *input_weight,
                         const float *weight, const float *input_bias, const float *state_bias, const float *projection,
                         const float *first_outputs, const void *first_states, const float *first_cells, float *gates,
@@ -672,10 +671,10 @@ void recurrence_forward(const Call *call, const int64_t *offsets, const void *in
     compute(&work, 0, scratch, threads);
 }
 
-/* Writes the gradients of the gates before their activations, their sums, those of what was projected, and the states
-   before all steps if it is packed; and, of what is not NULL, the gradients of inputs and of weights, which are products
-   over all steps, in fp32. `of_state` and `of_cells` are the gradients of the last states, and become those of the first
-   ones. */
+/* Writes the gradients of the gates before their activations, the sums of these, the gradients of projected values, and
+   the states before each time step if packed. For arguments that are not NULL, it also writes the gradients of inputs
+   and weights, which are products over all time steps, in fp32. `of_state` and `of_cells` are the gradients of the last
+   states, and are overwritten by those of the initial states. */
 void recurrence_backward(const Call *call, const int64_t *offsets, const float *inputs, const float *input_weight,
                          const float *weight, const float *projection, const float *first_outputs,
                          const void *first_states, const float *first_cells, float *gates, float *inner, float *out,

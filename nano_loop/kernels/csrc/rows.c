@@ -1,11 +1,11 @@
-/* The gradient of a table of rows, as an embedding has one, and steps of optimizers over such a table.
+/* The gradient of a table of rows, such as an embedding, and optimizer steps for such a table.
 
-   Few rows of a large table have a gradient in a step. Its dense gradient stays in memory from one step to the next, and
-   only the rows of the last one are filled with zeros. A row has two marks: that it is in the gradient, and that its state
-   is not zero. A step changes no row without a mark, and reads no gradient of a row that is not in it.
+   Few rows of a large table have a gradient in a step. Its dense gradient stays in memory between steps, and only the
+   rows of the last step are zeroed. A row has two marks: it is in the gradient, and its state is not zero. A step
+   changes no row without a mark, and reads no gradient of a row that is not in it.
 
-   Sums are in torch's order, and the rules are those of torch's fused kernels to the bit: a product is rounded before it is
-   added, except where `fmadd` stands. `nano_loop.optimizers.row_steps` compares both once in a process. */
+   Sums are in torch's order, and the rules match torch's fused kernels bit for bit: a product is rounded before it is
+   added, except in `fmadd`. `nano_loop.optimizers.row_steps` compares the two once per process. */
 #pragma GCC optimize("fp-contract=off")
 #include <stddef.h>
 
@@ -15,12 +15,12 @@
 
 #define HAS_GRADIENT 1
 #define HAS_STATE 2
-#define CHUNK 64 /* numbers of a row that are summed up at a time */
-#define ROWS 256 /* rows that a thread steps at a time */
+#define CHUNK 64 /* values of a row that are summed at a time */
+#define ROWS 256 /* rows that a thread updates at a time */
 
-/* Adds the gradients of `count` lookups to the rows of a table, and the new rows to the list of those in the gradient.
-   Returns the length of the list. `sources` are the places of the lookups' gradients, or NULL. `last` has -1 for each row of
-   the table; `following` has room for two numbers for each lookup. */
+/* Adds the gradients of `count` lookups to the rows of a table, and adds new rows to the list of rows in the gradient.
+   Returns the length of the list. `sources` are the rows of the lookups' gradients, or NULL. `last` must be -1 for each
+   row of the table; `following` needs space for two values per lookup. */
 int sum_rows(const float *gradients, const int64_t *indices, const int64_t *sources, float *table,
              uint8_t *marks, int64_t *listed, int32_t *last, int32_t *following, int64_t count, int64_t length,
              int64_t width, int64_t padding, int threads) {
@@ -58,7 +58,7 @@ int sum_rows(const float *gradients, const int64_t *indices, const int64_t *sour
     return (int)length;
 }
 
-/* Takes the rows of the list out of the gradient, and fills them with zeros unless `table` is NULL. */
+/* Removes the rows in the list from the gradient, and zeroes them unless `table` is NULL. */
 void clear_rows(float *table, uint8_t *marks, const int64_t *listed, int64_t length, int64_t width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < length; i++) {
@@ -67,7 +67,7 @@ void clear_rows(float *table, uint8_t *marks, const int64_t *listed, int64_t len
     }
 }
 
-/* Marks the rows of which one of two states has a number that is not zero. The second one may be NULL. */
+/* Marks the rows in which one of two states has a nonzero value. The second state may be NULL. */
 void mark_states(const float *state, const float *other, uint8_t *marks, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
@@ -86,8 +86,8 @@ static inline void adam_number(float *parameter, float gradient, float *mean, fl
     *parameter = adam(*parameter, *mean, *square, rule);
 }
 
-/* One step of Adam, or of AdamW, for the rows with a mark; the others only decay. The rows in the gradient have a state
-   from then on. */
+/* One step of Adam or AdamW for the marked rows; the others only decay. The rows in the gradient have a state from then
+   on. */
 void adam_rows(float *parameters, const float *gradients, float *means, float *squares, uint8_t *marks, int64_t rows,
                int64_t width, double sign, double decay, double weight, double second, double kept, double root,
                double eps, double size, int threads) {
@@ -119,7 +119,7 @@ static inline void sgd_number(float *parameter, float gradient, float *momentum,
     *parameter = sgd(*parameter, gradient * rule.sign, *momentum, rule);
 }
 
-/* One step of SGD with momentum for the rows with a mark, likewise. */
+/* One step of SGD with momentum for the marked rows, in the same way. */
 void momentum_rows(float *parameters, const float *gradients, float *momenta, uint8_t *marks, int64_t rows,
                    int64_t width, int64_t is_nesterov, double sign, double momentum, double share, double size, int threads) {
     const struct sgd rule = {(float)sign, (float)momentum, (float)share, (float)size, is_nesterov};
@@ -141,7 +141,7 @@ void momentum_rows(float *parameters, const float *gradients, float *momenta, ui
     }
 }
 
-/* One step of SGD without momentum for those of the first `rows` rows that are in the list. */
+/* One step of SGD without momentum for the listed rows that are among the first `rows` rows. */
 void sgd_rows(float *parameters, const float *gradients, const int64_t *listed, int64_t length, int64_t rows,
               int64_t width, double sign, double size, int threads) {
     const float negated = (float)sign, rate = (float)size;
@@ -155,7 +155,7 @@ void sgd_rows(float *parameters, const float *gradients, const int64_t *listed, 
     }
 }
 
-/* One step of Adagrad for those of the first `rows` rows that are in the list. */
+/* One step of Adagrad for the listed rows that are among the first `rows` rows. */
 void adagrad_rows(float *parameters, const float *gradients, float *sums, const int64_t *listed, int64_t length,
                   int64_t rows, int64_t width, double sign, double size, double eps, int threads) {
     const float negated = (float)sign, rate = (float)size, least = (float)eps;

@@ -1,4 +1,4 @@
-/* torch's threads, on which OpenMP's directives run. */
+/* torch's threads, which run OpenMP directives. */
 #pragma once
 #ifndef _OPENMP
 #error "the compiler ignores the directives of OpenMP: kernels would compute in one thread"

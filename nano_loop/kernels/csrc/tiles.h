@@ -1,4 +1,4 @@
-/* Products of small bf16 matrices that lie in the cache, with fp32 results, by the bf16 instructions of AVX-512 or by AMX. */
+/* Products of small bf16 matrices in the cache, with fp32 results, by the bf16 instructions of AVX-512 or by AMX. */
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -7,8 +7,8 @@
 #include "amx.h"
 #include "packing.h"
 
-/* C (mr × 16·nv, fp32) = or += A B. `a` has pairs of bf16 numbers at a row and at a pair of positions apart, in bytes;
-   `b` has for each pair of positions a row of TILE such pairs. */
+/* C (mr × 16·nv, fp32) = or += A B. `a` has pairs of bf16 values with these strides of rows and pairs in bytes; `b` has
+   a row of TILE such pairs for each pair along the depth. */
 INLINE void product_of_tile(const int mr, const int nv, int64_t pairs, const char *a, int64_t a_row, int64_t a_pair,
                             const uint32_t *b, float *c, int64_t c_row, int added) {
     __m512 sums[6][4];
@@ -56,9 +56,9 @@ OF_ROWS(3)
 OF_ROWS(4)
 
 #ifdef HAS_AMX
-#define MOST_TURNED 32 /* pairs of a factor whose rows lie side by side */
+#define MOST_TURNED 32 /* maximum number of pairs of a factor with contiguous rows */
 
-/* C (up to 16 rows × 16·nv) = or += A B. `a` has steps of 16 pairs so many bytes apart. */
+/* C (up to 16 rows × 16·nv) = or += A B. `a_step` is the stride of steps of 16 pairs in bytes. */
 WITH_TILES static void add_tiles(int64_t nv, int64_t pairs, const char *a, int64_t a_row, int64_t a_step, const uint32_t *b,
                                  float *c, int64_t c_row, int added) {
 #define EACH(DO) DO(0) if (nv > 1) { DO(1) } if (nv > 2) { DO(2) } if (nv > 3) { DO(3) }
@@ -85,7 +85,7 @@ WITH_TILES static void add_tiles(int64_t nv, int64_t pairs, const char *a, int64
 #undef END
 }
 
-/* As product(), by AMX. Tiles 0 to 3 are of C, and two of A and B for 16 pairs, and two for the rest of them. */
+/* Like product(), by AMX. Tiles 0 to 3 hold C; two tiles hold A and B for 16 pairs, and two the remaining pairs. */
 static void product_by_tiles(int64_t rows, int64_t columns, int64_t pairs, const char *a, int64_t a_row, int64_t a_pair,
                              const uint32_t *b, int64_t b_pairs, float *c, int64_t c_row, int added) {
     uint32_t turned[16 * MOST_TURNED] __attribute__((aligned(64)));
@@ -116,7 +116,7 @@ static void product_by_tiles(int64_t rows, int64_t columns, int64_t pairs, const
 }
 #endif
 
-/* C (rows × columns) = or += A B, with B in tiles of `b_pairs` rows. Columns are filled up to a multiple of 16. */
+/* C (rows × columns) = or += A B, with B in tiles of `b_pairs` rows. Columns are padded to a multiple of 16. */
 static void product(int64_t by_tiles, int64_t rows, int64_t columns, int64_t pairs, const void *a, int64_t a_row, int64_t a_pair,
                     const uint32_t *b, int64_t b_pairs, float *c, int64_t c_row, int added) {
 #ifdef HAS_AMX

@@ -1,11 +1,11 @@
-/* The updates of torch's fused optimizers for one number, to the bit: a product is rounded before it is added, except where
-   `fmadd` stands. Include it below `#pragma GCC optimize("fp-contract=off")`. */
+/* The updates of torch's fused optimizers for one value, bit for bit: a product is rounded before it is added, except
+   in `fmadd`. Include it below `#pragma GCC optimize("fp-contract=off")`. */
 #pragma once
 
-/* A product and a sum that are rounded once. */
+/* A fused multiply-add, rounded once. */
 static inline float fmadd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-/* What a step of Adam takes. `weight` is that of the gradient in the mean. */
+/* The settings of an Adam step. `weight` is the weight of the gradient in the mean. */
 struct adam {
     float sign, decay, weight, second, kept, root, eps, size;
 };
@@ -24,7 +24,7 @@ static inline float adam(float parameter, float mean, float square, const struct
     return parameter * rule.decay + rule.size * mean / divisor;
 }
 
-/* What a step of SGD takes. */
+/* The settings of an SGD step. */
 struct sgd {
     float sign, momentum, share, size;
     int64_t is_nesterov;

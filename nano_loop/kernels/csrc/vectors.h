@@ -1,10 +1,10 @@
-/* Functions of vectors of 16 fp32 numbers, by AVX-512. */
+/* Functions of AVX-512 vectors of 16 fp32 values. */
 #pragma once
 #include <immintrin.h>
 
 #include "packing.h"
 
-/* exp of numbers from -87 to 87, by the scheme of Cephes' expf. A NaN stays one. */
+/* exp(x) for -87 <= x <= 87, as in Cephes' expf. NaN is preserved. */
 INLINE __m512 exponential_within(__m512 x) {
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
@@ -19,7 +19,7 @@ INLINE __m512 exponential_within(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-/* exp of numbers that are not much larger than 0. Below -87 it is 0. */
+/* exp(x) for x that is not much larger than 0. Below -87 it is 0. */
 INLINE __m512 exponential(__m512 x) {
     const __m512 lowest = _mm512_set1_ps(-87.0f);
     __mmask16 is_zero = _mm512_cmp_ps_mask(x, lowest, _CMP_LT_OQ);

@@ -1,58 +1,58 @@
-/* The gradient of a convolution's weight, by the bf16 instructions of AVX-512 or by AMX, for images in NHWC.
+/* The gradient of a convolution's weight, by the bf16 instructions of AVX-512 or by AMX, for NHWC images.
 
-   For each position of the kernel it is a product over the pixels of all images: outputs × pixels by pixels × channels.
-   The instruction sums the products of two pairs of numbers, so two images are interleaved, pixel by pixel: then the
-   window of each position of the kernel is the same packed images at another offset, and nothing is unfolded. Sums are
-   in fp32. Some rows of some images at a time are packed, so that what is packed stays in the cache. With a stride, rows
-   and columns are packed by their remainders (phases), so that the pixels of a window lie side by side.
+   Each position of the kernel is a product over the pixels of all images: outputs × pixels by pixels × channels. The
+   instruction sums the products of two pairs of values, so two images are interleaved, pixel by pixel: the window of
+   each position of the kernel is then the same packed images at a different offset, and nothing is unfolded. Sums are
+   in fp32. Some rows of some images are packed at a time, so that they stay in the cache. With a stride, rows and
+   columns are packed by their remainders (phases), so that the pixels of a window are contiguous.
 
-   A tile of AMX takes 16 pixels of a window, which go on over the ends of rows: there, the gradient is packed as zeros.
+   An AMX tile holds 16 pixels of a window, which wraps around the ends of rows: there, the gradient is zero-padded.
 
-   Threads share the outputs, and then each packs all images, or they share the images, and then each has its own sums,
-   which are added in the order of the threads; or both. */
+   Threads share the outputs, in which case each packs all images, or they share the images, in which case each has its
+   own sums, which are added in thread order; or both. */
 #include <stdint.h>
 #include <string.h>
 
 #include "avx512_bf16.h"
 
-/* Strides are numbers of elements. Channels, and outputs in the gradient, lie side by side; in the result, it may be the
-   kernel's positions. */
+/* Strides are in elements. Channels of inputs and outputs of the gradient are contiguous; in the result, either
+   channels or kernel positions are. */
 typedef struct {
     int64_t images, channels, outputs, rows, columns;  /* of the inputs */
     int64_t out_rows, out_columns;                     /* of the gradient */
     int64_t kernel[2], stride[2], padding[2], dilation[2];
-    int64_t input[3], gradient[3];                     /* strides of an image, a row and a column */
-    int64_t result[4];                                 /* strides of an output, a channel, the kernel's rows and columns */
-    int64_t input_is_wide, gradient_is_wide, is_wide;  /* fp32, and of the result */
-    int64_t by_tiles;                                  /* whether the tiles of AMX compute it */
+    int64_t input[3], gradient[3];                     /* strides of image, row and column */
+    int64_t result[4];                                 /* strides of output, channel, kernel row and kernel column */
+    int64_t input_is_wide, gradient_is_wide, is_wide;  /* whether each is fp32; the last is the result */
+    int64_t by_tiles;                                  /* whether to use AMX tiles */
 } Call;
 
 #ifdef HAS_AVX512_BF16
 #include "amx.h"
 #include "packing.h"
 
-#define OUTPUTS 8   /* of a tile of sums, one broadcast for each */
-#define CHANNELS 32 /* of a tile of sums: two vectors */
-#define MOST_POSITIONS 25 /* of a kernel whose positions lie side by side in the result */
-#define PIXELS 144  /* of a block, about: a tile reads 64 bytes (128 with AMX) of the outputs' and 128 of the inputs' for each */
+#define OUTPUTS 8   /* per tile of sums, each with one broadcast */
+#define CHANNELS 32 /* per tile of sums: two vectors */
+#define MOST_POSITIONS 25 /* maximum positions of a kernel with contiguous positions in the result */
+#define PIXELS 144  /* per block, roughly: a tile reads 64 (AMX: 128) bytes of outputs and 128 of inputs per pixel */
 #define AMX_OUTPUTS 32 /* with AMX: two tiles */
-#define STEP 16        /* pixels that a tile of AMX takes */
-#define OF_STEP 256    /* words of a tile */
+#define STEP 16        /* pixels per AMX tile */
+#define OF_STEP 256    /* words per tile */
 
-/* How the work is divided: into blocks of pixels, and among threads. */
+/* The partition of the work into blocks of pixels and among threads. */
 typedef struct {
     int64_t pairs, pairs_of_block, rows_of_block, blocks_of_rows, blocks;
-    int64_t phases[2], phase_rows, phase_columns; /* of the inputs of a block */
-    int64_t packed;                           /* pixels of them, in a pair */
-    int64_t outputs;                          /* of a tile */
+    int64_t phases[2], phase_rows, phase_columns; /* for the inputs of a block */
+    int64_t packed;                           /* their pixels, per pair of images */
+    int64_t outputs;                          /* per tile */
     int64_t channel_tiles, output_tiles, positions;
-    int64_t output_parts, image_parts;        /* among which threads divide each */
-    int64_t tiles_of_part;                    /* of outputs */
-    int64_t output_words;                     /* of a pixel of the packed gradient */
-    int64_t inputs, gradients, sums;          /* bytes of each, of a thread */
+    int64_t output_parts, image_parts;        /* number of parts, divided among the threads */
+    int64_t tiles_of_part;                    /* tiles of outputs */
+    int64_t output_words;                     /* words per pixel of the packed gradient */
+    int64_t inputs, gradients, sums;          /* bytes of each, per thread */
 } Plan;
 
-/* Cycles of a thread, roughly: of the products, the packing of the inputs, and the sum of what the threads have. */
+/* Estimated cycles per thread: for products, packing the inputs, and adding the sums of the threads. */
 static double cycles(const Plan *plan, int64_t pixels, int64_t output_parts, int64_t image_parts) {
     double blocks = (double)divided(plan->blocks, image_parts), positions = (double)plan->positions;
     double tiles = (double)(divided(plan->output_tiles, output_parts) * plan->channel_tiles);
@@ -73,12 +73,12 @@ static void divide(Plan *plan, int64_t pixels, int64_t threads) {
     plan->tiles_of_part = divided(plan->output_tiles, plan->output_parts);
 }
 
-/* Steps of AMX for the window of a pair of images with so many rows. */
+/* The number of AMX steps for the window of a pair of images with this number of rows. */
 static int64_t steps_of(const Plan *plan, const Call *call, int64_t rows) {
     return divided((rows - 1) * plan->phase_columns + call->out_columns, STEP);
 }
 
-/* How far the windows of a kernel reach, in steps of its stride. */
+/* The extent of a kernel's windows, in steps of its stride. */
 static int64_t reach(const Call *call, int axis) { return (call->kernel[axis] - 1) * call->dilation[axis] / call->stride[axis]; }
 
 static Plan plan_of(const Call *call, int64_t threads) {
@@ -101,12 +101,12 @@ static Plan plan_of(const Call *call, int64_t threads) {
     plan.positions = call->kernel[0] * call->kernel[1];
     pixels = plan.pairs_of_block * plan.rows_of_block * call->out_columns;
     divide(&plan, pixels, threads);
-    /* An odd number of cache lines: pixels at a power of two would share few sets of the cache. */
+    /* An odd number of cache lines: with a power of two, pixels would share few cache sets. */
     plan.output_words = divided(plan.tiles_of_part * OUTPUTS, 32) * 32 + 16;
     plan.inputs = 4 * plan.channel_tiles * plan.pairs_of_block * plan.packed * CHANNELS;
     plan.gradients = 4 * pixels * plan.output_words;
     if (call->by_tiles) {
-        plan.inputs += 4 * (STEP - 1) * CHANNELS; /* which the last tile may read behind the last pixel */
+        plan.inputs += 4 * (STEP - 1) * CHANNELS; /* the last tile may read past the last pixel */
         plan.gradients = 4 * plan.tiles_of_part * 2 * plan.pairs_of_block * steps_of(&plan, call, plan.rows_of_block) * OF_STEP;
     }
     plan.sums = 4 * plan.positions * plan.channel_tiles * plan.tiles_of_part * plan.outputs * CHANNELS;
@@ -114,10 +114,10 @@ static Plan plan_of(const Call *call, int64_t threads) {
     return plan;
 }
 
-/* Whether `by_tiles` may be asked for. */
+/* Whether `by_tiles` is supported. */
 int has_amx(void) { return find_amx(); }
 
-/* Bytes of memory that a call takes, of all threads. */
+/* The number of bytes that a call needs, for all threads. */
 int64_t weight_gradient_bytes(const Call *call, int threads) {
     Plan plan = plan_of(call, threads);
     return plan.output_parts * plan.image_parts * (plan.inputs + plan.gradients + plan.sums);
@@ -125,8 +125,8 @@ int64_t weight_gradient_bytes(const Call *call, int threads) {
 
 /* ------------------------------------------------------------------------------------------------- packing */
 
-/* Packs the rows from `row` on of the inputs of some pairs of images, as channel tile, pair, phase of the rows and of the
-   columns, row, column, 32 words. */
+/* Packs input rows from `row` on for some pairs of images: channel tile, pair, row phase, column phase, row, column, 32
+   words. */
 INLINE void pack_inputs_of(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair, int64_t pairs,
                            int64_t row, uint32_t *to) {
     int64_t of_phase = plan->phase_rows * plan->phase_columns, of_tile = plan->pairs_of_block * plan->packed * CHANNELS;
@@ -163,7 +163,7 @@ static void pack_inputs(const Call *call, const Plan *plan, const void *from, in
     else pack_inputs_of(0, call, plan, from, pair, pairs, row, to);
 }
 
-/* Packs rows of the gradient, some of the outputs: pair, row, column, words. */
+/* Packs rows of the gradient for some outputs: pair, row, column, words. */
 INLINE void pack_gradients_of(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair,
                               int64_t pairs, int64_t row, int64_t rows, int64_t output, uint32_t *to) {
     int64_t outputs = least(plan->tiles_of_part * OUTPUTS, call->outputs - output);
@@ -178,7 +178,7 @@ INLINE void pack_gradients_of(const int wide, const Call *call, const Plan *plan
             }
 }
 
-/* The same for AMX: 16 outputs, pair, step, output, 16 words. Where a window goes on over the end of a row, they are zero. */
+/* The same for AMX: 16 outputs, pair, step, output, 16 words, with zeros where windows wrap around row ends. */
 INLINE void pack_for_tiles_of(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair,
                               int64_t pairs, int64_t row, int64_t rows, int64_t output, uint32_t *to) {
     int64_t steps = steps_of(plan, call, rows), end = least(call->outputs, output + plan->tiles_of_part * AMX_OUTPUTS);
@@ -224,17 +224,17 @@ static void pack_gradients(const Call *call, const Plan *plan, const void *from,
 
 /* ------------------------------------------------------------------------------------------------ products */
 
-/* A window of the packed inputs: how many pixels, and how many words lie between them. */
+/* A window of the packed inputs: its number of pixels, and their stride in words. */
 typedef struct {
     int64_t pairs, rows, columns, of_pair, of_row;
 } Window;
 
-/* What is fetched into the cache while the products of a block are computed: the rows of the next one. */
+/* Prefetching during the products of a block: the rows of the next one. */
 typedef struct {
     const char *tensors[2];            /* at the first row of the block: inputs and gradient */
-    int64_t bytes[2], of_image[2];     /* of an image's rows, and from one image to the next */
+    int64_t bytes[2], of_image[2];     /* of an image's rows, and the stride between images */
     int64_t tensor, image, images;
-    const char *at, *end;              /* of the image that is being fetched */
+    const char *at, *end;              /* of the image that is being prefetched */
     int64_t step;                      /* bytes for each pixel of a tile */
 } Ahead;
 
@@ -262,7 +262,7 @@ static Ahead ahead_of(const Call *call, const Plan *plan, const void *inputs, co
     return ahead;
 }
 
-/* Where to go on fetching, at the beginning of a row of a tile. */
+/* The address to prefetch next, at the start of a row of a tile. */
 INLINE const char *fetched(Ahead *ahead) {
     if (ahead->at >= ahead->end && ahead->step) {
         if (++ahead->image == ahead->images) {
@@ -274,7 +274,7 @@ INLINE const char *fetched(Ahead *ahead) {
     return ahead->at;
 }
 
-/* Adds the products of some outputs and channels to a tile of sums, or begins it. */
+/* Adds the products of some outputs and channels to a tile of sums, or initializes it. */
 INLINE void add_products(const int outputs, const Window *window, const uint32_t *gradients, int64_t words,
                          const uint32_t *inputs, float *to, int begins, Ahead *ahead) {
     __m512 sums[OUTPUTS][2];
@@ -308,7 +308,7 @@ INLINE void add_products(const int outputs, const Window *window, const uint32_t
 }
 
 #ifdef HAS_AMX
-/* The same for 32 outputs, whose gradients lie in two groups, and all pixels of some pairs, in steps of a tile. */
+/* The same for 32 outputs, whose gradients are in two groups, and all pixels of some pairs, in steps of a tile. */
 WITH_TILES static void add_by_tiles(int64_t pairs, int64_t steps, const uint32_t *gradients, const uint32_t *inputs,
                                     int64_t of_pair, float *sums, int begins) {
     const uint32_t *second = gradients + pairs * steps * OF_STEP;
@@ -325,7 +325,7 @@ WITH_TILES static void add_by_tiles(int64_t pairs, int64_t steps, const uint32_t
 /* The memory of a part. */
 typedef struct {
     uint32_t *inputs, *gradients;
-    float *sums; /* position of the kernel, channel tile, output tile, output, channel */
+    float *sums; /* kernel position, channel tile, output tile, output, channel */
 } Memory;
 
 static Memory memory_of(const Plan *plan, char *scratch, int64_t number) {
@@ -370,7 +370,7 @@ static void add_block(const Call *call, const Plan *plan, const void *inputs, co
 
 /* ------------------------------------------------------------------------------------------------- results */
 
-/* The sum of what all parts that share some outputs have of 32 channels. */
+/* The sums for 32 channels, added over all parts that share some outputs. */
 INLINE void sum(const Plan *plan, char *scratch, int64_t first_part, int64_t at, __m512 *low, __m512 *high) {
     *low = *high = _mm512_setzero_ps();
     for (int64_t part = 0; part < plan->image_parts; part++) {
@@ -379,7 +379,7 @@ INLINE void sum(const Plan *plan, char *scratch, int64_t first_part, int64_t at,
     }
 }
 
-/* Writes the sums of one position of the kernel and one channel tile, whose channels lie side by side. */
+/* Writes the sums of one kernel position and one channel tile, with contiguous channels. */
 static void store(const Call *call, const Plan *plan, char *scratch, int64_t first_part, int64_t output,
                   int64_t place, char *to) {
     int64_t position = place / plan->channel_tiles, channel = place % plan->channel_tiles * CHANNELS;
@@ -399,8 +399,8 @@ static void store(const Call *call, const Plan *plan, char *scratch, int64_t fir
     }
 }
 
-/* How the vectors of some positions, of 32 channels each, become as many vectors in which the positions of a channel lie
-   side by side: which channel goes to each place, and from which vector. */
+/* The permutation from vectors of 32 channels for each position to the same number of vectors in which the positions of
+   a channel are contiguous: the channel for each element, and its source vector. */
 typedef struct {
     __m512i channel[MOST_POSITIONS];
     __mmask32 from[MOST_POSITIONS][MOST_POSITIONS];
@@ -419,7 +419,7 @@ static void turn_of(int64_t positions, Turn *turn) {
     }
 }
 
-/* Writes the sums of one channel tile in bf16, whose positions lie side by side. */
+/* Writes the sums of one channel tile in bf16, with contiguous positions. */
 static void store_turned(const Call *call, const Plan *plan, const Turn *turn, char *scratch, int64_t first_part,
                          int64_t output, int64_t tile, char *to) {
     int64_t of_part = plan->tiles_of_part * plan->outputs, outputs = least(of_part, call->outputs - output);
@@ -444,7 +444,7 @@ static void store_turned(const Call *call, const Plan *plan, const Turn *turn, c
     }
 }
 
-/* Adds the blocks of one of the parts into which the work is divided. */
+/* Adds the blocks of one of the parts of the work. */
 static void add_part(const Call *call, const Plan *plan, const void *inputs, const void *gradient, char *scratch,
                      int64_t part) {
     int64_t of_images = part % plan->image_parts, output = part / plan->image_parts * plan->tiles_of_part * plan->outputs;
@@ -453,7 +453,7 @@ static void add_part(const Call *call, const Plan *plan, const void *inputs, con
 #ifdef HAS_AMX
     const uint8_t full[8] = {16, 16, 16, 16, 16, 16, 16, 16};
     if (call->by_tiles) {
-        memset(memory.inputs, 0, (size_t)plan->inputs); /* what is read behind the pixels of a pair is multiplied by zeros */
+        memset(memory.inputs, 0, (size_t)plan->inputs); /* values past a pair's pixels are multiplied by zeros */
         begin_tiles(full, full);
     }
 #endif
@@ -465,7 +465,7 @@ static void add_part(const Call *call, const Plan *plan, const void *inputs, con
 #endif
 }
 
-/* Writes what the parts with the same outputs have summed: each of them some positions and channels. */
+/* Writes the sums of the parts with the same outputs: each writes some positions and channels. */
 static void store_part(const Call *call, const Plan *plan, const Turn *turn, char *scratch, int64_t part,
                        char *result) {
     int64_t of_images = part % plan->image_parts, output = part / plan->image_parts * plan->tiles_of_part * plan->outputs;
@@ -479,8 +479,8 @@ static void store_part(const Call *call, const Plan *plan, const Turn *turn, cha
         store(call, plan, scratch, part - of_images, output, place, result);
 }
 
-/* Writes the gradient of the weight. In bf16, where its channels do not lie side by side, the positions do, of which there
-   are at most MOST_POSITIONS. OpenMP may give fewer threads than are asked for: each then computes several parts. */
+/* Writes the gradient of the weight. In bf16, if channels are not contiguous, the at most MOST_POSITIONS positions are.
+   OpenMP may provide fewer threads than requested: each then computes several parts. */
 void weight_gradient(const Call *call, const void *inputs, const void *gradient, char *result, char *scratch, int threads) {
     Plan plan = plan_of(call, threads);
     int64_t parts = plan.output_parts * plan.image_parts;

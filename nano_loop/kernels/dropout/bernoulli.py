@@ -1,8 +1,8 @@
 """Draws the same random masks as torch's CPU generator, about ten times as fast.
 
-torch's `Tensor.bernoulli_` takes two numbers of a Mersenne Twister for each element, one element at a time. Here, a C
-function (``bernoulli.c``) reads the generator's state, makes the same draws with vector instructions, and writes back
-the state that torch would have left. So all later random numbers are also the same.
+torch's `Tensor.bernoulli_` draws two Mersenne Twister outputs per element, one element at a time. Here, a C function
+(``bernoulli.c``) reads the generator's state, makes the same draws with vector instructions, and writes back the state
+that torch would have left. So all later random numbers are the same as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nano_loop.patching.patch_table import shared_change, users
 #: Minimum number of elements. Below it, copying the state takes longer than the gain.
 MIN_ELEMENTS = 1 << 12
 
-# The bits of a 1.
+# The bit patterns of 1.
 _ONES = {
     **dict.fromkeys((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), 1),
     torch.float16: 0x3C00,
@@ -33,20 +33,20 @@ _ONES = {
     torch.float32: 0x3F800000,
     torch.float64: 0x3FF0000000000000,
 }
-# Offsets in torch's generator state, in bytes: a count, a position, and 624 numbers of 64 bits.
+# Byte offsets in torch's generator state: a count, a position, and 624 64-bit integers.
 _STATE_SIZE, _LEFT, _NEXT, _NUMBERS = 5056, 8, 16, 24
 _WORDS = 624
-_lock = threading.Lock()  # a state is taken, advanced and given back by one thread at a time
+_lock = threading.Lock()  # only one thread at a time may read, advance and restore a state
 
 
 class _Kernel(CompiledKernel):
     @functools.cached_property
     def unavailable(self) -> str | None:
         reason = super().unavailable
-        return reason or (None if _draws_as_torch() else "torch draws masks with another generator here")
+        return reason or (None if _draws_as_torch() else "torch draws masks with a different generator here")
 
 
-#: Takes microseconds.
+#: Calls take microseconds.
 KERNEL = _Kernel("bernoulli", {"draw_bernoulli": (BYTES, Pointer(tuple(_ONES), DENSE))}, is_threaded=False)
 
 
@@ -65,7 +65,7 @@ def same_draws() -> AbstractContextManager[None]:
 def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:
     """Return the replacement of the CPU kernel of ``aten::bernoulli_.float``, which makes the same draws.
 
-    It makes them fast inside `vectorized_draws`, and in the order of the plain loop (see `drawing_order`).
+    Draws are fast inside `vectorized_draws`, and in the order of the plain loop (see `drawing_order`).
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def fill(tensor: torch.Tensor, p: float, generator: torch.Generator) -> torch.Te
         while True:
             before = generator.get_state()
             after = _draw(tensor, p, before.clone())
-            # Another thread may have drawn from the generator meanwhile, by torch: then these numbers are its own.
+            # If another thread has drawn by torch in the meantime, these draws belong to it.
             if torch.ops.aten.equal(generator.get_state(), before):
                 generator.set_state(after)
                 return tensor
@@ -142,16 +142,16 @@ def _supports(tensor: torch.Tensor, p: float, generator: torch.Generator | None)
 
 
 def by_torch(tensor: torch.Tensor, p: float = 0.5, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Draw by torch's kernel for a tensor of probabilities, whose draws are the same."""
+    """Draw by torch's kernel for a tensor of probabilities, which makes the same draws."""
     if not 0 <= p <= 1:
         raise RuntimeError(
             f"bernoulli_ expects p to be in [0, 1], but got p={p:g}"
-        )  # the message of the other overload
+        )  # the message of the scalar overload
     return tensor.bernoulli_(torch.tensor(p, dtype=torch.float64, device=tensor.device), generator=generator)
 
 
 def _draws_as_torch() -> bool:
-    """Whether `fill` makes the same draws and leaves the same state as torch, whose builds with MKL may differ."""
+    """Whether `fill` makes the same draws and leaves the same state as torch. torch builds with MKL may differ."""
     ours, torchs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     if ours.get_state().numel() != _STATE_SIZE:
         return False

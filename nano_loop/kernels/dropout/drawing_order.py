@@ -1,11 +1,11 @@
-"""Draws the random numbers of a tensor as the plain loop does: in its order, and whole batches.
+"""Draws random tensors as the plain loop does: in its order, and for whole batches.
 
-torch fills a tensor in the order of its memory. With `channels_last`, dropout behind a convolution would thus have
-other masks than in the plain loop, and `torch.randn_like` other noise. Here a contiguous tensor is filled and copied.
-Where ranks share each batch, `nano_loop.distributed.data_parallel.random_draws` fills a tensor for all of it.
+torch fills a tensor in memory order. With `channels_last`, dropout after a convolution would thus draw different masks
+than in the plain loop, and `torch.randn_like` different noise. Here a contiguous tensor is filled and copied. If ranks
+share each batch, `nano_loop.distributed.data_parallel.random_draws` fills a tensor for the whole batch.
 
-The order of NCHW is for layouts which `channels_last` has made: a tensor that the model itself permutes is NHWC in the
-plain loop, too. The autograd graph tells: convolutions are marked, and the nearest one or permutation decides.
+NCHW order only applies to layouts that `channels_last` created: a tensor that the model itself permutes is NHWC in the
+plain loop, too. In the autograd graph, convolutions are marked; the nearest one or permutation decides.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from nano_loop.patching.ownership import belongs_to_set_up_model
 from nano_loop.patching.patch_table import shared_change, value_in_force
 from nano_loop.patching.torch_private_autograd import in_backward
 
-#: The operators that fill a tensor, besides ``bernoulli_.float``, which `nano_loop.kernels.dropout.bernoulli` replaces.
+#: The operators that fill a tensor, except ``bernoulli_.float``, which `nano_loop.kernels.dropout.bernoulli` replaces.
 _FILLING = ("uniform_", "normal_", "exponential_")
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-#: The key of the mark in the metadata of a node.
+#: The key of the mark in a node's metadata.
 _MARK = "nano_loop: NHWC by channels_last"
 _PERMUTATIONS = frozenset(("PermuteBackward0", "TransposeBackward0"))
 _MOST_NODES, _MOST_DRAWS = 256, 1 << 16
 
 
 class _Call(threading.local):
-    """The call into a model that this thread is in.
+    """The model call that this thread is in.
 
     Attributes
     ----------
     is_converted : bool or None
-        Whether `channels_last` converts the model. None: that is not known, as in compiled code.
+        Whether `channels_last` converts the model. None: unknown, as in compiled code.
     is_unmarked : bool
-        Whether the latest tensor that was converted has no node to mark. It decides where there is no graph.
+        Whether the most recently converted tensor has no node to mark. It decides if there is no graph.
     latest : tuple
-        The address of the latest empty tensor that was made like one in NHWC, and whether `channels_last` made that so.
+        The address of the latest `empty_like` of an NHWC tensor, and whether that is NHWC due to `channels_last`.
     is_mask : bool or None
-        What `drawn` is to take as `is_mask`; None: as it is passed.
+        The `is_mask` that `drawn` should use; None: the argument passed to it.
     """
 
     is_converted: bool | None = None
@@ -58,9 +58,9 @@ _call = _Call()
 
 @contextmanager
 def drawn_as_nchw() -> Iterator[None]:
-    """Draw numbers in the order of NCHW where `channels_last` has made a tensor NHWC, also those of dropout masks.
+    """Draw values, including dropout masks, in NCHW order for tensors that `channels_last` made NHWC.
 
-    Before torch 2.9, which does not return its kernels, only dropout masks are drawn so.
+    Before torch 2.9, which does not return its kernels, this applies to dropout masks only.
     """
     with ExitStack() as stack:
         stack.enter_context(shared_change(drawn_as_nchw, lambda: nullcontext({})))
@@ -73,7 +73,7 @@ def drawn_as_nchw() -> Iterator[None]:
 
 @contextmanager
 def in_call(is_converted: bool) -> Iterator[None]:
-    """Surround an outermost call into a model that `channels_last` converts or not."""
+    """Surround an outermost call into a model; `is_converted` tells whether `channels_last` converts it."""
     before = _call.is_converted, _call.is_unmarked
     _call.is_converted, _call.is_unmarked = is_converted, False
     try:
@@ -83,7 +83,7 @@ def in_call(is_converted: bool) -> Iterator[None]:
 
 
 def mark(tensor: Tensor, is_converted: bool) -> None:
-    """Note of an input, or of the output of a convolution, whether it is NHWC by `channels_last` alone."""
+    """Record whether an input, or the output of a convolution, is NHWC only because of `channels_last`."""
     node: Any = tensor.grad_fn
     if node is not None:
         node.metadata[_MARK] = is_converted
@@ -91,7 +91,7 @@ def mark(tensor: Tensor, is_converted: bool) -> None:
 
 
 def is_converted(tensor: Tensor) -> bool:
-    """Whether a tensor in NHWC is so by `channels_last`, and not in the plain loop."""
+    """Whether a tensor in NHWC would not be NHWC in the plain loop."""
     nodes: list[Any] = [tensor.grad_fn]
     seen: set[Any] = set()
     while nodes and len(seen) < _MOST_NODES:
@@ -103,15 +103,15 @@ def is_converted(tensor: Tensor) -> bool:
         if node.name() in _PERMUTATIONS:
             return False
         seen.add(node)
-        nodes += [before for before, _ in reversed(node.next_functions)]  # a sum lies as its first term
+        nodes += [before for before, _ in reversed(node.next_functions)]  # a sum has the layout of its first term
     return _call.is_unmarked
 
 
 def is_drawn_as_nchw(tensor: Tensor, generator: torch.Generator | None = None) -> bool:
-    """Whether a tensor is NHWC because of nano_loop, so that the plain loop draws its numbers in another order."""
+    """Whether a tensor is NHWC because of nano_loop, so that the plain loop draws it in another order."""
     if tensor.dim() not in _FORMATS or tensor.is_contiguous():
         return False
-    # By the generator's state: a checkpoint draws again from the same state, and may then see less of the graph.
+    # Keyed by generator state: a checkpoint redraws from the same state, when less of the graph may be visible.
     orders: dict[int, bool] | None = value_in_force(drawn_as_nchw)
     if orders is None:
         return False
@@ -136,20 +136,20 @@ def _is_made_by_us(tensor: Tensor) -> bool:
 def drawn(
     tensor: Tensor, generator: torch.Generator | None, fill: Callable[[Tensor], Tensor], *, is_mask: bool = False
 ) -> Tensor:
-    """Fill a tensor as the plain loop does, and return it.
+    """Fill a tensor as the plain loop does and return it.
 
-    Whoever is `listening` to this function is asked first, and returns the filled tensor, or None.
+    Functions that are `listening` to this one are called first. They return the filled tensor, or None.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        What is filled.
+        The tensor to fill.
     generator : torch.Generator or None
-        What it is drawn from; None for torch's default generator.
+        The source of random numbers; None for torch's default generator.
     fill : callable
-        Fills a tensor in the order of its memory, and returns it.
+        Fills a tensor in memory order and returns it.
     is_mask : bool
-        Whether the numbers are such as no parameter begins with.
+        Whether the values are a mask or noise, rather than an initial parameter.
     """
     if is_drawn_as_nchw(tensor, generator):
         return tensor.copy_(drawn(contiguous_like(tensor), generator, fill, is_mask=is_mask))
@@ -163,7 +163,7 @@ def drawn(
 
 @contextmanager
 def taken_for_masks(are: bool) -> Iterator[None]:
-    """Take what the body draws for masks, or for what is none."""
+    """Treat tensors that the body draws as masks, or as anything but masks."""
     before, _call.is_mask = _call.is_mask, are
     try:
         yield
@@ -172,14 +172,14 @@ def taken_for_masks(are: bool) -> Iterator[None]:
 
 
 def contiguous_like(tensor: Tensor) -> Tensor:
-    """Return an uninitialized tensor of the shape and the dtype of another."""
+    """Return an uninitialized contiguous tensor with the shape and dtype of another."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _noting(original: Kernel | None) -> Callable[..., Tensor]:
-    """Note like which tensor an empty one is made, as dropouts and ``randn_like`` do before they fill it."""
+    """Record the tensor passed to ``empty_like``, which dropouts and ``randn_like`` call before filling."""
     if original is None:
-        raise TypeError("torch gives no kernel to call")
+        raise TypeError("torch does not return the kernel to call")
 
     def empty_like(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = original(keys, tensor, *args, **kwargs)
@@ -191,12 +191,12 @@ def _noting(original: Kernel | None) -> Callable[..., Tensor]:
 
 
 def in_order(operator: str) -> AbstractContextManager[None]:
-    """Return a context in which an operator that fills a tensor does so by `drawn`; torch `gives_kernels`."""
-    is_mask = operator == "exponential_"  # as of the Gumbel distribution
+    """Return a context in which a filling operator uses `drawn`. Requires that torch `gives_kernels`."""
+    is_mask = operator == "exponential_"  # used for the Gumbel distribution
 
     def make(original: Kernel | None) -> Callable[..., Tensor]:
         if original is None:
-            raise TypeError("torch gives no kernel to call")
+            raise TypeError("torch does not return the kernel to call")
 
         def fill(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             generator = kwargs.get("generator")

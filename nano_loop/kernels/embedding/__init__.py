@@ -1,1 +1,1 @@
-"""The lookups of embeddings, and the gradients of their tables."""
+"""Embedding lookups and the gradients of their tables."""

@@ -1,4 +1,4 @@
-"""Lookups in large tables of fp32, whose gradients are summed up by rows.
+"""Lookups in large fp32 tables, whose gradients are summed by rows.
 
 See `nano_loop.kernels.embedding.row_gradient`.
 """
@@ -18,9 +18,9 @@ from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.torch_private import BAGS_KERNEL, sums_of_bags
 
-#: Fewest elements of a table. torch fills a smaller one with zeros in the time that Python takes for a lookup.
+#: Minimum number of elements in a table. torch zero-fills a smaller one in the time of the Python overhead.
 MIN_ELEMENTS = 1 << 18
-_SUM = 0  # torch's number of what becomes of a bag
+_SUM = 0  # torch's enum value of the mode
 
 
 def _embedding(
@@ -57,7 +57,7 @@ def _by_rows(function: type[torch.autograd.Function], call: Call) -> Any:
 
 
 def _is_supported(weight: Tensor, indices: Tensor) -> TypeGuard[nn.Parameter]:
-    """Whether the gradient of a lookup may be one of rows: of a large, plain parameter, and computed now."""
+    """Whether a lookup can use a row gradient: the table is a large, plain parameter, and it is computed now."""
     return bool(
         type(weight) is nn.Parameter
         and weight.numel() >= MIN_ELEMENTS
@@ -73,7 +73,7 @@ def _is_supported(weight: Tensor, indices: Tensor) -> TypeGuard[nn.Parameter]:
 
 
 class _Rows(torch.autograd.Function):
-    """What ``aten::embedding`` computes."""
+    """Computes ``aten::embedding``."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, rows: RowGradient, weight: Tensor, indices: Tensor, padding: int) -> Tensor:
@@ -91,7 +91,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Bags(torch.autograd.Function):
-    """What ``aten::_embedding_bag`` computes for sums."""
+    """Computes ``aten::_embedding_bag`` for sums."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, rows: RowGradient, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:

@@ -1,12 +1,11 @@
-"""The gradient of a table of which a step looks up few rows. It is dense for everybody, and known to be zero elsewhere.
+"""The gradient of a table in which a step looks up few rows. It is dense to users, but its nonzero rows are known.
 
-torch fills a tensor of the table's size with zeros for each lookup, adds row by row, and adds up such tensors where a
-table is used twice. Here the rows of all lookups are summed up in C (``rows.c``), in torch's order, into memory that
-stays: before the next backward only the rows of the last one are zeros again.
+For each lookup, torch zero-fills a tensor of the table's size and adds row by row; if a table is used twice, it then
+adds these tensors. Here a C function (``rows.c``) sums the rows of all lookups in torch's order into persistent memory:
+before the next backward, only the rows of the last one are zeroed.
 
-The program gets a tensor that shares this memory until somebody writes to it, in whatever way: torch copies it first.
-So the memory stays what functions in C have made of it, and a gradient that still shares it is known. An optimizer's
-states are watched in the same way.
+The program gets a copy-on-write tensor that shares this memory: torch copies it before any write. So only C functions
+modify the memory, and a gradient that still shares it is known. An optimizer's states are tracked in the same way.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ KERNEL = CompiledKernel(
 
 
 class Lookups(NamedTuple):
-    """Rows that were looked up together, in a backward.
+    """Rows that were looked up together during a backward.
 
     Attributes
     ----------
     gradient : torch.Tensor
-        The gradient of what they became, of shape (..., width).
+        The gradient of the looked-up rows, of shape (..., width).
     indices : torch.Tensor
-        The rows, in int64.
+        The indices of the rows, in int64.
     sources : torch.Tensor or None
-        The rows of `gradient` that are those of the lookups, in int64. None: they have the same order.
+        The rows of `gradient` that correspond to the indices, in int64. None: they are in the same order.
     padding : int
-        The row that has no gradient, or -1.
+        The index of the row without a gradient, or -1.
     """
 
     gradient: Tensor
@@ -67,41 +66,41 @@ class Lookups(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Memory of a gradient: what holds it, to which nobody writes, and a tensor for functions in C."""
+    """The memory of a gradient: its owner, which nobody writes to, and a tensor for C functions."""
 
     memory: Tensor
     raw: Tensor
 
 
 class _State:
-    """A contiguous state of an optimizer that functions in C read and write, while every other write is noticed.
+    """A contiguous optimizer state that C functions read and write, while all other writes are detected.
 
-    `raw` is a tensor with the same memory, for these functions.
+    `raw` is a tensor with the same memory for these functions.
     """
 
     def __init__(self, state: Tensor) -> None:
         self.raw = _raw(state)
-        self._kept: Tensor | None = None  # the memory, if somebody writes to the state
-        with suppress(RuntimeError):  # of memory that is not torch's own, writes are not noticed
+        self._kept: Tensor | None = None  # keeps the memory if the state is written to
+        with suppress(RuntimeError):  # torch does not own the memory, so writes are undetected
             self._kept = shared_until_written(state)
 
     def is_in(self, state: Tensor) -> bool:
-        """Whether a state is this one, and nobody else has written to it."""
+        """Whether this is the same state, and nothing else has written to it."""
         return _shares(state, self.raw)
 
 
 class RowGradient:
-    """The gradient of one table, and what is known of it.
+    """The gradient of one table, and the rows that are nonzero.
 
     Parameters
     ----------
     weight : torch.nn.Parameter
-        The table, of fp32. It is not held, not even weakly: `torch.utils.swap_tensors` refuses that.
+        The fp32 table. It is not referenced, not even weakly: `torch.utils.swap_tensors` rejects that.
 
     Attributes
     ----------
     marks : torch.Tensor
-        A byte for each row, as in ``rows.c``.
+        One byte per row, as in ``rows.c``.
     """
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -111,9 +110,9 @@ class RowGradient:
         self._listed = empty(rows, dtype=torch.int64)
         self._length = 0
         self._last = torch.full((rows,), -1, dtype=torch.int32, device="cpu")
-        self._sums: _Table | None = None  # zeros, but for the rows in the gradient
-        self._returned: Tensor | None = None  # what shares their memory until somebody writes to the gradient
-        self._states: list[_State] = []  # whose rows are marked
+        self._sums: _Table | None = None  # zeros, except for the rows in the gradient
+        self._returned: Tensor | None = None  # shares their memory until the gradient is written to
+        self._states: list[_State] = []  # their rows are marked
         self._pending: dict[tuple[int, int], list[Lookups]] = {}
         key = id(weight)
         self._memory = weakref.ref(weight.untyped_storage(), lambda _: row_gradients.pop(key, None))
@@ -121,26 +120,26 @@ class RowGradient:
         self._root: Callable[[], Tensor | None] = lambda: None
 
     def root(self, weight: nn.Parameter) -> Tensor:
-        """Return the autograd node of the table in the graph of this forward, as a tensor without elements.
+        """Return the autograd node of the table in the graph of this forward, as an empty tensor.
 
-        All lookups of a graph have the same one, so that their gradients are summed up together.
+        All lookups in a graph share it, so that their gradients are summed together.
         """
         root: Any = self._root()
-        # Of a graph before a swap of tensors, it leads to the other tensor.
+        # A graph from before `swap_tensors` leads to the other tensor.
         if root is None or root.grad_fn.next_functions[0][0] is not get_gradient_edge(weight).node:
             root = _Root.apply(weight, self)  # type: ignore[no-untyped-call]
             self._root = weakref.ref(root)
         if not in_backward():
             for key in [key for key in self._pending if key[0] == threading.get_ident()]:
-                del self._pending[key]  # of a backward that has raised an error
+                del self._pending[key]  # from a backward that raised an error
         return root  # type: ignore[no-any-return]
 
     def add(self, lookups: Lookups) -> None:
-        """Note lookups of the backward that this thread runs."""
+        """Record lookups of this thread's current backward."""
         self._pending.setdefault((threading.get_ident(), graph_task()), []).append(lookups)
 
     def compute(self) -> Tensor | None:
-        """Return the gradient of the lookups of the backward that this thread runs, or None if there are none."""
+        """Return the gradient of the lookups in this thread's current backward, or None if there are none."""
         lookups = self._pending.pop((threading.get_ident(), graph_task()), None)
         if lookups is None:
             return None
@@ -152,22 +151,22 @@ class RowGradient:
             for part in lookups:
                 self._sum_up(part, sums.raw)
             self._returned = shared_until_written(sums.memory)
-            return self._returned.detach()  # autograd keeps that without a copy, since nobody else has it
+            return self._returned.detach()  # autograd keeps this without a copy, as the only owner
 
     def raw(self, gradient: Tensor) -> Tensor | None:
-        """Return the gradient for functions in C if it is the one that was computed last, and nobody has written to it.
+        """Return the gradient for C functions if it was computed last and has not been written to.
 
         Parameters
         ----------
         gradient : torch.Tensor
-            A contiguous one, of the table's shape.
+            A contiguous gradient of the table's shape.
         """
         return self._sums.raw if self._sums is not None and _shares(gradient, self._sums.raw) else None
 
     def marked(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Mark the rows with a nonzero state, and return the states for functions in C, whose writes keep the marks."""
+        """Mark the rows with a nonzero state, and return the states for C functions, whose writes keep the marks."""
         if len(states) != len(self._states) or not all(map(_State.is_in, self._states, states)):
-            self._states = []  # first, so that nothing is copied
+            self._states = []  # cleared first, so that nothing is copied
             self._states = [*map(_State, states)]
             raw = [state.raw for state in self._states]
             if raw:
@@ -175,16 +174,16 @@ class RowGradient:
         return [state.raw for state in self._states]
 
     def forget_states(self) -> None:
-        """Note that a step of all rows is taken, which then copies nothing."""
+        """Note that a step updates all rows, so that it copies nothing."""
         self._states = []
 
     @property
     def listed(self) -> tuple[Tensor, int]:
-        """The rows in the gradient, and their number."""
+        """The indices of the rows in the gradient, and their number."""
         return self._listed, self._length
 
     def _zeros(self) -> _Table:
-        """Return a table of zeros: that of the last backward, if nobody else sees its memory."""
+        """Return a table of zeros, reusing that of the last backward if nothing else references its memory."""
         returned, sums = self._returned, self._sums
         if returned is not None and is_unwritten(returned) and not has_lone_storage(returned):
             sums = None
@@ -192,7 +191,7 @@ class RowGradient:
         KERNEL("clear_rows", raw, self.marks, self._listed, self._length, self.shape[1])
         self._length = 0
         if sums is None:
-            self._returned = self._sums = None  # first, so that its memory may be used again
+            self._returned = self._sums = None  # cleared first, so that the memory can be reused
             memory = torch.zeros(self.shape, dtype=torch.float32, device="cpu")
             sums = self._sums = _Table(memory, _raw(memory))
         return sums
@@ -209,7 +208,7 @@ class RowGradient:
         )
 
     def _differentiable(self, lookups: Sequence[Lookups]) -> Tensor:
-        """Return the gradient by operators of torch, which have derivatives."""
+        """Return the gradient by torch operators, which are differentiable."""
         gradients = []
         for part, indices, sources, padding in lookups:
             rows = part if sources is None else part.index_select(0, sources)
@@ -223,12 +222,12 @@ row_gradients: dict[int, RowGradient] = process_wide("row gradients, by table", 
 
 
 def row_gradient_of(weight: Tensor) -> RowGradient | None:
-    """Return the row gradient of a table, if it has been looked up in a run."""
+    """Return the row gradient of a table if it has been looked up in a run."""
     return row_gradients.get(id(weight))
 
 
 def tracked(weight: nn.Parameter) -> RowGradient:
-    """Return the row gradient of a table that is looked up in a run. It lasts as long as both."""
+    """Return the row gradient of a table that is looked up in a run. It lasts until either is gone."""
     rows = row_gradients.get(id(weight))
     if rows is None or rows.shape != weight.shape:
         rows = row_gradients[id(weight)] = RowGradient(weight)
@@ -244,7 +243,7 @@ def _kept() -> Iterator[None]:
 
 
 def row_gradients_kept() -> AbstractContextManager[None]:
-    """Keep the row gradients of tables from one step to the next, until the last run that does so has ended."""
+    """Keep the row gradients of tables between steps until the last run that does so ends."""
     return shared_change("row gradients", _kept)
 
 
@@ -262,12 +261,12 @@ class _Root(torch.autograd.Function):
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """Return a tensor with the memory of a contiguous one, which it does not hold. Writes to it are not noticed."""
+    """Return a tensor that aliases a contiguous tensor without owning its memory. Writes to it are not detected."""
     memory = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 def _shares(tensor: Tensor, raw: Tensor) -> bool:
-    """Whether nobody has written to a tensor that shares the memory of a raw one, from its beginning on."""
+    """Whether a tensor still shares the memory of a raw tensor, with the same start, because nothing wrote to it."""
     offset = tensor.storage_offset() * tensor.element_size()
     return is_unwritten(tensor) and address_of(tensor) + offset == raw.data_ptr()

@@ -1,1 +1,1 @@
-"""Linear layers and products of matrices."""
+"""Linear layers and matrix products."""

@@ -1,7 +1,7 @@
-"""Products of fp32 matrices by a C function (``fp32_product.c``), where that is faster than torch's kernel.
+"""Matrix products in fp32 by a C function (``fp32_product.c``), where it is faster than torch's kernel.
 
-MKL uses AVX-512 on CPUs of Intel alone. On others, as AMD's Zen 5, this function computes twice as many numbers at a
-time. Elsewhere MKL is as fast or faster, so torch's kernel is taken until the function was measured to be faster.
+MKL uses AVX-512 on Intel CPUs only. On others, such as AMD's Zen 5, this function computes twice as many values at a
+time. Elsewhere MKL is at least as fast, so torch's kernel is used until the function was measured to be faster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Products of matrices and of batches of them: ``aten::mm``, ``addmm``, ``bmm`` and ``baddbmm``.
+"""Matrix products and batched matrix products: ``aten::mm``, ``addmm``, ``bmm`` and ``baddbmm``.
 
-Matrices of bf16 are multiplied by `nano_loop.kernels.linear.product`, and so are those of fp32 that round their inputs
-to bf16. Other matrices of fp32 are multiplied by `nano_loop.kernels.linear.fp32_product`, where that is faster.
+bf16 matrices are multiplied by `nano_loop.kernels.linear.product`, and so are fp32 matrices whose products round to
+bf16. Other fp32 matrices are multiplied by `nano_loop.kernels.linear.fp32_product` where it is faster.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from nano_loop.patching.operators.operators import Kernel
 from nano_loop.policy import product_precision
 from nano_loop.policy.product_precision import PRODUCT
 
-#: Minimum number of multiplications of bf16 matrices. Below it, the Python overhead exceeds the gain.
+#: Minimum number of multiplications in a bf16 product. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 24
 _MATRIX, _BATCH = 2, 3
-#: Minimum number of rows of a product that are measured.
+#: Minimum number of rows in a measured product.
 _MIN_ROWS = 64
 #: The name of the algorithm for bf16 matrices.
 BLOCKS = "blocks"
@@ -33,7 +33,7 @@ BLOCKS = "blocks"
 def _supports(
     dimensions: int, kernel: Kernel, *args: Tensor, beta: float = 1, alpha: float = 1, **named: Any
 ) -> Call | None:
-    """Return alpha a b + beta bias, of matrices or of batches of as many, which is large enough."""
+    """Return alpha a b + beta bias for matrices or equally many batches of them, if it is large enough."""
     *added, a, b = args
     is_fp32 = a.dtype is torch.float32
     if (not is_fp32 and a.dtype is not torch.bfloat16) or a.dim() != dimensions or b.dim() != dimensions:
@@ -50,7 +50,7 @@ def _supports(
 
 
 def _timed(call: Call) -> Call | None:
-    """Return a product of some rows, since the result of a vocabulary's layer takes memory."""
+    """Return a product of some of the rows, because the output of a vocabulary layer needs a lot of memory."""
     a, b, bias = call.tensors
     if a.dim() == _MATRIX and (bias is None or bias.dim() <= 1):
         a = a[: max(override.MOST_ELEMENTS // max(b.size(-1), 1), _MIN_ROWS)]
@@ -77,7 +77,7 @@ def _in_fp32(call: Call) -> Tensor:
 
 
 def _rounded(call: Call) -> Tensor:
-    """Return the product of factors in bf16, to which fp32 is added."""
+    """Return the product of factors in bf16, with an fp32 sum added."""
     (a, b, bias), (beta, alpha) = call.tensors, call.numbers or (1, 1)
     row = bias if _adds_row(call) else None
     result = product.product(a, b, row, call.details.get("out"), dtype=torch.float32)
@@ -98,7 +98,7 @@ def _supports_rounding(call: Call) -> bool:
 
 
 def _supports_fp32(call: Call) -> bool:
-    """Whether sizes are those of a product, plus a bias for each column. torch raises for others, or broadcasts."""
+    """Whether the sizes are those of a product plus a bias per column. torch raises for others, or broadcasts."""
     (a, b, bias), is_simple = call.tensors, not call.numbers and not call.details
     if not is_simple or a.dim() != _MATRIX or a.size(1) != b.size(0):
         return False
@@ -108,9 +108,9 @@ def _supports_fp32(call: Call) -> bool:
 
 
 def _can_pack(call: Call) -> bool:
-    """Whether `product.product` multiplies the factors, which are plain as well as what is added."""
+    """Whether `product.product` supports the factors and the sum, which must be plain tensors."""
     (a, b, bias), out = call.tensors, call.details.get("out")
-    dtypes = (a.dtype,), (a.dtype, torch.bfloat16), (a.dtype,)  # of a frozen weight there may be no fp32 numbers
+    dtypes = (a.dtype,), (a.dtype, torch.bfloat16), (a.dtype,)  # a frozen weight may have no fp32 values
     pairs = zip(call.tensors, dtypes, strict=True)
     if not all(is_plain(tensor, allowed) for tensor, allowed in pairs if tensor is not None):
         return False
@@ -122,13 +122,13 @@ def _can_pack(call: Call) -> bool:
 
 
 def _adds_row(call: Call) -> bool:
-    """Whether the bias is added to each row, and nothing else changes the product."""
+    """Whether the bias is added to each row and nothing else changes the product."""
     bias = call.tensors[2]
     return not call.numbers and bias is not None and bias.shape == _shape(call)[-1:] and bias.stride() == (1,)
 
 
 def _shape(call: Call) -> torch.Size:
-    """Return that of the result."""
+    """Return the shape of the result."""
     a, b, _ = call.tensors
     return torch.Size((*a.shape[:-1], b.size(-1)))
 
@@ -147,7 +147,7 @@ _ALGORITHMS = (
     Algorithm(ROUNDED, _rounded, FP32, is_exact=False, supports=_supports_rounding),
     Algorithm(COMPILED, _in_fp32, FP32, supports=_supports_fp32, kernel=fp32_product.KERNEL.name),
 )
-#: Of matrices and of batches. Inductor calls those with ``out``.
+#: For matrices and batches. Inductor calls the overloads with ``out``.
 MATRICES, BATCHES = (
     tuple(
         Override(

@@ -1,9 +1,9 @@
-"""Products of matrices in bf16 by a C function (``product.c``): the linear layers of a model, and their gradients.
+"""Matrix products in bf16 by a C function (``product.c``): the linear layers of a model, and their gradients.
 
-Matrices are of bf16 or fp32 numbers. The function rounds the latter where it packs them, which reads them in any case.
+Matrices are in bf16 or fp32. The function rounds fp32 values while packing, which reads them anyway.
 
-oneDNN copies matrices whose rows do not begin at a cache line, as those of a vocabulary of 50,257 words, and waits for
-memory where this function fetches ahead. It needs a CPU with AVX-512's bf16 instructions, and uses AMX where it is.
+oneDNN copies matrices whose rows are not aligned to cache lines, such as those of a vocabulary of 50,257 words, and
+stalls on memory that this function prefetches. It requires the bf16 instructions of AVX-512, and uses AMX if available.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nano_loop.kernels.memory import BYTES, FLOATS, STRIDED, empty
 
 _STRIDED = FLOATS._replace(layout=STRIDED)
 KERNEL = CompiledKernel("product", {"product": (_STRIDED, _STRIDED, FLOATS, _STRIDED, BYTES)}, needs_avx512_bf16=True)
-#: Minimum of rows, columns and depth: with fewer, most of a tile is empty, or packing takes as long as the product.
+#: Minimum number of rows, columns and depth: with fewer, most of a tile is empty, or packing dominates.
 FEWEST = 32
 _DIMENSIONS = 2
 
@@ -52,25 +52,25 @@ def product(
     out: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Compute a b, or a b + bias, from a and b in bf16.
+    """Compute a b, or a b + bias, with a and b rounded to bf16.
 
     Parameters
     ----------
     a, b : torch.Tensor
-        bfloat16 or float32, which is rounded to bfloat16, of shapes (M, K) and (K, N), or (B, M, K) and (B, K, N), of
-        which `supports` is True: one of the strides of the matrices is 1.
+        bfloat16, or float32, which is rounded to bfloat16, of shapes (M, K) and (K, N), or (B, M, K) and (B, K, N).
+        `supports` must be True for them: one of the strides of each matrix is 1.
     bias : torch.Tensor, optional
         bfloat16 or float32, of shape (N,).
     out : torch.Tensor, optional
-        bfloat16 or float32, of shape (M, N) or (B, M, N), with the columns of a row side by side. Is overwritten.
+        bfloat16 or float32, of shape (M, N) or (B, M, N), with contiguous rows. It is overwritten.
     dtype : torch.dtype
-        That of the result without `out`: bfloat16 or float32.
+        The dtype of the result if `out` is None: bfloat16 or float32.
 
     Returns
     -------
     torch.Tensor
-        Of shape (M, N) or (B, M, N): `out` if it was passed. Sums are in fp32, and do not depend on the number of
-        threads.
+        Of shape (M, N) or (B, M, N): `out` if it was passed. Sums are accumulated in fp32 and do not depend on the
+        number of threads.
     """
     out = empty(*a.shape[:-1], b.size(-1), dtype=dtype) if out is None else out
     call = _call(a, b)
@@ -83,7 +83,7 @@ def product(
 
 
 def can_be_filled(out: Tensor, shape: torch.Size, dtype: torch.dtype, inputs: Iterable[Tensor | None]) -> bool:
-    """Whether `out` can be overwritten by the result. torch resizes others, copies what overlaps, or raises."""
+    """Whether the result can overwrite `out`. Otherwise, torch resizes it, copies overlapping memory, or raises."""
     if type(out) is not Tensor or out.dtype is not dtype or out.shape != shape or out.stride(-1) != 1:
         return False
     if out.stride(-2) < shape[-1] or (len(shape) > _DIMENSIONS and out.stride(0) < out.stride(1) * shape[1]):

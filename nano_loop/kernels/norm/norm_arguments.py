@@ -1,4 +1,4 @@
-"""How the C functions of ``norms.c`` get their tensors: which ones they take, their sizes, layouts and addresses."""
+"""Arguments of the C functions of ``norms.c``: the supported tensors, their sizes, layouts and addresses."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 
 from nano_loop.kernels.memory import is_plain
 
-#: Minimum number of neighbours in memory: of channels in NHWC, of pixels in NCHW, of elements of a row.
+#: Minimum number of contiguous elements: channels in NHWC, pixels in NCHW, elements of a row.
 _FEW = 16
-#: Minimum number of pixels of an image in NCHW for a forward, by dtype: with fewer, torch's kernel was faster.
+#: Minimum number of pixels of an NCHW image for a forward, by dtype: with fewer, torch's kernel was faster.
 _FEW_PIXELS = {torch.bfloat16: 128, torch.float32: 48}
 _DTYPES = tuple(_FEW_PIXELS)
-#: Minimum number of elements. Below it, the Python overhead exceeds the gain, with several threads and in any layout.
+#: Minimum number of elements. Below it, the Python overhead exceeds the gain with several threads, in any layout.
 MIN_ELEMENTS = 1 << 18
-#: The memory formats with channels side by side, by number of dimensions.
+#: The memory formats with contiguous channels, by number of dimensions.
 NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-#: Takes how many values a channel of this tensor has, and two sums by channel. Makes the sums those of a batch of which
-#: the tensor is a part, and returns how many values its channels have.
+#: Accepts the number of values per channel of this tensor, and two sums by channel. Adds the sums of the other parts of
+#: the batch in place, and returns the number of values per channel in the whole batch.
 Exchange = Callable[[float, Tensor, Tensor], float]
 _Callback: Any = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.POINTER(ctypes.c_double)] * 3)
 
 
 class _Shape(ctypes.Structure):
-    """How a tensor is read: ``Shape`` of ``norms.c``."""
+    """The layout of a tensor: ``Shape`` of ``norms.c``."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("segments", "rows", "channels", "nhwc", "bf16")),
@@ -41,7 +41,7 @@ class _Shape(ctypes.Structure):
 
 @contextmanager
 def exchanging(shape: _Shape, exchange: Exchange | None) -> Iterator[None]:
-    """Let a C function that gets `shape` in the body call `exchange`, and raise then what that has raised."""
+    """Let a C function that receives `shape` in the body call `exchange`, and re-raise its exceptions afterwards."""
     if exchange is None:
         yield
         return
@@ -52,7 +52,7 @@ def exchanging(shape: _Shape, exchange: Exchange | None) -> Iterator[None]:
         arrays = [array.from_address(ctypes.addressof(pointer.contents)) for pointer in pointers]
         try:
             count[0] = exchange(count[0], *(torch.frombuffer(sums, dtype=torch.float64) for sums in arrays))
-        except BaseException as error:  # also Ctrl-C, which would be lost in C
+        except BaseException as error:  # including KeyboardInterrupt, which would be lost in C
             errors.append(error)
         return not errors
 
@@ -73,21 +73,21 @@ class Layout(NamedTuple):
 
     @property
     def is_nhwc(self) -> bool:
-        """Whether channels are next to each other: they are where there is one pixel."""
+        """Whether channels are contiguous, which is also the case if there is only one pixel."""
         return self.pixels == 1 or self.format is not torch.contiguous_format
 
     @property
     def has_fast_forward(self) -> bool:
-        """Whether statistics and outputs are computed faster than by torch's kernels."""
+        """Whether the forward is faster than by torch's kernels."""
         return self.is_nhwc or self.pixels >= _FEW_PIXELS[self.dtype]
 
     def has_groups(self, images: int, channels: int, pixels: int, groups: int) -> bool:
-        """Whether these are the sizes, of which the channels are so many equal groups. torch raises otherwise."""
+        """Whether these are the sizes of a tensor with this number of equal groups. torch raises otherwise."""
         return self[:3] == (images, channels, pixels) and groups > 0 and channels % groups == 0
 
 
 def layout_of(x: Tensor) -> Layout | None:
-    """Return how a tensor lies in memory, or None where torch has to compute."""
+    """Return the layout of a tensor, or None if torch must compute."""
     if not is_plain(x, _DTYPES) or x.dim() < 2:
         return None
     if x.is_contiguous():
@@ -101,25 +101,25 @@ def layout_of(x: Tensor) -> Layout | None:
 
 
 def shape_of(x: Tensor, layout: Layout, together: bool = False) -> _Shape:
-    """Return the ``Shape`` of a tensor. Images in NHWC that have their statistics together are one segment."""
+    """Return the ``Shape`` of a tensor. NHWC images that share their statistics are one segment."""
     one = together and layout.is_nhwc
     segments, rows = (1, layout.images * layout.pixels) if one else (layout.images, layout.pixels)
     return _Shape(segments, rows, layout.channels, layout.is_nhwc, x.dtype is torch.bfloat16)
 
 
 def supports_rows(x: Tensor, shape: Sequence[int]) -> bool:
-    """Whether the last dimensions of a tensor have this shape, and are rows that the functions take."""
+    """Whether the last dimensions of a tensor have this shape and form rows that the functions support."""
     return is_plain(x, _DTYPES) and tuple(x.shape[x.dim() - len(shape) :]) == tuple(shape) and math.prod(shape) >= _FEW
 
 
 def rows_of(x: Tensor, shape: Sequence[int]) -> tuple[int, int, bool]:
-    """Return the number of rows of this shape, how long each is, and whether they are in bf16."""
+    """Return the number of rows of this shape, their length, and whether they are in bf16."""
     width = math.prod(shape)
     return x.numel() // width, width, x.dtype is torch.bfloat16
 
 
 def are_fp32(count: int, *parameters: Tensor | None) -> bool:
-    """Whether the weights and statistics that there are are `count` numbers in fp32."""
+    """Whether the weights and statistics that are not None are fp32 tensors of `count` elements."""
     present = [parameter for parameter in parameters if parameter is not None]
     return all(parameter.dtype is torch.float32 and parameter.numel() == count for parameter in present)
 

@@ -1,12 +1,12 @@
-"""Batch norm, group norm and layer norm at the rate of the memory, forward and backward, of tensors in fp32 or bf16.
+"""Batch norm, group norm and layer norm at memory bandwidth, forward and backward, for fp32 and bf16 tensors.
 
-torch's kernels convert bf16 element by element, or compute in one thread for each group, and reach a tenth to a half of
-the memory's rate. Many of those for fp32 reach all of it, and are kept. A C function (``norms.c``) reads a tensor for
-its statistics and again for the result, and the two tensors of a backward likewise. Weights and statistics are in fp32,
-as under autocast.
+torch's kernels convert bf16 element by element or use one thread per group, and reach a tenth to half of the memory
+bandwidth. Many fp32 kernels reach all of it and are kept. A C function (``norms.c``) reads a tensor once for its
+statistics and once for the result, and the two tensors of a backward likewise. Weights and statistics are in fp32, as
+under autocast.
 
-The kernels for the CPU are replaced, below autograd and the transforms of torch.func. So derivatives of derivatives,
-hooks, checkpoints and vmap are torch's.
+The CPU kernels are replaced below autograd and the transforms of torch.func, so double backward, hooks, checkpoints and
+vmap are torch's own.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ KERNEL = CompiledKernel(
     },
 )
 _MANY_CHANNELS, _MANY_PIXELS = 512, 128
-_TRAINING = 4  # the place of `training` behind the input of a batch norm
-#: Which norms of fp32 tensors may be 1.1 times as fast as by torch's kernels, or more, by the name of a function, from
-#: its arguments.
+_TRAINING = 4  # index of `training` after the input of a batch norm
+#: By function name: whether a norm of fp32 tensors may be at least 1.1 times as fast as torch's kernel, given its
+#: arguments.
 _FASTER_IN_FP32: Mapping[str, Callable[..., bool]] = {
     "batch_norm": lambda x, *others: others[_TRAINING] and (x.is_contiguous() or x.size(1) <= _MANY_CHANNELS),
     "batch_norm_backward": lambda _, x, *others: x.is_contiguous(),
@@ -63,12 +63,12 @@ _FASTER_IN_FP32: Mapping[str, Callable[..., bool]] = {
 }
 
 _Results = tuple[Tensor | None, Tensor | None, Tensor | None]
-#: Takes the arguments of an operator. Returns its results, or None where torch has to compute them.
+#: Accepts the arguments of an operator. Returns its results, or None if torch must compute them.
 _Compute = Callable[..., _Results | None]
 
 
 def _supports(name: str, kernel: Kernel, *args: Any) -> Call | None:
-    x: Tensor = args[int(name.endswith("backward"))]  # behind the gradient
+    x: Tensor = args[int(name.endswith("backward"))]  # after the gradient
     if x.numel() < norm_arguments.MIN_ELEMENTS:
         return None
     if x.dtype is torch.float32 and not _FASTER_IN_FP32[name](*args):
@@ -81,7 +81,7 @@ def _computed(compute: _Compute, call: Call) -> _Results | None:
 
 
 def _with_copies(call: Call) -> Call | None:
-    """Return a batch norm that leaves the running statistics as they are."""
+    """Return a batch norm that does not modify the running statistics."""
     weight, bias, *args = call.numbers
     copies = [None if running is None else running.clone() for running in args[:2]]
     return call._replace(numbers=(weight, bias, *copies, *args[2:])) if call.is_measurable else None
@@ -98,12 +98,12 @@ def batch_norm(
     eps: float,
     exchange: Exchange | None = None,
 ) -> _Results | None:
-    """Compute ``aten::native_batch_norm`` by the statistics of the batch, or return None where torch has to.
+    """Compute ``aten::native_batch_norm`` with batch statistics, or return None if torch must.
 
-    With an `exchange`, `x` is a part of the batch.
+    If `exchange` is passed, `x` is a part of the batch.
     """
     layout = layout_of(x)
-    # The dtype of the statistics follows from all of these.
+    # All of these determine the dtype of the statistics.
     parameters = (weight, bias, running_mean, running_var)
     if layout is None or not training or not layout.has_fast_forward or not are_fp32(layout.channels, *parameters):
         return None
@@ -129,7 +129,7 @@ def batch_norm_backward(
     mask: Sequence[bool],
     exchange: Exchange | None = None,
 ) -> _Results | None:
-    """Compute ``aten::native_batch_norm_backward``, likewise."""
+    """Compute ``aten::native_batch_norm_backward`` in the same way."""
     layout = layout_of(x)
     if layout is None or not training or means is None or not are_fp32(layout.channels, weight, means, inverses):
         return None
@@ -148,7 +148,7 @@ def group_norm(
     groups: int,
     eps: float,
 ) -> _Results | None:
-    """Compute ``aten::native_group_norm``, or return None where torch has to."""
+    """Compute ``aten::native_group_norm``, or return None if torch must."""
     layout = layout_of(x)
     if layout is None or not layout.has_fast_forward or not are_fp32(channels, weight, bias):
         return None
@@ -171,7 +171,7 @@ def group_norm_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> _Results | None:
-    """Compute ``aten::native_group_norm_backward``, likewise."""
+    """Compute ``aten::native_group_norm_backward`` in the same way."""
     layout = layout_of(x)
     if layout is None or not layout.has_groups(images, channels, pixels, groups) or not are_fp32(channels, weight):
         return None
@@ -184,13 +184,13 @@ def group_norm_backward(
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> _Results | None:
-    """Compute ``aten::native_layer_norm``, or return None where torch has to."""
+    """Compute ``aten::native_layer_norm``, or return None if torch must."""
     if not supports_rows(x, shape) or not are_fp32(math.prod(shape), weight, bias):
         return None
     x, rows = x.contiguous(), x.shape[: x.dim() - len(shape)]
     out, means, inverses = torch.empty_like(x), *(empty(*rows, *[1] * len(shape)) for _ in range(2))
     KERNEL("layer_norm", x, *rows_of(x, shape), weight, bias, float(eps), out, means, inverses)
-    if weight is None and bias is None:  # torch's statistics have the dtype of the input then
+    if weight is None and bias is None:  # torch's statistics then have the input's dtype
         return out, means.to(x.dtype), inverses.to(x.dtype)
     return out, means, inverses
 
@@ -205,7 +205,7 @@ def layer_norm_backward(
     bias: Tensor | None,
     mask: Sequence[bool],
 ) -> _Results | None:
-    """Compute ``aten::native_layer_norm_backward``, likewise."""
+    """Compute ``aten::native_layer_norm_backward`` in the same way."""
     if not supports_rows(x, shape) or not are_fp32(math.prod(shape), weight, bias):
         return None
     x, means, inverses, rows = x.contiguous(), means.float(), inverses.float(), rows_of(x, shape)
@@ -231,9 +231,9 @@ OVERRIDES = tuple(
 
 
 def of_part(compute: _Compute, exchange: Exchange, *args: Any) -> _Results | None:
-    """Call `batch_norm` or `batch_norm_backward` for a part of a batch, where the rules of the model allow it.
+    """Call `batch_norm` or `batch_norm_backward` for a part of a batch, if the model's rules allow it.
 
-    `exchange` is not called where torch has to compute.
+    `exchange` is not called if torch must compute.
     """
     rules = rules_now()
     return attempt(compute, *args, exchange) if rules is not None and KERNEL.name in rules.kernels else None
@@ -249,7 +249,7 @@ def _gradients(
     inverses: Tensor | None,
     mask: Sequence[bool],
 ) -> _Results | None:
-    """Call a backward of ``norms.c`` for the gradients of input, weight and bias that `mask` asks for."""
+    """Call a backward of ``norms.c`` for the gradients of input, weight and bias that `mask` requests."""
     if gradient.dtype is not x.dtype or gradient.layout is not torch.strided or inverses is None:
         return None
     form = torch.contiguous_format if x.is_contiguous() else NHWC[x.dim()]

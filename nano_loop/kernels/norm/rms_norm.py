@@ -1,6 +1,6 @@
 """RMS norms of fp32 tensors, forward and backward, by the C functions of layer norms (``norms.c``).
 
-torch composes an RMS norm of six operators, and its backward of more than ten, which each read and write the tensor.
+torch composes an RMS norm of six operators, and its backward of over ten, each of which reads and writes the tensor.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from nano_loop.kernels.norm.norms import KERNEL
 from nano_loop.kernels.override import COMPILED, FP32, Algorithm, Call, Override
 from nano_loop.patching.operators.operators import Kernel
 
-#: Minimum number of elements. Below it, the Python of autograd's function takes as long as torch's operators.
+#: Minimum number of elements. Below it, the overhead of a Python autograd function is as large as torch's operators.
 MIN_ELEMENTS = 1 << 14
 
 
 def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Compute `torch.nn.functional.rms_norm` of a contiguous tensor in fp32. It can be differentiated twice."""
+    """Compute `torch.nn.functional.rms_norm` of a contiguous fp32 tensor. It is twice differentiable."""
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     out: Tensor = _RmsNorm.apply(x, weight, [*shape], float(eps))  # type: ignore[no-untyped-call]
     return out
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps:
 def _supports(
     kernel: Kernel, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Call | None:
-    """Return a call of ``aten::rms_norm`` that the function computes, and that is large enough."""
+    """Return a call of ``aten::rms_norm`` that is large enough and supported."""
     if x.dtype is not torch.float32 or x.numel() < MIN_ELEMENTS:
         return None
     return Call("rms_norm", (x,), ([*shape], weight, eps), kernel, leaves=1)
@@ -57,7 +57,7 @@ OVERRIDES = (Override("rms_norm", (_ALGORITHM,), _supports, dispatch_key="Autogr
 
 
 class _RmsNorm(torch.autograd.Function):
-    """As `rms_norm`."""
+    """Computes `rms_norm`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, shape: list[int], eps: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""One direction of a layer of an RNN, a GRU or an LSTM, with the recurrence by a C function (``recurrence.c``).
+"""One direction of an RNN, GRU or LSTM layer, with the recurrence in a C function (``recurrence.c``).
 
-The products of many inputs, and those of all gradients, are one each over all steps. All is in fp32, on any CPU. In
-reduced precision, products round what they multiply to bf16 where the CPU has the bf16 instructions of AVX-512.
+Products of many inputs, and those of all gradients, are computed once for all time steps. Everything is in fp32, on any
+CPU. In reduced precision, products round their factors to bf16 if the CPU has the bf16 instructions of AVX-512.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ KERNEL = CompiledKernel(
     },
 )
 
-#: Number of inputs below which their product is computed in the steps, and bytes of weights up to which it is: nothing
-#: of it is stored then, and all weights stay in a core's cache.
+#: Number of inputs below which their product is computed within each time step, and the maximum size in bytes of all
+#: weights for which it is too: then the product is not stored, and all weights stay in a core's cache.
 _FEW_INPUTS, _CACHED = 32, 1 << 20
-#: Places in `Arguments`.
+#: Indices in `Arguments`.
 _INPUT_WEIGHT, _BIASES = 1, (3, 4)
 
 
@@ -59,18 +59,18 @@ def recurrence(layer: Recurrence, arguments: Arguments) -> tuple[Tensor, ...]:
     Returns
     -------
     outputs : torch.Tensor
-        Of shape (rows, outputs). The backward reads it: it must not be overwritten.
+        Of shape (rows, outputs). The backward reads it, so it must not be overwritten.
     state : torch.Tensor
-        The outputs of the last step of each sequence, of shape (batch, outputs).
+        The outputs at the last time step of each sequence, of shape (batch, outputs).
     cells : torch.Tensor
-        The cells of an LSTM after the last step. Other layers return no third tensor.
+        The cells of an LSTM after the last time step. Omitted for other layers.
     """
     results: tuple[Tensor, ...] = _RecurrentLayer.apply(*arguments, layer)  # type: ignore[no-untyped-call]
     return results
 
 
 class _RecurrentLayer(torch.autograd.Function):
-    """As `recurrence`."""
+    """Computes `recurrence`."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -105,20 +105,20 @@ class _RecurrentLayer(torch.autograd.Function):
 
 
 class _Kept(NamedTuple):
-    """What the backward reads besides the arguments: memory of the C function, with a row for each step and sequence.
+    """Data for the backward in addition to the arguments: memory of the C function, one row per step and sequence.
 
     Attributes
     ----------
     gates : torch.Tensor or None
-        Those of a GRU or an LSTM.
+        The gates of a GRU or an LSTM.
     inner : torch.Tensor or None
-        The cells of an LSTM; of a GRU, what the reset gate multiplies.
+        The cells of an LSTM; for a GRU, the values that the reset gate multiplies.
     squashed : torch.Tensor or None
         The outputs of the units before their projection.
     states : torch.Tensor
-        The states before the first step, and the outputs, beside each other in the order in which they are computed.
+        The initial states and the outputs, adjacent and in order of computation.
     outputs : torch.Tensor or None
-        The outputs in fp32, where `states` is not.
+        The outputs in fp32 if `states` is not.
     """
 
     gates: Tensor | None
@@ -128,11 +128,11 @@ class _Kept(NamedTuple):
     outputs: Tensor | None
 
     def before(self, layer: Recurrence, rows: int) -> Tensor:
-        """Return the states before all steps of sequences of equal length."""
+        """Return the states before each time step for sequences of equal length."""
         return self.states[-rows:] if layer.is_reversed else self.states[:rows]
 
     def first(self, layer: Recurrence, rows: int) -> Tensor:
-        """Return the states before the first step."""
+        """Return the initial states."""
         return self.states[rows:] if layer.is_reversed else self.states[:-rows]
 
     def behind(self, layer: Recurrence, rows: int) -> Tensor:
@@ -149,7 +149,7 @@ def _sizes(layer: Recurrence, tensors: Arguments) -> _Call:
 
 
 def _is_computed_in_steps(layer: Recurrence, tensors: Arguments) -> bool:
-    """Whether inputs are multiplied in the steps: where they are few, or the weights of both stay in the cache."""
+    """Whether inputs are multiplied within time steps: if they are few, or both weights fit into the cache."""
     if not layer.rounds and _has_policy():  # torch's operators may round
         return False
     gates, size = tensors.input_weight.shape
@@ -162,7 +162,7 @@ def _has_policy() -> bool:
 
 
 def _forward(layer: Recurrence, tensors: Arguments, is_trained: bool) -> tuple[_Kept, tuple[Tensor, ...]]:
-    """Return what the backward reads, and the outputs and states."""
+    """Return the data for the backward, and the outputs and states."""
     inputs, input_weight, hidden_weight, input_bias, hidden_bias, projection, state, cells = tensors
     call, rows, is_rnn = _sizes(layer, tensors), inputs.size(0), GATES[layer.mode] == 1
     call.is_trained = is_trained
@@ -209,7 +209,7 @@ def _backward(
     gradients: Sequence[Tensor | None],
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all arguments that need one."""
+    """Return the gradients of all arguments that require one."""
     inputs, input_weight, hidden_weight, _, _, projection, state, cells = tensors
     call, rows = _sizes(layer, tensors), inputs.size(0)
     call.inputs = inputs.size(1)
@@ -219,14 +219,14 @@ def _backward(
         output_gradients = output_gradients.contiguous() if call.gradient_is_rounded else _wide(output_gradients)
     of_first = _copy(of_state, call.batch, call.outputs)
     of_first_cells = None if cells is None else _copy(of_cells, call.batch, call.hidden)
-    # Of a GRU, the C function writes a part more: those of the hidden states begin with the new gate, and those of the
-    # inputs end with it.
+    # For a GRU, the C function writes one more block: the gradients for hidden states start with the new gate, and
+    # those for inputs end with it.
     hidden, is_gru = call.hidden, layer.mode == GRU
     width = (GATES[layer.mode] + is_gru) * hidden
     of_gates, sums = layer.operands(rows, width), empty(width)
     of_projected = None if projection is None else layer.operands(rows, call.outputs)
     before = layer.operands(rows, call.outputs) if layer.is_packed else kept.before(layer, rows)
-    in_c = not layer.rounds and not _has_policy()  # else torch's operators may round
+    in_c = not layer.rounds and not _has_policy()  # otherwise torch's operators may round
     products = [
         empty(*tensor.shape) if in_c and is_needed else None
         for tensor, is_needed in zip(tensors[:3], needs, strict=False)
@@ -272,7 +272,7 @@ def _backward(
 def _product(
     layer: Recurrence, a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return a product: of rounded matrices if that is asked for and the CPU has instructions for it, else in fp32."""
+    """Return a product: of rounded matrices if requested and supported by the CPU, otherwise in fp32."""
     if layer.in_bf16 and product.supports(a, b, bias):
         return product.product(a, b, bias, dtype=dtype)
     a, b, bias = a.float(), b.float(), _wide(bias)
@@ -282,7 +282,7 @@ def _product(
 
 
 def _wide(tensor: Tensor | None) -> Any:
-    """Return a tensor as C functions take it: contiguous, in fp32."""
+    """Return a tensor in the format of the C functions: contiguous, in fp32."""
     return None if tensor is None else tensor.float().contiguous()
 
 

@@ -1,4 +1,4 @@
-"""What one direction of an RNN, a GRU or an LSTM is, and what it computes, by torch's operators."""
+"""One direction of an RNN, a GRU or an LSTM: its properties, and its computation by torch's operators."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import Tensor
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import empty
 
-#: torch's numbers of the kinds of layers, and how many gates a unit of each has.
+#: torch's enum values of the modes, and the number of gates for each.
 RELU, TANH, LSTM, GRU = range(4)
 GATES = (1, 1, 4, 3)
 
 
 class Recurrence(NamedTuple):
-    """What a layer is besides its tensors.
+    """The properties of a layer other than its tensors.
 
     Attributes
     ----------
     mode : int
         `RELU`, `TANH`, `LSTM` or `GRU`.
     offsets : torch.Tensor
-        The first row of each step in the tensors of all steps, and the number of rows. No step has more sequences than
-        the one before.
+        The first row of each time step in the tensors of all steps, followed by the number of rows. The number of
+        sequences per step never increases.
     is_packed : bool
-        Whether steps may have fewer sequences than the one before.
+        Whether the number of sequences may decrease between time steps.
     is_reversed : bool
-        Whether the last step is computed first.
+        Whether time steps are computed in reverse order.
     in_bf16 : bool
-        Whether products round what they multiply to bf16, where the CPU has instructions for it.
+        Whether products round their factors to bf16 if the CPU has instructions for it.
     dtypes : tuple of torch.dtype
-        Those of the outputs and of the cells.
+        The dtypes of the outputs and of the cells.
     """
 
     mode: int
@@ -46,39 +46,39 @@ class Recurrence(NamedTuple):
 
     @property
     def rounds(self) -> bool:
-        """Whether the operands that weights multiply are in bf16."""
+        """Whether the operands multiplied with weights are in bf16."""
         return self.in_bf16 and product.KERNEL.unavailable is None
 
     def operands(self, rows: int, width: int) -> Tensor:
-        """Return memory for operands. In bf16 it has an even number of columns."""
+        """Allocate operands. In bf16 the number of columns is even."""
         if self.rounds:
             return empty(rows, width + width % 2, dtype=torch.bfloat16)
         return empty(rows, width)
 
     def as_operands(self, tensor: Tensor) -> Tensor:
-        """Return what is multiplied."""
+        """Return a tensor in the format of operands."""
         if not self.rounds:
             return tensor.float().contiguous()
         return F.pad(tensor.bfloat16(), (0, tensor.size(1) % 2)).contiguous()
 
 
 class Arguments(NamedTuple):
-    """The tensors of a layer: all in bfloat16 or float32.
+    """The tensors of a layer, all in bfloat16 or all in float32.
 
     Attributes
     ----------
     inputs : torch.Tensor
-        Of shape (rows, input size), with a row for each step and sequence.
+        Of shape (rows, input size), with one row per time step and sequence.
     input_weight, hidden_weight : torch.Tensor
         The weights, of shapes (gates · hidden, input size) and (gates · hidden, outputs).
     input_bias, hidden_bias : torch.Tensor or None
         Of shape (gates · hidden,).
     projection : torch.Tensor or None
-        The weight of a projection, of shape (outputs, hidden). Without one there are as many outputs as hidden units.
+        The weight of a projection, of shape (outputs, hidden). Without one, there are as many outputs as hidden units.
     state : torch.Tensor
-        The outputs before the first step, of shape (batch, outputs).
+        The initial hidden state, of shape (batch, outputs).
     cells : torch.Tensor or None
-        The cells of an LSTM before the first step, of shape (batch, hidden).
+        The initial cells of an LSTM, of shape (batch, hidden).
     """
 
     inputs: Tensor
@@ -92,7 +92,7 @@ class Arguments(NamedTuple):
 
 
 def by_operators(layer: Recurrence, tensors: Arguments) -> tuple[Tensor, ...]:
-    """Return what `recurrence` does, step by step, of tensors in one dtype."""
+    """Compute `recurrence` step by step with torch's operators, for tensors of one dtype."""
     inputs, input_weight, hidden_weight, input_bias, hidden_bias, projection, state, cells = tensors
     offsets = layer.offsets.tolist()
     steps = [*itertools.pairwise(offsets)]

@@ -1,7 +1,7 @@
-"""torch's operators of RNNs, GRUs and LSTMs, layer by layer by `nano_loop.kernels.rnn.recurrence`.
+"""torch's RNN, GRU and LSTM operators, computed layer by layer by `nano_loop.kernels.rnn.recurrence`.
 
-torch composes them of several operators per step, but for LSTMs of sequences of equal length, which are oneDNN's. Of
-those the faster algorithm is chosen.
+torch composes each time step of several operators, except for LSTMs with sequences of equal length, which oneDNN
+computes. For these, the faster algorithm is chosen.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from nano_loop.patching.ownership import NO_RULES, rules_now
 from nano_loop.patching.torch_private import below_autocast, below_torch_functions
 from nano_loop.policy import product_precision
 
-#: Number of steps of an LSTM that are measured, or of multiplications if that is more steps: what a call takes besides
-#: should not decide.
+#: Number of time steps of a measured LSTM, or the steps for this many multiplications if that is more. The overhead per
+#: call should not decide.
 _TIMED_STEPS, _TIMED_MULTIPLICATIONS = 16, 1 << 26
-#: Most units of an LSTM in fp32 that is not left to oneDNN, and of all sequences together. The weights of more units
-#: do not fit into a core's cache, and with more sequences oneDNN's products of a step are as fast.
+#: Maximum hidden size of an fp32 LSTM that is not left to oneDNN, and maximum hidden size times batch size. Larger
+#: weights exceed a core's cache, and for larger batches oneDNN's products per time step are as fast.
 _MOST_UNITS, _MOST_OF_A_STEP = 256, 1 << 14
-#: Minimum number of multiplications of an LSTM in bf16. Below it, the Python overhead exceeds the gain.
+#: Minimum number of multiplications of a bf16 LSTM. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 22
-#: Fewest steps that are computed in C, by the mode, with a backward and without one: torch takes as long for them as
-#: Python takes for a call.
+#: Minimum number of time steps for C, by mode, with and without a backward: for fewer, torch takes only as long as the
+#: Python overhead.
 _FEWEST_STEPS = {RELU: (16, 24), TANH: (16, 24), LSTM: (8, 16), GRU: (8, 16)}
-#: Fewest steps of an LSTM that is oneDNN's otherwise.
+#: Minimum number of time steps of an LSTM that oneDNN would otherwise compute.
 _FEWEST_BESIDE_ONEDNN = 4
-#: Most multiplications of a step of one sequence without a backward: to pack more weights for it takes too long.
+#: Maximum multiplications per time step for batch size 1 without a backward: packing more weights takes too long.
 _MOST_OF_ONE = 1 << 16
 _DTYPES = torch.float32, torch.bfloat16
 _MATRIX, _SEQUENCES = 2, 3
-#: Operators of which torch composes a step under autocast, and which a user may want in another dtype.
+#: Operators that torch uses for a time step under autocast, and for which a user may want another dtype.
 _COMPOSED = ("linear", "sigmoid", "sigmoid_", "tanh", "tanh_", "relu")
 
 
 @dataclass(frozen=True)
 class _Arguments:
-    """The arguments of one of torch's operators.
+    """The arguments of one of torch's recurrent operators.
 
     Attributes
     ----------
     mode : int
-        One of those of `Recurrence`.
+        The `mode` of `Recurrence`.
     inputs : torch.Tensor
-        Of shape (steps, batch, input size), or (batch, steps, input size) if `batch_first`; packed, of shape (rows,
-        input size).
+        Of shape (steps, batch, input size), or (batch, steps, input size) if `batch_first`, or (rows, input size) if
+        packed.
     batch_sizes : torch.Tensor or None
-        How many sequences the steps of packed inputs have.
+        The number of sequences in each time step of packed inputs.
     states : tuple of torch.Tensor
-        The states before the first step, and the cells of an LSTM.
+        The initial hidden states, and the initial cells of an LSTM.
     weights : tuple of torch.Tensor
-        Those of the directions of all layers.
+        The weights of all directions of all layers.
     is_trained : bool
-        Whether there will be a backward.
+        Whether a backward will follow.
     """
 
     mode: int
@@ -82,22 +82,22 @@ class _Arguments:
 
     @functools.cached_property
     def layer(self) -> Recurrence | None:
-        """What all layers have in common, or None where torch computes the call. The first who asks is inside it."""
+        """The common properties of all layers, or None if torch must compute. First accessed inside the call."""
         return _layer(self)
 
     @property
     def is_projected(self) -> bool:
-        """Whether the outputs of an LSTM are a projection of its units."""
+        """Whether an LSTM projects its outputs."""
         return self.states[0].size(-1) != self.states[-1].size(-1)
 
     @property
     def is_onednns(self) -> bool:
-        """Whether torch leaves the layers to oneDNN."""
+        """Whether torch uses oneDNN for the layers."""
         return self.mode == LSTM and self.batch_sizes is None and not self.is_projected
 
     @property
     def multiplications(self) -> int:
-        """Those of one layer and direction of an LSTM of sequences of equal length; 0 of all else."""
+        """The multiplications per layer and direction of an LSTM with sequences of equal length; 0 otherwise."""
         if self.mode != LSTM or self.batch_sizes is not None or self.inputs.dim() != _SEQUENCES:
             return 0
         first, second, _ = self.inputs.shape
@@ -105,7 +105,7 @@ class _Arguments:
 
     @property
     def layers(self) -> list[Arguments]:
-        """The tensors of the directions of all layers, each with the operator's inputs."""
+        """The tensors of all directions of all layers, each with the operator's inputs."""
         count = _MATRIX * (1 + self.has_biases) + self.is_projected
         layers = []
         for at, states in enumerate(zip(*(state.unbind(0) for state in self.states), strict=True)):
@@ -118,7 +118,7 @@ class _Arguments:
         return layers
 
     def of(self, tensors: Sequence[Tensor]) -> _Arguments:
-        """Return the arguments with other inputs, states and weights."""
+        """Return the arguments with the inputs, states and weights replaced."""
         inputs, *others = tensors
         count = len(self.states)
         return replace(self, inputs=inputs, states=(*others[:count],), weights=(*others[count:],))
@@ -144,7 +144,7 @@ def _supports(mode: int, is_packed: bool, kernel: Kernel, inputs: Tensor, *args:
 
 
 def _computed(of: Call) -> tuple[Tensor, ...] | None:
-    """Compute one of torch's operators, or return None where torch's kernel has to."""
+    """Compute one of torch's operators, or return None if torch's kernel must."""
     call, layer = of.details, of.details.layer
     if layer is None:
         return None
@@ -165,7 +165,7 @@ def _computed(of: Call) -> tuple[Tensor, ...] | None:
 
 
 def _can_round(of: Call) -> bool:
-    """Whether an LSTM in fp32 is computed in C from rounded factors."""
+    """Whether an fp32 LSTM can be computed in C from rounded factors."""
     layer = of.details.layer
     is_fp32 = layer is not None and not layer.in_bf16
     return is_fp32 and of.details.is_onednns and product.KERNEL.unavailable is None
@@ -177,7 +177,7 @@ def _rounded(of: Call) -> tuple[Tensor, ...]:
 
 
 def _timed(of: Call) -> Call | None:
-    """Return some steps of a call, without the dropout, which draws from the generator."""
+    """Return some time steps of a call, without dropout, which would advance the generator."""
     call: _Arguments = of.details
     time = 1 if call.batch_first else 0
     steps = max(_TIMED_STEPS, _TIMED_MULTIPLICATIONS * call.inputs.size(time) // of.multiplications)
@@ -199,7 +199,7 @@ def _by_torch_in_fp32(of: Call) -> Any:
 
 
 def _with_denormals_flushed(of: Call) -> Any:
-    """Call oneDNN's backward of an LSTM, in which gradients that vanish become 0, as in that in C."""
+    """Call oneDNN's LSTM backward with vanishing gradients flushed to 0, as in the C function."""
     threads = denormals.count_of_threads()
     try:
         denormals.flush(threads)
@@ -253,8 +253,8 @@ def _by_layers(of: Call, in_bf16: bool = False) -> tuple[Tensor, ...]:
         if call.train and call.dropout and first + directions < len(layers):
             outputs = torch.ops.aten.dropout(outputs, call.dropout, True)
     if directions == 1 and outputs.requires_grad:
-        outputs = outputs.clone()  # the backward reads what the user may overwrite
-    outputs = outputs.transpose_(0, 1) if call.batch_first else outputs  # no view, as torch's
+        outputs = outputs.clone()  # the user may overwrite the outputs before the backward reads them
+    outputs = outputs.transpose_(0, 1) if call.batch_first else outputs  # not a view, as in torch
     return outputs, *map(torch.ops.aten.stack, zip(*states, strict=True))
 
 
@@ -279,7 +279,7 @@ def _layer(call: _Arguments) -> Recurrence | None:
 
 
 def _offsets_of(call: _Arguments) -> Tensor | None:
-    """Return the rows at which the steps begin, and their number; None for steps that torch refuses."""
+    """Return the first row of each time step, and the number of rows; None for steps that torch rejects."""
     if call.inputs.dim() != (_SEQUENCES if call.batch_sizes is None else _MATRIX) or not call.inputs.numel():
         return None
     if call.states[0].dim() != _SEQUENCES:
@@ -296,7 +296,7 @@ def _offsets_of(call: _Arguments) -> Tensor | None:
 
 
 def _are_shapes_right(call: _Arguments) -> bool:
-    """Whether the shapes are those of torch's modules: the C function reads what they say."""
+    """Whether the shapes are those of torch's modules, on which the C function relies."""
     directions, (_, batch, outputs), hidden = 1 + call.bidirectional, call.states[0].shape, call.states[-1].size(-1)
     count, gates = call.num_layers * directions, GATES[call.mode] * hidden
     if any(state.shape[:-1] != (count, batch) for state in call.states) or not min(outputs, hidden):
@@ -310,7 +310,7 @@ def _are_shapes_right(call: _Arguments) -> bool:
 
 
 def _dtypes(call: _Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of outputs and cells: under autocast, those of torch's products and what is added to them."""
+    """Return the dtypes of outputs and cells: under autocast, those of torch's products and of their sums."""
     if not in_bf16:
         return torch.float32, torch.float32
     if call.is_onednns:
@@ -321,14 +321,14 @@ def _dtypes(call: _Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
 
 
 def is_large(call: _Arguments, steps: int) -> bool:
-    """Whether a call is large enough that it is faster in C."""
+    """Whether a call is large enough to be faster in C."""
     hidden, batch = call.weights[1].numel(), call.states[0].size(1)
     fewest = _FEWEST_BESIDE_ONEDNN if call.is_onednns else _FEWEST_STEPS[call.mode][not call.is_trained]
     return steps >= fewest and (call.is_trained or batch > 1 or hidden <= _MOST_OF_ONE)
 
 
 def is_faster_than_onednn(call: _Arguments) -> bool:
-    """Whether an LSTM in fp32 that is not measured is faster in C."""
+    """Whether an unmeasured fp32 LSTM is faster in C."""
     steps, (_, batch, units) = call.inputs.size(1 if call.batch_first else 0), call.states[-1].shape
     if not call.is_trained or steps < _FEWEST_STEPS[LSTM][0]:
         return False

@@ -1,1 +1,1 @@
-"""Interceptors of calls: into models, into exports, and into backwards."""
+"""Interceptors of calls into models, exports and backwards."""

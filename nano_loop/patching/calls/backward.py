@@ -1,9 +1,9 @@
-"""Puts work off to the end of the outermost backward, also from inside a backward that another one runs.
+"""Postpones work to the end of the outermost backward, even when called inside a nested backward.
 
-An activation checkpoint (``use_reentrant=True``) computes a segment again in the middle of a backward, and runs a
-backward of that segment alone. torch's own end-of-backward callback, queued there, would run when the segment is
-through. Nobody but the caller of the inner backward can tell that there is an outer one, so `torch.autograd.backward`
-is replaced for as long as it matters.
+An activation checkpoint (``use_reentrant=True``) recomputes a segment in the middle of a backward and runs a nested
+backward for that segment. A torch end-of-backward callback that is queued there would run at the end of the segment.
+Only the caller of the inner backward can know about the outer one, so `torch.autograd.backward` is replaced as long as
+callbacks are needed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from nano_loop.patching.torch_private_autograd import in_backward, queue_callbac
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Run `function` when the outermost backward of this thread ends, before it returns; never if it raises.
+    """Run `function` when the outermost backward of this thread ends, before it returns, unless it raises.
 
-    To be called inside a backward, and within `nested_backwards_noticed`, without which an inner backward is taken
-    for the outermost.
+    Call this inside a backward and within `nested_backwards_noticed`; otherwise an inner backward is mistaken for the
+    outermost.
     """
     if call_state.at_end is None:
         queue_callback(function)
@@ -34,15 +34,15 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def nested_backwards_noticed() -> AbstractContextManager[None]:
-    """Return a context in which an inner `torch.autograd.backward` is known from the outer one that runs it."""
+    """Return a context in which a `torch.autograd.backward` nested in another one is recognized."""
     return replaced(cast(Any, torch.autograd), "backward", _noticing)
 
 
 @contextmanager
 def roots_weighted(weigh: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Let `weigh` replace the ``grad_tensors`` of each outermost `torch.autograd.backward`, of any thread.
+    """Let `weigh` replace the ``grad_tensors`` of each outermost `torch.autograd.backward` in any thread.
 
-    It takes ``tensors`` and ``grad_tensors`` as the program has passed them. `Tensor.backward` passes its own.
+    It receives ``tensors`` and ``grad_tensors`` as the program passed them. `Tensor.backward` passes its own.
     """
     with nested_backwards_noticed(), listening(roots_weighted, weigh):
         yield
@@ -50,7 +50,7 @@ def roots_weighted(weigh: Callable[[Any, Any], Any]) -> Iterator[None]:
 
 @contextmanager
 def backwards_watched(watcher: Callable[[], None]) -> Iterator[None]:
-    """Call `watcher`, or that of a context inside this one, after each outermost `torch.autograd.backward`."""
+    """Call `watcher`, or that of a nested context, after each outermost `torch.autograd.backward`."""
     with nested_backwards_noticed(), listening(backwards_watched, watcher):
         yield
 
@@ -71,7 +71,7 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
             return original(*args, **kwargs)
         waiting: list[Callable[[], None]] = []
         call_state.at_end = waiting
-        queue_callback(lambda: _run(waiting))  # here the outer backward is still the one that is running
+        queue_callback(lambda: _run(waiting))  # the outer backward is still the current one here
         try:
             return original(*args, **kwargs)
         finally:

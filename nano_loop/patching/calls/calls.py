@@ -4,7 +4,7 @@ A call is outermost if no other call into a set-up model is running in its threa
 `model.encoder(x)`, `model[0](x)`, `model.forward(x)` and `model.my_loss(x)`.
 
 Nothing is attached to the model. While at least one model has layers, `torch.nn.Module.__call__` and the public methods
-of the model's classes are replaced by functions that look the module up in a table, and pass through if it is not
+of the model's classes are replaced by functions that look the module up in a table and call the original if it is not
 there. So `type(layer) is nn.Linear` holds inside the loop, and copies and pickles are plain objects.
 """
 
@@ -31,16 +31,16 @@ from nano_loop.patching.patch_table import process_wide, shared_change
 from nano_loop.patching.torch_private_autograd import in_backward, next_node_number
 from nano_loop.patching.torch_private_compiler import constant_when_traced
 
-#: Takes a function and its arguments, and returns its outputs.
+#: Accepts a function and its arguments, and returns the function's outputs.
 Call = Callable[..., Any]
-#: Takes the next inner call and returns a call around it, which may change the arguments and the outputs.
+#: Accepts the next inner call and returns a call around it, which may change the arguments and the outputs.
 CallWrapper = Callable[[Call], Call]
-#: The name of functions around modules that decide in which dtypes these compute.
+#: The name of the functions around modules that choose the modules' compute dtypes.
 DTYPES = "dtypes"
 
 
 _interceptors: dict[int, tuple[CallInterceptor, ...]] = call_state.interceptors
-_lock = threading.RLock()  # a model that is freed meanwhile ends its run
+_lock = threading.RLock()  # reentrant: freeing a model while the lock is held ends its run
 #: The ids of interceptors with a call that `torch.compile` has traced.
 _traced: set[int] = process_wide("traced interceptors", set())
 _FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
@@ -48,40 +48,40 @@ _FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
 
 @constant_when_traced
 def _note_trace(interceptor: int) -> bool:
-    """Note that a call was traced. torch runs this function once, while it traces the call."""
+    """Note that a call was traced. torch runs this function once, while tracing the call."""
     _traced.add(interceptor)
     return True
 
 
 class CallInterceptor:
-    """The layers of one run around the outermost calls into one model, from the outside in.
+    """The layers of one run around the outermost calls into one model, from the outermost to the innermost.
 
     Parameters
     ----------
     trainings_only : bool
-        Whether other calls than those of a training compute as without a run: those in evaluation mode, and those that
-        record no gradients.
+        Whether only training calls are affected. Calls in evaluation mode and calls that record no gradients then run
+        as without a run.
     """
 
     def __init__(self, trainings_only: bool = False) -> None:
         self._trainings_only = trainings_only
         self._had_other_calls = False
         self.thread = threading.get_ident()
-        self._modules: dict[int, weakref.ref[nn.Module]] = {}  # by their ids, until they are freed
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}  # by id, until they are freed
         self._called: set[int] = set()
         self._by_name: dict[str, CallWrapper] = {}
         #: Calls a function inside all layers.
         self.layers: Call = _innermost
         self._arounds: dict[str, Callable[[nn.Module], Call | None]] = {}
-        #: What is around the calls of modules, by the id of a module.
+        #: The functions around the calls of modules, by module id.
         self.inner: dict[int, Call] = {}
-        #: What holds in these calls. It is replaced, and not changed: a backward has the rules of its forward.
+        #: The rules for these calls. Replaced rather than mutated, because a backward uses the rules of its forward.
         self.rules = NO_RULES._replace(owner=id(self))
-        #: Takes a method and its arguments. Whether the call is left alone, while those that it makes are not; what it
-        #: returns is given to `outward`.
+        #: Receives a method and its arguments. Returns whether to leave the call alone, but not the calls inside it.
+        #: The result is passed to `outward`.
         self.leaves: Callable[..., bool] | None = None
         self.outward: Callable[[Any], Any] = lambda value: value
-        #: Whether the calls compute by torch's own kernels, as the plain loop does, whatever other runs replace.
+        #: Whether the calls use torch's own kernels, as the plain loop does, even if other runs replace kernels.
         self.is_plain = False
 
     def add(self, name: str, layer: CallWrapper) -> None:
@@ -93,15 +93,15 @@ class CallInterceptor:
         self.layers = call
 
     def around_modules(self, around: Callable[[nn.Module], Call | None], name: str) -> None:
-        """Put a function around each call of the model's modules, outermost or not.
+        """Put a function around each call of the model's modules, including inner calls.
 
         Parameters
         ----------
         around : callable
-            Takes a module and returns such a function, called as ``function(call, module, *args, **kwargs)``, or None.
+            Accepts a module and returns a function, called as ``function(call, module, *args, **kwargs)``, or None.
         name : str
-            What it is for. A second one with this name replaces the first. Of several names, the first is the
-            outermost.
+            The name of its purpose. A second function with this name replaces the first. The name that was added first
+            is the outermost.
         """
         with _lock:
             self._arounds[name] = around
@@ -140,11 +140,11 @@ class CallInterceptor:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is around the calls, and no compiled graph depends on their being intercepted."""
+        """Whether nothing surrounds the calls, and no compiled graph depends on their interception."""
         return not self._by_name and not self.inner and id(self) not in _traced
 
     def _forget(self, key: int, _: object) -> None:
-        """Forget a module that is being freed, whose id may then be another's."""
+        """Forget a module that is being freed, because its id may be reused."""
         _interceptors.pop(key, None)
         self._modules.pop(key, None)
         self.inner.pop(key, None)
@@ -156,15 +156,15 @@ class CallInterceptor:
         return bool(self._called) or self._had_other_calls or id(self) in _traced
 
     def _is_left_plain(self, module: nn.Module) -> bool:
-        """Whether a call of the loop is to compute as without a run."""
+        """Whether a call of the loop should run as without a run."""
         return self._trainings_only and not (module.training and torch.is_grad_enabled())
 
     def _surroundings(self, module: nn.Module) -> tuple[Call, Rules]:
         """Return the layers around a call into `module`, and its rules.
 
-        An activation checkpoint inside a model calls modules again during the backward, and restores the context of the
-        forward, including the layers' effects. Only modules that the loop called directly need the layers again. It has
-        to compute as its forward did, by the rules of that.
+        An activation checkpoint inside a model calls modules again during the backward and restores the context of the
+        forward, including the effects of layers. Only modules that the loop called directly need the layers again. The
+        recomputation must use the rules of its forward.
         """
         if not in_backward():
             self._called.add(id(module))
@@ -174,10 +174,10 @@ class CallInterceptor:
         return self.layers if id(module) in self._called else _innermost, rules
 
     def enter(self, original: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Call `original` of a module for the loop, inside the layers of the run that the call belongs to."""
+        """Call a module's `original` for the loop, inside the layers of the run that the call belongs to."""
         if is_exporting():
             return original(module, *args, **kwargs)
-        interceptors = _interceptors.get(id(module), ())  # none: released meanwhile by another thread
+        interceptors = _interceptors.get(id(module), ())  # empty if another thread just removed them
         interceptor = self if len(interceptors) < 2 else _of_this_thread(interceptors)
         if torch.compiler.is_compiling():
             if interceptor._is_left_plain(module):
@@ -193,7 +193,7 @@ class CallInterceptor:
         return _inside(interceptor, layers, rules, original, module, *args, **kwargs)
 
     def traced(self, function: Call, /, *args: Any, **kwargs: Any) -> Any:
-        """Call `function` inside the layers while torch traces the call. The compiled graph is one node, made later."""
+        """Call `function` inside the layers while torch traces the call. The graph node is created later."""
         _note_trace(id(self))
         call_state.in_call = call_state.accelerated = True
         try:
@@ -203,12 +203,12 @@ class CallInterceptor:
 
 
 class CallInterceptors:
-    """The interceptors of one run, which keep no module alive. Each lasts as long as one of its modules.
+    """The interceptors of one run, which keep no module alive. Each exists as long as one of its modules.
 
     Parameters
     ----------
     trainings_only : bool
-        See `CallInterceptor`. Then no method of the user's classes is replaced, and modules are called by ``__call__``.
+        See `CallInterceptor`. If True, modules are called by ``__call__``, and no method of the user's is replaced.
     """
 
     def __init__(self, trainings_only: bool = False) -> None:
@@ -229,14 +229,14 @@ class CallInterceptors:
         return interceptor
 
     def for_model(self, model: nn.Module, user: str | None = None) -> CallInterceptor:
-        """Intercept the calls into `model`, also without layers, so that their operators belong to a set-up model.
+        """Intercept the calls into `model`, even without layers, so that their operators belong to a set-up model.
 
         Parameters
         ----------
         model : torch.nn.Module
             The model.
         user : str or None
-            Who replaces kernels of these operators, until `release`.
+            The name of a component that replaces kernels of these operators until `release`.
         """
         if user is not None:
             self._users.add(user)
@@ -251,13 +251,13 @@ class CallInterceptors:
         return NO_RULES if interceptor is None else interceptor.rules
 
     def release(self, user: str) -> None:
-        """Stop intercepting calls that nothing is around, if this was the last user: each costs microseconds."""
+        """Stop intercepting calls without layers if this was the last user, since interception costs microseconds."""
         self._users.discard(user)
         if not self._users and all(interceptor.is_idle for interceptor in self._in_use):
             self.close()
 
     def close(self) -> None:
-        """Remove all layers of this run, and keep those of an enclosing run."""
+        """Remove all layers of this run, but keep those of an enclosing run."""
         self._by_model.clear()
         self._entry_points.clear()
         for interceptor in [*self._in_use]:
@@ -282,7 +282,7 @@ class CallInterceptors:
 
 
 def _composed(outer: Call, inner: Call) -> Call:
-    """Return a function around calls of a module that consists of two."""
+    """Return a function around module calls that composes two such functions."""
 
     def around(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return outer(functools.partial(inner, function), module, *args, **kwargs)
@@ -305,26 +305,26 @@ def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> N
 def newcomers_covered() -> AbstractContextManager[Any]:
     """Return a context in which modules that are registered in set-up models are covered.
 
-    Where several threads train, it is for all of that: torch raises if the hooks change while it calls them.
+    Keep it active while any thread trains: torch raises if the hooks change while it calls them.
     """
     return shared_change(_cover_newcomer, lambda: register_module_module_registration_hook(_cover_newcomer))
 
 
 def _innermost(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Call `function` of a module inside the wrapper that the current call's interceptor has for the module."""
+    """Call a module's `function` inside the wrapper that the current interceptor has for the module."""
     inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(module))
     if inner is None:
         return function(module, *args, **kwargs)
     return inner(function, module, *args, **kwargs)
 
 
-#: That of calls which compute as without a run.
+#: The interceptor of calls that run as without a run.
 _PLAIN = CallInterceptor()
 _PLAIN.is_plain = True
 
 
 def _inside(interceptor: CallInterceptor, call: Call, rules: Rules, /, *args: Any, **kwargs: Any) -> Any:
-    """Call `call`, and mark the operators in it and in its backward as belonging to a set-up model."""
+    """Run `call`, and mark its operators and their backward as belonging to a set-up model."""
     start = next_node_number()
     call_state.in_call, call_state.accelerated = True, not interceptor.is_plain
     call_state.modules, call_state.rules = interceptor.inner, rules
@@ -337,7 +337,7 @@ def _inside(interceptor: CallInterceptor, call: Call, rules: Rules, /, *args: An
 
 
 def _of_this_thread(interceptors: tuple[CallInterceptor, ...]) -> CallInterceptor:
-    """Return the interceptor of the innermost run of this thread, or else of the run that started last."""
+    """Return the interceptor of this thread's innermost run, or of the run that started last if there is none."""
     thread = threading.get_ident()
     own = (interceptor for interceptor in reversed(interceptors) if interceptor.thread == thread)
     return next(own, interceptors[-1])

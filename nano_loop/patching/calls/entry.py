@@ -1,7 +1,7 @@
-"""The replacements of methods of modules during a run.
+"""Replacements of module methods during a run.
 
-cloudpickle and dill pickle `model.score` with this function and its globals. So there are only those that can be sent:
-`call_state` arrives as one without interceptors, also where there is no nano_loop.
+cloudpickle and dill pickle `model.score` with this function and its globals, so the globals here must be picklable:
+`call_state` is unpickled without interceptors, even if nano_loop is not installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def through_interceptor(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if call_state.in_call:  # as `calls._innermost`, without a call for each module of a model
+        if call_state.in_call:  # like `calls._innermost`, but saves a function call per module
             inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(self))
             return original(self, *args, **kwargs) if inner is None else inner(original, self, *args, **kwargs)
         interceptors = call_state.interceptors.get(id(self))
@@ -37,6 +37,6 @@ def through_interceptor(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         return call_state.watchers[-1](original, self, *args, **kwargs)
 
-    with suppress(TypeError, ValueError):  # it wraps something that has none
+    with suppress(TypeError, ValueError):  # the signature may be unavailable
         call.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # `getfullargspec` reads no other
     return call

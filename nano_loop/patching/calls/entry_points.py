@@ -1,4 +1,4 @@
-"""Through which methods a loop can call the modules of a model."""
+"""The methods through which a loop can call the modules of a model."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from nano_loop.patching.attributes import defined_in, library
 
-#: Through which a loop calls modules.
+#: The method through which a loop calls modules.
 MODULE_CALL: tuple[type, str] = nn.Module, "__call__"
-# Modules of torch's classes are called through __call__. Replacing their methods too would affect every model.
+# Modules of torch's classes are called through __call__. Replacing their methods as well would affect every model.
 _NOT_THE_USERS = frozenset({"torch", "builtins", "typing", "abc", "collections"})
-# Classes of trainers: what overrides one of their methods is a hook, which the trainer calls, not a computation.
+# Trainer base classes. A method that overrides one of theirs is a hook for the trainer, not a computation.
 _TRAINERS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"})
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 
 
 def called_by_loops(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model`, except parametrizations, which an access to `layer.weight` calls."""
+    """Return the modules of `model`, except parametrizations, which are called by accesses to `layer.weight`."""
     modules = list(model.modules())
     lists = [module for module in modules if isinstance(module, ParametrizationList)]
     parametrizations = {part for parametrization_list in lists for part in parametrization_list.modules()}
@@ -27,7 +27,7 @@ def called_by_loops(model: nn.Module) -> list[nn.Module]:
 
 
 def entry_points(modules: list[nn.Module]) -> set[tuple[type, str]]:
-    """Return the class attributes through which the loop can call one of `modules`."""
+    """Return the class attributes through which the loop can call any of `modules`."""
     methods = {MODULE_CALL}
     for kind in {type(module) for module in modules}:
         hooks = [nn.Module, *(base for base in kind.__mro__ if library(base) in _TRAINERS)]

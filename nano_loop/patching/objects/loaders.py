@@ -1,9 +1,9 @@
-"""Changes to loaders: the iteration runs on a private copy, so that the loader itself is never changed.
+"""Changes to loaders, applied to a private copy that is iterated instead, so the loader itself is never changed.
 
-`DataLoader.__iter__` and `DataLoader.__len__` are replaced while a run has changes to any loader. The replacements look
-the loader up in a table, and pass through if it is not there. So are those of subclasses, which may keep one endless
-iterator, or iterate by themselves. Several changes to one loader compose: each defines the
-attributes that it overrides on the copy. Loaders that nobody has passed are found when the thread of a run uses them.
+`DataLoader.__iter__` and `DataLoader.__len__` are replaced while a run changes any loader. The replacements look the
+loader up in a table and call the original if it is not there. Overrides in subclasses, which may keep one endless
+iterator or implement their own iteration, are replaced as well. Several changes to one loader compose: each one defines
+the attributes that it overrides on the copy. Loaders that were not passed are detected when the run's thread uses them.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class ClassIteration:
 
     @property
     def is_changed(self) -> bool:
-        """Whether what the class delivers comes from `DataLoader`'s iteration, which is changed already."""
+        """Whether the class's batches come from `DataLoader`'s iteration, which is already changed."""
         return self._stand_in.was_iterated
 
     @property
     def is_reading(self) -> bool:
-        """Whether code of the class is at work for `whole`."""
+        """Whether `whole` is currently running the class's code."""
         return self._stand_in.reading
 
     def start(self) -> Iterator[Any]:
@@ -59,7 +59,7 @@ class ClassIteration:
         return self._start()
 
     def whole(self) -> Iterator[Any]:
-        """Yield the class's batches; in its code, the length is that of all, unless its iteration `is_changed`."""
+        """Yield the class's batches. Its code sees the full length, unless its iteration `is_changed`."""
         stand_in = self._stand_in
         stand_in.reading = True
         try:
@@ -90,7 +90,7 @@ class LoaderChange:
         return start()
 
     def iterate_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
-        """Return the loop's iterator of a loader whose class overrides ``__iter__``."""
+        """Return the loop's iterator for a loader whose class overrides ``__iter__``."""
         return iteration.start()
 
     def length(self, loader: Loader, length: int) -> int:
@@ -100,11 +100,11 @@ class LoaderChange:
 
 @contextmanager
 def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
-    """Apply a change to the iteration of a loader, which itself is not changed.
+    """Apply a change to the iteration of a loader. The loader itself is not changed.
 
-    The context does not hold the loader, and is to be left when it is freed. Worker processes that the copy keeps
-    between epochs (``persistent_workers``) are stopped when the loader's last change ends. Those that the loader
-    started earlier are not affected.
+    The context does not keep the loader alive; exit it when the loader is freed. When the loader's last change ends,
+    the worker processes that the copy keeps between epochs (``persistent_workers``) are stopped. Workers that the
+    loader started earlier are not affected.
     """
     key, reference = id(loader), weakref.ref(loader)
     with _loaders_intercepted():
@@ -120,7 +120,7 @@ def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
 
 def _end_change(key: int, loader: weakref.ref[Loader], change: LoaderChange) -> None:
     if loader() is None:
-        # An iteration outlives a loader that only the loop's header names, so its workers are not stopped.
+        # An iteration can outlive its loader (``for x in DataLoader(…)``), so its workers are not stopped.
         _stand_ins.pop(key, None)
         return
     stand_in = _stand_ins[key]
@@ -134,17 +134,17 @@ def _end_change(key: int, loader: weakref.ref[Loader], change: LoaderChange) -> 
 def implicit_loaders_changed(
     find: Callable[[Loader], LoaderChange | None], *, in_all_threads: bool = False
 ) -> Iterator[None]:
-    """Change the loaders that this thread, or any, uses in the body, and that have no change yet.
+    """Change loaders on first use in the body if they have no change yet, in this thread or in all threads.
 
-    They are not kept alive. The processes that this one forks are not concerned.
+    They are not kept alive. Forked child processes are not affected.
 
     Parameters
     ----------
     find : callable
-        Takes a loader and returns the change to it, or None. It is called when a loader is iterated or its length is
-        taken, until it has returned a change. It may make one by `changed` instead.
+        Accepts a loader and returns its change, or None. It is called whenever the loader is iterated or its length is
+        taken, until it returns a change. It may call `changed` instead.
     in_all_threads : bool
-        Whether those that other threads use are changed, too.
+        Whether loaders that other threads use are changed as well.
     """
     finding = _Finding(find, in_all_threads)
     with _loaders_intercepted(), closing(finding), listening(implicit_loaders_changed, finding):
@@ -164,16 +164,16 @@ def _loaders_intercepted() -> Iterator[None]:
 
 
 class _StandIn:
-    """A copy of a loader, with the changes to it."""
+    """A copy of a loader, with its changes."""
 
     def __init__(self, loader: Loader) -> None:
-        # Not `copy.copy`, which leaves a cache on the class and calls its pickling methods, and not __init__.
+        # Neither `copy.copy`, which caches on the class and calls its pickling methods, nor __init__.
         self.copy: Loader = object.__new__(type(loader))
         vars(self.copy).update(with_iterator(vars(loader)))
-        self.process = os.getpid()  # those that it forks have the loader itself
+        self.process = os.getpid()  # forked processes use the loader itself
         self.was_iterated = False  # by DataLoader's own __iter__
-        self.reading = False  # whether a class's own __iter__ is at work
-        self.lengths = 0  # how many have been returned
+        self.reading = False  # True while a class's own __iter__ runs
+        self.lengths = 0  # the number of calls of `length`
         self.changes: list[LoaderChange] = []
         self._in_force: list[LoaderChange] = []
 
@@ -210,7 +210,7 @@ class _StandIn:
         """Select the latest change of each class."""
         latest = list({type(change): change for change in self.changes}.values())
         if latest != self._in_force and self.changes:
-            vars(self.copy).update(with_iterator({}))  # its workers were started with other changes
+            vars(self.copy).update(with_iterator({}))  # existing workers were started with other changes
         self._in_force = latest
 
     def _refresh(self, loader: Loader) -> None:
@@ -218,22 +218,22 @@ class _StandIn:
         attributes = with_iterator(vars(loader), kept_iterator(self.copy))
         for change in self._in_force:
             attributes.update(change.attributes(loader))
-        # Not by assignment, since a DataLoader rejects the assignment of a sampler or a dataset.
+        # Bypass __setattr__, because a DataLoader rejects assignments to its sampler or dataset.
         vars(self.copy).update(attributes)
         object.__setattr__(self.copy, "__class__", type(loader))
 
 
 class _Finding:
-    """The loaders that a thread has used, with the changes to them."""
+    """The loaders that a thread has used, with their changes."""
 
     def __init__(self, find: Callable[[Loader], LoaderChange | None], in_all_threads: bool) -> None:
         process, thread = _this_thread()
         self.owner = process, None if in_all_threads else thread
         self._find = find
-        self._stand_ins: Any = WeakIdKeyDictionary()  # of `_StandIn`, by the loader
+        self._stand_ins: Any = WeakIdKeyDictionary()  # `_StandIn` by loader
 
     def stand_in(self, loader: Loader) -> _StandIn | None:
-        """Return the copy of a loader, which is found now if it was not."""
+        """Return the copy of a loader, looking for a change if it has none yet."""
         stand_in: _StandIn | None = self._stand_ins.get(loader)
         if stand_in is None and (change := self._find(loader)) is not None:
             stand_in = self._stand_ins[loader] = _StandIn(loader)
@@ -250,11 +250,11 @@ _stand_ins: dict[int, _StandIn] = process_wide("stand-ins of loaders, by loader"
 
 
 def _this_thread() -> tuple[int, int]:
-    return os.getpid(), threading.get_ident()  # a forked process has the thread's number, too
+    return os.getpid(), threading.get_ident()  # a forked process has the same thread id
 
 
 def _finding() -> _Finding | None:
-    """Return the finding of the innermost run of this thread."""
+    """Return the `_Finding` of this thread's innermost run."""
     findings: list[_Finding] = value_in_force(implicit_loaders_changed) or []
     process, thread = _this_thread()
     owners = (process, thread), (process, None)
@@ -283,7 +283,7 @@ def _through_class(original: Callable[[Loader], Iterator[Any]]) -> Callable[[Loa
     @functools.wraps(original)
     def iterate(self: Loader) -> Iterator[Any]:
         stand_in = _stand_in(self)
-        if stand_in is None or stand_in.reading:  # by a class, of which this is a base class
+        if stand_in is None or stand_in.reading:  # a subclass called its base class
             return original(self)
         return stand_in.iterate_class(self, original)
 
@@ -299,7 +299,7 @@ def _changed_length(original: Callable[[Loader], int]) -> Callable[[Loader], int
         before = stand_in.lengths
         length = original(self)
         if stand_in.lengths != before:
-            return length  # of a class that asks its base class
+            return length  # a subclass called its base class
         stand_in.lengths += 1
         return stand_in.length(self, length)
 

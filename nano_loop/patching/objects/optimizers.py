@@ -1,4 +1,4 @@
-"""Utilities for optimizers: closures of steps, what steps train, and how tensors lie in memory."""
+"""Utilities for optimizers: closures, the parameters that a step trains, and memory layouts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Closure = Callable[[], Any]
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """Return the closure argument of a step, or None. `args` starts with the optimizer."""
+    """Return the closure argument of a step, or None. `args[0]` is the optimizer."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None
 
 
 def requires_closure(optimizer: Optimizer) -> bool:
-    """Whether steps of this optimizer cannot do without a closure: as LBFGS, it compares losses of several points."""
+    """Whether this optimizer's step requires a closure, as LBFGS does to compare losses at several points."""
     _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
     first = arguments[0] if arguments else None
     return first is not None and first.kind is first.POSITIONAL_OR_KEYWORD and first.default is first.empty
@@ -49,9 +49,9 @@ def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the parameters that a step would train now: with a gradient, and a learning rate other than 0.
+    """Return the parameters that a step would train now: those with a gradient and a nonzero learning rate.
 
-    `torch.distributed.checkpoint` makes the state of a new optimizer by a step with gradients and rates of 0.
+    `torch.distributed.checkpoint` initializes an optimizer's state by a step with gradients and learning rates of 0.
     """
     groups = [group for group in optimizer.param_groups if group.get("lr") is None or group["lr"]]
     return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
@@ -64,13 +64,12 @@ _StepHook = Callable[[Optimizer, Any, Any], Any]
 
 
 class _Hook:
-    """Calls functions at the steps of all optimizers. It is pickled as one that does nothing.
+    """Calls functions before or after the steps of all optimizers. It is pickled as a hook that does nothing.
 
-    torch goes through its own table of hooks while they run, and raises if it changes: as another thread begins a
-    training, or a hook does. So torch has this one, from before the first function to after the last.
+    torch iterates over its table of global hooks while they run, and raises if the table changes, as when another
+    thread or a hook starts training. So this one hook stays registered as long as there is any function.
 
-    torch puts a function around the ``step`` of a user's class. cloudpickle sends that with torch's table of
-    hooks.
+    torch wraps the ``step`` of a user's class. cloudpickle pickles the wrapper with torch's table of hooks.
     """
 
     def __init__(self) -> None:
@@ -99,13 +98,13 @@ def _hooked(register: Callable[[_Hook], RemovableHandle]) -> Iterator[list[_Step
 
 
 def called_before_steps(function: _StepHook) -> AbstractContextManager[None]:
-    """Return a context in which a function is called before the steps of all optimizers of the process."""
+    """Return a context in which a function is called before each step of any optimizer in the process."""
     register: Any = register_optimizer_step_pre_hook
     return listening("before steps", function, partial(_hooked, register))
 
 
 def called_after_steps(function: _StepHook) -> AbstractContextManager[None]:
-    """Return a context in which a function is called after the steps of all optimizers of the process."""
+    """Return a context in which a function is called after each step of any optimizer in the process."""
     register: Any = register_optimizer_step_post_hook
     return listening("after steps", function, partial(_hooked, register))
 
@@ -116,12 +115,12 @@ def called_after_steps(function: _StepHook) -> AbstractContextManager[None]:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor is non-overlapping and dense, so that another tensor can have the same strides."""
     if is_lazy(tensor):
-        return True  # as it will be: it has no shape yet
+        return True  # a lazy parameter has no shape yet, but will be dense
     return tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, and the same strides where it matters."""
+    """Whether two tensors have the same shape, and the same strides in all dimensions longer than 1."""
     if tensor.layout is not torch.strided or tensor.shape != other.shape:
         return False
     strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
@@ -131,6 +130,6 @@ def lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def laid_out_as(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return a copy of `value` with the strides of `like` and the shape and dtype of `value`.
 
-    If `like` is not dense, the strides only preserve its order of dimensions.
+    If `like` is not dense, only its order of dimensions is preserved.
     """
     return torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)

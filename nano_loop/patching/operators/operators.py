@@ -1,7 +1,7 @@
-"""Replaces torch's kernels by Python functions during a run. A function can call the kernel that it replaces.
+"""Replaces torch's kernels by Python functions during a run. A function can call the kernel it replaces.
 
-Under autocast, the rules of a set-up model may list an operator, and then decide about the function. One
-operator can have several functions, of several runs: the last one is called, and all of them call torch's own kernel.
+Under autocast, the rules of a set-up model may list an operator; they take precedence over the functions. If several
+runs add functions for one operator, the last one is called, and all of them call torch's own kernel.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from nano_loop.patching.patch_table import shared_change
 from nano_loop.patching.torch_private import destroy_library, full_name, has_kernel
 from nano_loop.patching.torch_private_compiler import forget_dispatch, never_compiled
 
-#: torch's own kernel. It takes the dispatch key set, followed by the arguments of the operator.
+#: torch's own kernel. It accepts the dispatch key set, followed by the arguments of the operator.
 Kernel = Callable[..., Any]
 
 
 def gives_kernels() -> bool:
-    """Whether this torch can return the kernel of an operator (2.9 and later)."""
+    """Whether this torch version can return the kernel of an operator (2.9 and later)."""
     return hasattr(torch.library, "get_kernel")
 
 
 def kernel(operator: str, dispatch_key: str) -> Kernel:
-    """Return torch's kernel of an operator, where torch `gives_kernels`."""
+    """Return torch's kernel for an operator. Requires `gives_kernels`."""
     site = _sites.get(operator) if dispatch_key == AUTOCAST else None
-    if site is not None and site.functions:  # the dispatcher has ours
+    if site is not None and site.functions:  # the dispatcher returns ours
         assert site.original is not None
         return site.original
     torchs_kernel: Kernel = torch.library.get_kernel(full_name(operator), dispatch_key).call_boxed
@@ -41,15 +41,15 @@ AUTOCAST = "AutocastCPU"
 
 
 class _Site:
-    """What the dispatcher has for an operator under autocast as long as there are functions for it."""
+    """The entry in the dispatcher for an operator under autocast while the operator has functions."""
 
     def __init__(self, operator: str) -> None:
         self.operator = operator
-        #: torch's kernel, where torch gives it.
+        #: torch's kernel, or None if torch cannot return it.
         self.original: Kernel | None = None
-        #: The last one is called. What only makes place for rules stands first.
+        #: The last one is called. A `_Place` is always first.
         self.functions: list[Callable[..., Any]] = []
-        # What a call in another thread still finds that torch has sent here before the last function was removed.
+        # For calls in other threads that the dispatcher sent here before the last function was removed.
         self._latest: Callable[..., Any] | None = None
 
     def __call__(self, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -61,14 +61,14 @@ class _Site:
         return rule(function, keys, *args, **kwargs)
 
     def add(self, function: Callable[..., Any]) -> None:
-        """Call this function from now on, unless it is a `_Place` and there are others."""
+        """Call this function from now on, unless it is a `_Place` and there are other functions."""
         if not self.functions and gives_kernels() and has_kernel(self.operator, AUTOCAST):
             self.original = kernel(self.operator, AUTOCAST)
         self.functions = [function, *self.functions] if isinstance(function, _Place) else [*self.functions, function]
         self._latest = function
 
     def remove(self, function: Callable[..., Any]) -> None:
-        """Call this function no more. The list is replaced, since another thread may be reading it."""
+        """Stop calling this function. The list is replaced because another thread may be reading it."""
         self.functions = [other for other in self.functions if other is not function]
 
 
@@ -76,7 +76,7 @@ _sites: dict[str, _Site] = {}
 
 
 class _Place:
-    """Computes an operator as torch does. It makes place for rules."""
+    """Computes an operator as torch does, so that rules can apply to operators without a function."""
 
     def __init__(self, operator: str, otherwise: Callable[..., Any]) -> None:
         self._operator, self._otherwise = operator, otherwise
@@ -89,15 +89,15 @@ class _Place:
 
 
 def ruled(operators: frozenset[str], otherwise: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Let the rules of calls decide about operators under autocast, also those that have no function.
+    """Let the rules of calls decide about operators under autocast, including operators without a function.
 
     Parameters
     ----------
     operators : frozenset of str
         ATen operators with their overloads, such as ``softmax.int``.
     otherwise : callable
-        Computes an operator as torch does where torch has no kernel for autocast, or does not give it. It takes the
-        operator, the dispatch key set, and the operator's arguments.
+        Computes an operator as torch does if torch has no autocast kernel or cannot return it. It accepts the operator,
+        the dispatch key set, and the operator's arguments.
     """
     return overridden_together(
         operators, lambda: {operator: _Place(operator, otherwise) for operator in operators}, AUTOCAST
@@ -114,9 +114,9 @@ def overridden(
     operator : str
         The ATen operator with its overload, such as ``bernoulli_.float``.
     make : callable
-        Takes torch's kernel, or None if torch does not return it (see `gives_kernels`), and returns the function. Both
-        take the dispatch key set, followed by the arguments of the operator. `make` is called for the first user only,
-        so use the same `make` for all replacements of a kernel.
+        Accepts torch's kernel, or None if torch cannot return it (see `gives_kernels`), and returns the function. Both
+        accept the dispatch key set, followed by the operator's arguments. `make` is called for the first user only, so
+        use the same `make` for all replacements of a kernel.
     dispatch_key : str
         The dispatch key of the kernel, such as ``CPU``.
     """
@@ -130,7 +130,7 @@ def overridden(
 def overridden_together(
     name: Hashable, make: Callable[[], Mapping[str, Callable[..., Any]]], dispatch_key: str
 ) -> AbstractContextManager[None]:
-    """Replace the kernels of several operators by functions, which is faster than one by one.
+    """Replace the kernels of several operators by functions, which is faster than replacing them one by one.
 
     `name` identifies the replacements. `make` returns the functions by operator, and is called for the first user only;
     see `overridden`.
@@ -139,7 +139,7 @@ def overridden_together(
 
 
 def plainly(function: Callable[..., Any]) -> Callable[[Kernel | None], Callable[..., Any]]:
-    """Return the argument `make` of `overridden` for a function without the kernel and the dispatch key set."""
+    """Return an argument `make` for `overridden` from a function that needs neither kernel nor dispatch key set."""
 
     def make(original: Kernel | None) -> Callable[..., Any]:
         return lambda keys, *args, **kwargs: function(*args, **kwargs)
@@ -149,7 +149,7 @@ def plainly(function: Callable[..., Any]) -> Callable[[Kernel | None], Callable[
 
 @contextmanager
 def registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -> Iterator[None]:
-    """Replace kernels by functions, for one user: two of one kernel, as two runs may be, need `overridden`."""
+    """Replace kernels by functions for one user. Use `overridden` if two runs may replace the same kernel."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with_sites = functions if dispatch_key == AUTOCAST else {}
     sites = {
@@ -158,12 +158,12 @@ def registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -
     for operator, function in sites.items():
         _sites.setdefault(operator, _Site(operator)).add(function)
     try:
-        with warnings.catch_warnings():  # torch warns once per process about an overridden kernel; here it is intended
+        with warnings.catch_warnings():  # torch warns about an overridden kernel; here it is intended
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             for operator, function in functions.items():
                 keys = function is not torch.library.fallthrough_kernel
                 called = _sites[operator] if operator in sites else function
-                never_compiled(called)  # Dynamo would, where it breaks its graph, as at an LSTM
+                never_compiled(called)  # Dynamo would compile it at graph breaks, such as at an LSTM
                 library.impl(operator, called, dispatch_key, with_keyset=keys, allow_override=True)  # type: ignore[no-untyped-call]
         yield
     finally:

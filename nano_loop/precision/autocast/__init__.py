@@ -1,1 +1,1 @@
-"""Autocast and its surroundings: op lists, conversions and rounding."""
+"""Autocast, and related features: operator lists, conversions and rounding."""

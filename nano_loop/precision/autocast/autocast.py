@@ -1,4 +1,4 @@
-"""Autocast on the CPU, recurrent layers under it, and a context that disables it."""
+"""Autocast on the CPU, its handling of recurrent layers, and a context that disables it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LOW_DTYPES = (torch.bfloat16, torch.float16)
 def cpu_autocast(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """Return a context in which torch runs matrix products and convolutions in another dtype on the CPU.
 
-    Autocast's cache of weights is disabled: it would return the cast of a weight that was changed since, and on torch
-    2.8, under gradients, one without history that was made under `torch.no_grad`.
+    Autocast's cache of weights is disabled: it would return stale casts of weights that were changed, and on torch 2.8,
+    with gradients enabled, casts without history that were made under `torch.no_grad`.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ _LAYERS = (nn.LSTM, nn.GRU, nn.RNN)
 def can_train_lstms(dtype: torch.dtype) -> bool:
     """Return whether torch can train LSTMs on this CPU under autocast in a dtype.
 
-    Autocast hands LSTMs to oneDNN, whatever the CPU, which has no bf16 LSTM without AVX-512.
+    Autocast uses oneDNN for LSTMs on every CPU, but oneDNN has no bf16 LSTM without AVX-512.
     """
     # The user may have set another default dtype or device.
     shapes = (1, 1, 1), (4, 1), (4,)
@@ -57,10 +57,10 @@ def can_train_lstms(dtype: torch.dtype) -> bool:
 
 
 def around_recurrent_layer(layer: nn.Module) -> Call | None:
-    """Return a function around calls of a recurrent layer of torch, or None for other modules.
+    """Return a wrapper around calls of a recurrent layer of torch, or None for other modules.
 
-    It lets autocast keep its casts of weights, by which the layer multiplies in each time step. Where a call runs no
-    code of the user's, nothing changes a weight between two of them.
+    It lets autocast keep its casts of weights, which the layer uses in each time step. If a call does not run code of
+    the user, nothing changes a weight between two time steps.
     """
     return _with_weights_cast_once if type(layer) in _LAYERS else None
 
@@ -79,10 +79,10 @@ def _with_weights_cast_once(function: Call, self: nn.Module, /, *args: Any, **kw
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Run the body in fp32, including operations on bf16 and fp16 tensors that were created outside, and products.
+    """Run the body in fp32, including products and operations on bf16 and fp16 tensors from outside.
 
     Use it inside a model around operations that need the range or the precision of fp32, or around a whole call of a
-    model. It is a decorator, too: ``@disable_casts()``.
+    model. It is also a decorator: ``@disable_casts()``.
 
     Examples
     --------
@@ -96,7 +96,7 @@ def disable_casts() -> Iterator[None]:
     """
     enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     rounding = nullcontext() if torch.compiler.is_compiling() else without_policy()
-    # Autocast to fp32 casts mixed inputs of an operator. With autocast disabled, bf16 mixed with fp32 would raise.
+    # Autocast to fp32 casts mixed inputs of an operator. With autocast disabled, mixing bf16 with fp32 would raise.
     torch.set_autocast_dtype("cpu", torch.float32)
     torch.set_autocast_enabled("cpu", True)
     try:
@@ -117,7 +117,7 @@ class _Upcast(TorchFunctionMode):
         name, out = getattr(func, "__name__", ""), kwargs.get("out")
         written = out if out is not None else args[0] if args and name.endswith("_") else None
         kept = {id(tensor) for tensor in find(Tensor, written)}
-        # `__get__` and `__setitem__` read and write attributes and elements, whatever the dtype.
+        # `__get__` and `__setitem__` read and write attributes and elements of any dtype.
         if name.startswith("__") or any(tensor.dtype in LOW_DTYPES for tensor in find(Tensor, written)):
             return func(*args, **kwargs)
         args, kwargs = map_tensors(lambda tensor: tensor if id(tensor) in kept else to_fp32(tensor), (args, kwargs))
@@ -125,5 +125,5 @@ class _Upcast(TorchFunctionMode):
 
 
 def to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a bf16 or fp16 tensor cast to fp32, as part of the autograd graph, and any other one unchanged."""
+    """Cast a bf16 or fp16 tensor to fp32, as part of the autograd graph. Return other tensors unchanged."""
     return tensor.float() if tensor.dtype in LOW_DTYPES else tensor

@@ -1,9 +1,9 @@
-"""What surrounds each call into a model: autocast, notes of its activations, and explained dtype errors.
+"""The context of each call into a model: autocast, records of activations, and explained dtype errors.
 
-All three are one context, and autocast is set as `torch.autocast` does: a small model's call is so short that the
-frames of Python around it are seen in the time of a step.
+All three are one context, and autocast is set as `torch.autocast` does: a small model's call is so short that more
+Python frames around it would affect the step time.
 
-`torch_replaced` has what else of torch differs in these calls.
+`torch_replaced` makes the other changes to torch for these calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nano_loop.precision.autocast.output_activations import Activations, noting
 class CallUnderAutocast:
     """Run the body under autocast on the CPU; enter it once.
 
-    `torch.compile` does not trace it: use `cpu_autocast` in code that it compiles.
+    `torch.compile` cannot trace it: use `cpu_autocast` in compiled code.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class CallUnderAutocast:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        #: What the body's operators have noted.
+        #: The activations recorded by operators in the body.
         self.activations = Activations()
 
     def __enter__(self) -> CallUnderAutocast:
@@ -67,7 +67,7 @@ class CallUnderAutocast:
 
 @contextmanager
 def torch_replaced() -> Iterator[None]:
-    """Replace what else of torch has to know that a call into a set-up model is under autocast."""
+    """Replace the other parts of torch that must know that a call into a set-up model is under autocast."""
     backward, classes = cast(Any, BackwardCFunction), {*filter(_is_distribution, vars(distributions).values())}
     with ExitStack() as stack:
         for layer in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder):
@@ -81,10 +81,10 @@ def torch_replaced() -> Iterator[None]:
 
 
 def _off_the_fast_path(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch's attention layers from their fast paths, which have no autocast and are taken without gradients.
+    """Prevent torch's attention layers from using their fast paths without gradients, which do not support autocast.
 
-    They ask whether autocast is enabled, but for CUDA. The setting is enabled for their calls alone: an activation
-    checkpoint around a layer would otherwise keep it, and torch 2.8 warns when the backward enables it again.
+    They check whether autocast is enabled, but for CUDA. We enable that setting only for their calls: otherwise an
+    activation checkpoint around a layer would save it, and torch 2.8 warns when the backward enables it again.
     """
 
     @functools.wraps(forward)
@@ -106,9 +106,9 @@ def _is_distribution(value: Any) -> bool:
 
 
 def _with_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hand results to numpy and to distributions, which have no bf16 or fp16, as the call would return them.
+    """Pass results to numpy and distributions, which do not support bf16 or fp16, as the call would return them.
 
-    A policy returns `Categorical(logits=...)`, or turns its action into an array within the call.
+    An RL policy returns `Categorical(logits=...)`, or converts its action to an array inside the call.
     """
 
     @functools.wraps(original)
@@ -121,7 +121,7 @@ def _with_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# The dtypes of autocast in the forwards of custom functions, by the nodes of these, which are their `ctx`.
+# The autocast dtypes in the forwards of custom functions, by their graph nodes, which are also their `ctx`.
 _dtypes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -138,13 +138,13 @@ def _noting(original: Callable[..., None]) -> Callable[..., None]:
 def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
     """Run the backward of a custom `torch.autograd.Function` under the autocast of its forward.
 
-    One that saves a bf16 tensor gets an fp32 gradient, and torch's products refuse the two together. The decorators
-    `custom_fwd` and `custom_bwd` are for that, but few functions have them.
+    A function that saves a bf16 tensor gets an fp32 gradient, and torch's products refuse to mix them. The decorators
+    `custom_fwd` and `custom_bwd` solve this, but few functions use them.
     """
 
     @functools.wraps(original)
     def apply(self: Any, *gradients: Any) -> Any:
-        dtype = _dtypes[self] if self in _dtypes else None  # noqa: SIM401  # its `get` has no types
+        dtype = _dtypes[self] if self in _dtypes else None  # noqa: SIM401  # its `get` is untyped
         if dtype is None:
             return original(self, *gradients)
         with CallUnderAutocast(dtype):

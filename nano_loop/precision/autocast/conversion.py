@@ -1,4 +1,4 @@
-"""Parameters, buffers and optimizer state in another dtype for a while, as the same objects."""
+"""Temporary conversion of parameters, buffers and optimizer state to another dtype, in place."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from nano_loop.patching.torch_private import users_of_storage
 
 
 class Conversion:
-    """The tensors that were converted to one dtype, with what they were before. They are held weakly.
+    """The tensors that were converted to a dtype, with their original state. They are weakly referenced.
 
     Parameters
     ----------
     dtype : torch.dtype
-        What they are converted to.
+        The target dtype.
     to_fp32 : callable, optional
-        Converts a tensor of this dtype to fp32. By default, they are cast.
+        Converts a tensor of this dtype to fp32. By default, tensors are cast.
     """
 
     def __init__(self, dtype: torch.dtype, to_fp32: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -34,8 +34,8 @@ class Conversion:
         self._to_fp32 = to_fp32
         self._models: Any = WeakIdKeyDictionary()
         self._optimizers: Any = WeakIdKeyDictionary()
-        # By the id of a tensor, until its model is freed: `torch.utils.swap_tensors` refuses what has a weak reference.
-        # Its dtype, and its memory where others have that, too.
+        # The dtype of each tensor, and its memory if that is shared. Keyed by id until the model is freed, since
+        # `torch.utils.swap_tensors` refuses tensors with weak references.
         self._before: dict[int, tuple[Tensor, torch.dtype, Tensor | None]] = {}
         self._ending = ExitStack()
 
@@ -53,19 +53,19 @@ class Conversion:
         cast(new, self.dtype, to_dtype)
 
     def convert_added(self, module: nn.Module) -> None:
-        """Convert what the loop has put into a module since, in place."""
+        """Convert the tensors that the loop has added to a module, in place."""
         added = [tensor for tensor in _floating(module) if tensor.dtype is not self.dtype and tensor.is_leaf]
         cast(added, self.dtype)
 
     def convert_state(self, optimizer: Optimizer) -> None:
-        """Convert the fp32 state of an optimizer, but for single numbers, such as counters of steps."""
+        """Convert the fp32 state of an optimizer, except scalars such as step counters."""
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = True
             _cast_state(optimizer, torch.float32, self.dtype)
 
     @torch.inference_mode(False)
     def restore(self) -> None:
-        """Convert all that has this dtype back: what the loop has added to the models, to fp32."""
+        """Convert all tensors of this dtype back. Tensors that the loop has added become fp32."""
         present = itertools.chain.from_iterable(map(_floating, [*self._models]))
         by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
         for tensor in [*(tensor for tensor, *_ in self._before.values()), *present]:
@@ -76,7 +76,7 @@ class Conversion:
             cast([*tensors.values()], dtype, None if dtype is self.dtype else self._to_fp32)
         for tensor, dtype, memory in self._before.values():
             if memory is not None and (tensor.dtype, tensor.shape) == (dtype, memory.shape):
-                memory.copy_(tensor.data)  # what the program, or another process, sees by another name
+                memory.copy_(tensor.data)  # visible to the program or another process through another tensor
                 tensor.data = memory
         for optimizer in [*self._optimizers]:
             _cast_state(optimizer, self.dtype, torch.float32)
@@ -90,17 +90,17 @@ def _cast_state(optimizer: Optimizer, before: torch.dtype, after: torch.dtype) -
     def converted(value: Tensor) -> Tensor:
         return value.to(after) if value.dtype is before and value.dim() else value
 
-    everything: dict[Any, Any] = dict(optimizer.state)  # in which an optimizer of the user's may keep anything
+    everything: dict[Any, Any] = dict(optimizer.state)  # a user's optimizer may store anything in it
     for state in everything.values():
         if isinstance(state, dict):
             state.update(map_tensors(converted, state))
 
 
-@torch.inference_mode(False)  # what is made in a caller's inference mode could not be trained afterwards
+@torch.inference_mode(False)  # tensors created in a caller's inference mode cannot be trained later
 def cast(tensors: Sequence[Tensor], dtype: torch.dtype, convert: Callable[[Tensor], Tensor] | None = None) -> None:
     """Cast parameters and buffers and their gradients, in place, as ``module.to(dtype)`` does.
 
-    Data are what `convert` returns first, if it is not None.
+    If `convert` is not None, it converts the data first.
     """
 
     def to_dtype(data: Tensor) -> Tensor:
@@ -114,14 +114,14 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype, convert: Callable[[Tenso
         tensor.grad = None
     convert_data(tensors, to_dtype)
     for place, tensor in enumerate(tensors):
-        gradient, gradients[place] = gradients[place], None  # freed once it is cast
+        gradient, gradients[place] = gradients[place], None  # free it after the cast
         tensor.grad = None if gradient is None else gradient.to(dtype)
 
 
 def convert_data(tensors: Sequence[Tensor], convert: Callable[[Tensor], Tensor]) -> None:
     """Convert the data of tensors in place. Tensors that share memory still share it afterwards."""
     shared = Counter(map(_address, tensors))
-    storages: dict[tuple[int, torch.dtype], Tensor] = {}  # what was converted, by the address
+    storages: dict[tuple[int, torch.dtype], Tensor] = {}  # converted storages by address
     for tensor in tensors:
         key = address, _ = _address(tensor), tensor.dtype
         if not address or shared[address] == 1:

@@ -1,4 +1,4 @@
-"""The operators that torch's autocast casts on the CPU, and the lists that are in force."""
+"""The operators that torch's autocast casts on the CPU, and the active lists."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _FP32 = """
 """
 _KEY = "AutocastCPU"
 
-#: What torch's autocast does with the inputs of an operator, by its name with the overload. "low": its own dtype.
+#: The dtype to which torch's autocast casts the inputs of an operator, by overload name. "low" is autocast's dtype.
 TORCHS: dict[str, str] = {
     name: kind
     for names, kind in ((_BF16, "low"), (_FP32, "fp32"), (_PROMOTED, "widest"))
@@ -65,12 +65,12 @@ class DefaultOps(NamedTuple):
 def default_ops() -> DefaultOps:
     """Return the operators that autocast runs in bf16 and in fp32 on the CPU.
 
-    Inside a run with `bf16_ops` or `fp32_ops`, these are in it.
+    Inside a run with `bf16_ops` or `fp32_ops`, these are included.
 
     Returns
     -------
     DefaultOps
-        `bf16` and `fp32`, the names of ATen operators with their overloads. An operator in neither of them follows its
+        `bf16` and `fp32`, the names of ATen operators with their overloads. Operators in neither list follow their
         input; with inputs of several dtypes, the widest; in place, the tensor that is written to.
 
     Examples
@@ -86,7 +86,7 @@ def default_ops() -> DefaultOps:
 
 
 class _InForce(threading.local):
-    """What the lists of this thread's innermost run say of operators."""
+    """The operator lists of this thread's innermost run."""
 
     kinds: Mapping[str, str] = {}
 
@@ -96,7 +96,7 @@ _in_force = _InForce()
 
 @contextmanager
 def in_force(kinds: Mapping[str, str]) -> Iterator[None]:
-    """Let `default_ops` know of a run's lists."""
+    """Make `default_ops` include a run's lists."""
     before, _in_force.kinds = _in_force.kinds, kinds
     try:
         yield
@@ -105,7 +105,7 @@ def in_force(kinds: Mapping[str, str]) -> Iterator[None]:
 
 
 def as_torch_does(name: str, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-    """Compute an operator as torch does under autocast, except that the casts of weights are not kept."""
+    """Compute an operator as torch does under autocast, but without caching the casts of weights."""
     overload, kind = overload_of(name), TORCHS.get(name)
     if kind is None:
         if _has_number(overload, args):
@@ -128,8 +128,8 @@ def below(overload: Any, args: Any, kwargs: Any) -> Any:
     overload : OpOverload
         The operator's overload.
     args, kwargs
-        Its arguments, as torch passes them to a kernel in Python. ``x + 1`` calls ``add.Tensor`` with a tensor that
-        stands for the number, which a kernel in Python gets as a number. The packet of overloads takes that back.
+        Its arguments, as torch passes them to a kernel in Python. ``x + 1`` calls ``add.Tensor`` with a wrapped number,
+        which a kernel in Python gets as a plain number. The overload packet accepts that.
     """
     with below_autocast():
         function = overload.overloadpacket if _has_number(overload, args) else overload
@@ -155,7 +155,7 @@ def overload_of(name: str) -> Any:
 
 
 def written_places(overload: Any) -> list[int | str]:
-    """Return the arguments that an overload writes to: their places, or their names where they have none."""
+    """Return the positions of the arguments that an overload writes to, or the names of keyword-only ones."""
     return [
         argument.name if argument.kwarg_only else place
         for place, argument in enumerate(arguments_of(overload))
@@ -164,7 +164,7 @@ def written_places(overload: Any) -> list[int | str]:
 
 
 def cast_like_autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast as autocast does: floating-point tensors of the CPU, but fp64. Part of the autograd graph."""
+    """Cast as autocast does: floating-point CPU tensors except fp64, as part of the autograd graph."""
     if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64) or not tensor.is_cpu:
         return tensor
     return tensor.to(dtype)

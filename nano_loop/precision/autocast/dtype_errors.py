@@ -1,4 +1,4 @@
-"""Says what to do when torch refuses bf16 together with fp32 in a model that runs under autocast."""
+"""Adds advice to torch's errors about bf16 mixed with fp32 in a model that runs under autocast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.user_code import users_frame
 
-# torch has no class for these errors, and words each in its own way.
+# torch has no exception class for these errors, and words each one differently.
 _ABOUT_DTYPES = re.compile(
     r"bfloat16|\bHalf\b|expected scalar type|"
     r"same (dtype|type|scalar type)|equal to src\.dtype|dtypes match|expected dtype",
@@ -20,21 +20,21 @@ _NO_KERNEL, _IN_FP32 = "torch has no kernel for it in this dtype", _ADVICE.parti
 
 
 def explain(error: BaseException, expected: str = _UNDER_AUTOCAST, advice: str = _ADVICE) -> None:
-    """Add the operation, the user's line and what to do to an error about dtypes, which is being raised.
+    """Add the operation, the user's line and advice to an error about dtypes that is being raised.
 
     Parameters
     ----------
     error : BaseException
-        The error; one of another kind is left as it is.
+        The error. Other kinds of errors are not changed.
     expected, advice : str
         The last two parts of the text.
 
     Raises
     ------
     NanoError
-        Instead of it in Python 3.10, which has no notes.
+        Raised instead in Python 3.10, whose exceptions have no notes.
     """
-    # torch's error for a missing kernel, which says "not implemented", is a RuntimeError, too.
+    # torch's error for a missing kernel, "not implemented", is also a RuntimeError.
     text = _explanation(error, expected, advice) if isinstance(error, RuntimeError) else None
     if text is None:
         return

@@ -1,8 +1,8 @@
-"""Frozen weights under autocast: the rounded copy that a graph would hold is made once, and not in every call.
+"""Frozen weights under autocast: the rounded copy that a graph would hold is made once instead of in every call.
 
-As for the weights beside an adapter. A weight gets a copy once torch's cast of it has lived until the backward, so that
-the peak of a step stays what it is; not where an activation checkpoint drops the cast, nor in an evaluation. From the
-next call of the model on, each takes the copy.
+An example are the weights beside an adapter. A weight gets a copy only after torch's cast of it was saved for the
+backward, so that the peak memory of a step does not grow: not if an activation checkpoint drops the cast, and not in an
+evaluation. Later calls of the model use the copy.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.weight_copies import WeightCopies, takes_mark
 from nano_loop.precision.autocast.default_ops import as_torch_does
 
-#: Operators of layers that autocast runs in its dtype.
+#: Operators of layers that autocast runs in its own dtype.
 OPERATORS = frozenset(("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d"))
-#: Minimum number of elements of a weight. Smaller ones are cast as fast as a copy is found.
+#: Minimum number of elements of a weight. Casting a smaller one is as fast as looking up its copy.
 FEWEST = 1 << 14
 
 
 def is_frozen(weight: object) -> bool:
-    """Whether this is a weight that autocast casts, which nobody trains, and which is large enough for a copy."""
+    """Whether this is a weight that autocast casts, that is not trained, and that is large enough for a copy."""
     return (
         type(weight) is nn.Parameter
         and not weight.requires_grad
@@ -44,18 +44,18 @@ def is_frozen(weight: object) -> bool:
 
 
 def remark_on_frozen(model: nn.Module) -> str | None:
-    """Return what the report says of the frozen weights of a model, if some may have copies."""
+    """Return the report line about the frozen weights of a model, or None if none may have copies."""
     frozen = [*filter(is_frozen, parameters_of(model))]
     may_copy = any(map(takes_mark, frozen)) or any(isinstance(weight, NarrowWeight) for weight in parameters_of(model))
     return f"frozen weights of {type(model).__name__} rounded once" if may_copy else None
 
 
 def remark_on_integers(model: nn.Module) -> str | None:
-    """Return what the report says of weights that are integers, as those of layers in 4 or 8 bits."""
+    """Return the report line about integer weights, as of layers in 4 or 8 bits, or None."""
     dtypes = {weight.dtype for weight in parameters_of(model)}
     integers = (dtype for dtype in dtypes if not (dtype.is_floating_point or dtype.is_complex))
     names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in integers))
-    return f"weights of {type(model).__name__} in {names} left alone" if names else None
+    return f"weights of {type(model).__name__} in {names} unchanged" if names else None
 
 
 class RoundedOnce:
@@ -64,12 +64,12 @@ class RoundedOnce:
     Parameters
     ----------
     dtype : torch.dtype
-        Autocast's.
+        Autocast's dtype.
 
     Attributes
     ----------
     rules : dict
-        The rules by which layers take the copies, by operator.
+        The rules that make layers use the copies, by operator.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -79,7 +79,7 @@ class RoundedOnce:
         self.rules: dict[str, OperatorRule] = dict.fromkeys(OPERATORS, self._rule)
 
     def prepare(self, model: nn.Module) -> None:
-        """Make the copies that the last call of a model has missed."""
+        """Make the copies that were missing in the last call of a model."""
         if self._wanted:
             wanted, self._wanted = self._wanted, set()
             for weight in parameters_of(model):
@@ -88,12 +88,12 @@ class RoundedOnce:
 
     @contextmanager
     def in_force(self) -> Iterator[RoundedOnce]:
-        """Keep copies, and let rules decide about layers, until the end of the body."""
+        """Keep copies, and activate the rules for layers, until the end of the body."""
         with self._copies.kept(), ruled(OPERATORS, as_torch_does):
             yield self
 
     def _rule(self, function: Any, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        # `disable_casts` sets another dtype. A mode that sees operators may be one without numbers.
+        # `disable_casts` sets another dtype. A dispatch mode may be one without data, such as fake tensors.
         if torch.get_autocast_dtype("cpu") is self._dtype and not in_dispatch_mode() and not in_functorch():
             args = tuple(self._rounded(arg, args) if type(arg) in (nn.Parameter, NarrowWeight) else arg for arg in args)
         return function(keys, *args, **kwargs)
@@ -112,11 +112,11 @@ class RoundedOnce:
 
 
 def rounded_once(dtype: torch.dtype) -> AbstractContextManager[RoundedOnce]:
-    """Return a context in which frozen weights are rounded once, for all runs."""
+    """Return a context, shared by all runs, in which frozen weights are rounded once."""
     return shared_change(("frozen weights", dtype), lambda: RoundedOnce(dtype).in_force())
 
 
 def _would_be_kept(args: tuple[Any, ...]) -> bool:
-    """Whether torch would keep the cast of a weight until the backward, for the gradient of an input."""
+    """Whether torch would save the cast of a weight for the backward, to compute the gradient of an input."""
     has_input = any(isinstance(arg, Tensor) and arg.requires_grad and type(arg) is not nn.Parameter for arg in args)
     return has_input and torch.is_grad_enabled() and not has_saved_tensor_hooks() and not in_backward()

@@ -1,8 +1,8 @@
-"""Runs operators in the dtype that the user lists them for, in calls into set-up models under autocast.
+"""Runs operators in the dtype of the user's lists, in calls into set-up models under autocast.
 
-Three rules hold for what is in no list, as Habana's mixed precision had them: an operator runs in the dtype of its
-input; with inputs of several dtypes, in the widest; in place, in that of the tensor it writes to. torch does so, and
-`widest_dtype` where torch refuses.
+Operators in no list follow three rules, as in Habana's mixed precision: an operator runs in the dtype of its input;
+with inputs of several dtypes, in the widest; in place, in the dtype of the tensor that it writes to. torch does this
+itself, and `widest_dtype` does if torch refuses.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from nano_loop.patching.ownership import OperatorRule
 from nano_loop.patching.torch_private import arguments_of
 from nano_loop.precision.autocast.default_ops import TORCHS, as_torch_does, below, cast_like_autocast
 
-#: Normalizations, whose weights and running statistics stay as they are: torch takes them in fp32 with bf16 inputs.
+#: Normalizations. Their weights and running statistics are not cast: torch accepts them in fp32 with bf16 inputs.
 _NORMS = frozenset(
     f"{prefix}{kind}_norm{suffix}"
     for prefix in ("", "native_", "_native_")
     for kind in ("batch", "instance", "layer", "group")
     for suffix in ("", "_legit")
 )
-#: What an operator updates, although its schema does not say so. A cast would be updated in its place.
+#: Arguments that an operator updates although its schema does not declare it. A cast would be updated instead.
 _UPDATED = ("running_mean", "running_var")
 
 
 class OpLists:
-    """What the lists of a run say.
+    """The operator lists of a run.
 
     Parameters
     ----------
     bf16_ops, fp32_ops : collection of str
-        Names as `nano_loop.config.op_names.operators_of` takes them.
+        Names that `nano_loop.config.op_names.operators_of` accepts.
 
     Attributes
     ----------
     kinds : dict
         ``"low"`` (autocast's dtype) or ``"fp32"`` for each listed overload, by name.
     rules : dict
-        How to compute those which torch's autocast does not run so already.
+        The rules for operators that torch's autocast would run differently.
     idle : list of str
-        The names that stand for nothing which has a dtype to choose: views, and what takes no tensor.
+        The names of operators without a dtype to choose: views, and operators without tensor inputs.
     """
 
     def __init__(self, bf16_ops: Collection[str], fp32_ops: Collection[str]) -> None:
@@ -63,7 +63,7 @@ class OpLists:
                     self.idle.append(name)
 
     def registered(self) -> AbstractContextManager[None]:
-        """Return a context in which operators follow the rules, inside calls whose interceptors have them."""
+        """Return a context in which operators follow the rules, in calls whose interceptors have the rules."""
         return ruled(frozenset(self.rules), as_torch_does)
 
     def _add(self, operator: str, kind: str) -> None:
@@ -74,7 +74,7 @@ class OpLists:
             has_tensors = any("Tensor" in str(argument.type) for argument in arguments)
             out = any(arguments[place].kwarg_only or str(arguments[place].type) != "Tensor" for place in written)
             if is_view or not has_tensors or out:
-                continue  # a view has the dtype of its input, and an output argument that of its tensors
+                continue  # a view has the dtype of its input, and an out= operator that of its output
             self.kinds[name] = kind
             if written[:1] == [0]:
                 self.rules[name] = _following(overload)

@@ -1,11 +1,11 @@
-"""Computes the last activation of a model in fp32: the sigmoid, softmax or exp whose result the model returns.
+"""Computes the final activation of a model in fp32: the sigmoid, softmax or exp whose result the model returns.
 
-bf16 has 8 bits, so the sigmoid of 6.3 is 1, and `BCELoss` clamps its logarithm: the loss stays at 50, and no gradient
-flows. Casting the output to fp32 does not help, since it was rounded before. Computing every sigmoid and softmax in
-fp32 would, as CUDA's autocast does for softmax, but gates and attention would then pass fp32 on to all that follows.
+bf16 has 8 bits of precision, so sigmoid(6.3) is 1, and `BCELoss` clamps its logarithm: the loss stays at 50, without a
+gradient. Casting the output to fp32 does not help, since it is already rounded. Computing every sigmoid and softmax in
+fp32 would help, as CUDA's autocast does for softmax, but gates and attention would then pass fp32 to all later layers.
 
-So each of these operators notes its input, as long as the call into the model lasts. Where the model returns the
-result, or a view of it, the operator runs again on that input in fp32. The bf16 result is then not used.
+So each of these operators records its input during the call into the model. If the model returns the result, or a view
+of it, the operator runs again on that input in fp32, and the bf16 result is not used.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from nano_loop.patching.torch_private import below_autocast, in_functorch, versi
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, to_fp32
 from nano_loop.precision.autocast.default_ops import overload_of
 
-#: Operators whose results crowd near a bound or span many powers of two, where 8 bits are too few, and what is computed
-#: with their results before they are returned: `softmax(x).log()`, `sigmoid(x).clamp(1e-7)`, `1 - sigmoid(x)`. Not
-#: `clamp_min`, which every `relu` calls: noticing costs it 15 µs.
+#: Operators whose results are close to a bound or span many powers of two, so that 8 bits are too few, and operators
+#: that are applied to their results: `softmax(x).log()`, `sigmoid(x).clamp(1e-7)`, `1 - sigmoid(x)`. `clamp_min` is
+#: omitted, since every `relu` calls it and recording costs 15 µs.
 _OPERATORS = (
     *("sigmoid", "tanh", "softmax.int", "log_softmax.int", "log_sigmoid", "exp"),
     *("log", "clamp", "clamp_max", "rsub.Scalar"),
 )
-#: How many elements of inputs are kept for a call (64 MiB), and of how many operators. The last is kept in any case.
+#: Maximum number of input elements that are kept per call (64 MiB), and of operators. The last one is always kept.
 MOST_ELEMENTS, MOST_OPERATORS = 1 << 25, 128
 
 
 class _Noted(NamedTuple):
-    """One call of an operator in bf16 or fp16, with what shows later whether its tensors were written to."""
+    """A call of an operator in bf16 or fp16, with the version counters that show later writes to its tensors."""
 
     operator: Any
     input: Tensor
@@ -48,16 +48,16 @@ class _Noted(NamedTuple):
     differentiable: bool
 
     def still_holds(self) -> bool:
-        """Whether no tensor was written to, nor got another history, as the output of a custom autograd function."""
+        """Whether no tensor was written to or got another history, as the output of a custom autograd function."""
         if self.differentiable != self.result.requires_grad:
             return False
-        if self.result.is_inference():  # these have no version counter
+        if self.result.is_inference():  # inference tensors have no version counter
             return torch.equal(self.result, self.operator(self.input, *self.others))
         return self.versions == (version(self.input), version(self.result))
 
 
 class Activations:
-    """The activations of one call into a model."""
+    """The activations in a call into a model."""
 
     __slots__ = ("_elements", "_noted")
 
@@ -66,7 +66,7 @@ class Activations:
         self._elements = 0
 
     def note(self, operator: Any, input: Tensor, others: tuple[Any, ...], result: Tensor) -> None:
-        """Note a call of an operator. It is made for each of them, so it is short."""
+        """Record a call of an operator. This must be fast, since it runs for each one."""
         versions = version(input), version(result)
         self._noted.append(_Noted(operator, input, others, result, versions, result.requires_grad))
         self._elements += input.numel()
@@ -74,17 +74,17 @@ class Activations:
             self._elements -= self._noted.popleft().input.numel()
 
     def in_fp32(self, output: Tensor) -> Tensor:
-        """Return an output of the model in fp32: computed so if it is the result of an activation, else cast."""
+        """Return an output of the model in fp32: recomputed if it is the result of an activation, otherwise cast."""
         noted = self._call_that_computed(output) if self._noted else None
         if noted is None:
             return to_fp32(output)
         with torch.set_grad_enabled(output.requires_grad):
-            others = [torch.float32 if other in LOW_DTYPES else other for other in noted.others]  # a dtype to return
+            others = [torch.float32 if other in LOW_DTYPES else other for other in noted.others]  # a dtype argument
             whole = noted.operator(self.in_fp32(noted.input), *others)
             return _same_view(output, noted.result, whole)
 
     def _call_that_computed(self, tensor: Tensor) -> _Noted | None:
-        """Return the call whose result is `tensor`, or of which it is a view."""
+        """Return the call whose result is `tensor` or its base."""
         if not _is_plain_low(tensor) or in_functorch():
             return None
         for noted in reversed(self._noted):
@@ -99,7 +99,7 @@ def _is_plain_low(tensor: Tensor) -> bool:
 
 
 def _same_view(view: Tensor, result: Tensor, computed: Tensor) -> Tensor:
-    """Return the view of `computed` that `view` is of `result`."""
+    """Return a view of `computed` that corresponds to `view` of `result`."""
     if view is result:
         return computed
     if view.is_contiguous() and result.is_contiguous() and view.numel() == computed.numel():
@@ -108,7 +108,7 @@ def _same_view(view: Tensor, result: Tensor, computed: Tensor) -> Tensor:
 
 
 class _Noting(threading.local):
-    """The activations of the call that this thread is in, or None."""
+    """The activations of the current call in this thread, or None."""
 
     activations: Activations | None = None
 
@@ -117,7 +117,7 @@ noting = _Noting()
 
 
 def activations_noticed() -> AbstractContextManager[None]:
-    """Let operators be noted in `noting.activations` of their thread, until the last user of this context exits."""
+    """Record operators in `noting.activations` of their thread until the last user of this context exits."""
     return overridden_together("activations", lambda: {name: _noticing(name) for name in _OPERATORS}, "AutocastCPU")
 
 

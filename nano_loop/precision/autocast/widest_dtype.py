@@ -1,9 +1,9 @@
-"""Operators without a right kernel for bf16 or fp16, or that refuse it beside fp32: they compute in the widest dtype.
+"""Runs operators in the widest dtype if their bf16 or fp16 kernels are wrong or missing, or do not accept fp32 as well.
 
-CUDA's autocast promotes the inputs of some, and lists others for fp32. On a CPU, autocast leaves them as they are, so a
-graph convolution (`torch.sparse.mm`) and pooling by `scatter_add_` raise torch's bare dtype error, and `matrix_exp` is
-NaN. ``operators.json`` has them, by version of torch: `scripts/sweep_operators.py` finds them by running all of torch's
-operators, and nobody edits the file.
+CUDA's autocast promotes the inputs of some, and runs others in fp32. On a CPU, autocast does not handle them, so a
+graph convolution (`torch.sparse.mm`) and pooling by `scatter_add_` raise torch's dtype error, and `matrix_exp` returns
+NaN. ``operators.json`` lists them by version of torch: `scripts/sweep_operators.py` generates it by running all of
+torch's operators.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from nano_loop.precision.autocast.default_ops import as_torch_does, below, overl
 
 _TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("operators.json").read_text())
 _VERSION = ".".join(torch.__version__.split(".")[:2])
-#: For a torch that was not swept, the last table counts.
+#: For a version of torch that was not swept, the last table applies.
 _SWEPT = _TABLES.get(_VERSION, [*_TABLES.values()][-1])
 
-#: By operator, when it computes in the widest dtype: with inputs of all "bfloat16" or "float16", with "mixed" ones, or
-#: with "float32" alone, where it is composed of products.
+#: By operator, the inputs for which it computes in the widest dtype: only "bfloat16" or "float16", "mixed", or only
+#: "float32" if it is composed of products.
 TABLE: Mapping[str, frozenset[str]] = {name: frozenset(rules) for name, rules in _SWEPT["widest"].items()}
-#: Operators for which autocast casts to bf16, also CSR matrices, for which torch has no bf16 kernel.
+#: Operators for which autocast casts to bf16, including CSR matrices, for which torch has no bf16 kernel.
 _PRODUCTS = ("mm", "matmul", "addmm")
 _KEY = "AutocastCPU"
 _CSR = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
 def widest_dtype_computed() -> AbstractContextManager[None]:
-    """Let these operators of set-up models compute so, until the last user of this context exits."""
+    """Run these operators of set-up models in the widest dtype until the last user of this context exits."""
     return overridden_together("widest dtype", functions, _KEY)
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Return what computes the operators that this torch has."""
+    """Return the replacements of the operators that exist in this version of torch."""
     products = {name: _in_fp32_if_csr(name, kernel(name, _KEY)) for name in _PRODUCTS if gives_kernels()}
     return {**{name: _widest(name, rules) for name, rules in TABLE.items() if is_operator(name)}, **products}
 
@@ -65,7 +65,7 @@ def _widest(name: str, rules: frozenset[str]) -> Callable[..., Any]:
 
 
 def _in_widest_dtype(overload: Any, alone: frozenset[torch.dtype], args: Any, kwargs: Any) -> Any:
-    """Compute in fp32, or where a tensor is written to, in its dtype, if there is a kernel for it."""
+    """Compute in fp32, or in the dtype of the tensor that is written to if there is a kernel for it."""
     places = (args[place] if isinstance(place, int) else kwargs.get(place) for place in written_places(overload))
     written: list[Tensor] = [*find(Tensor, [*places])]
     wide = {id(tensor): tensor.float() if tensor.dtype in alone else tensor for tensor in written}
@@ -81,7 +81,7 @@ def _in_widest_dtype(overload: Any, alone: frozenset[torch.dtype], args: Any, kw
     for tensor in written:
         computed = wide[id(tensor)]
         if computed is not tensor:
-            if tensor.shape != computed.shape:  # an output that torch is to resize
+            if tensor.shape != computed.shape:  # an output that torch must resize
                 tensor.resize_(computed.shape)
             tensor.copy_(computed)
     return map_tensors(lambda output: originals.get(id(output), output), outputs)

@@ -1,1 +1,1 @@
-"""Logs of what reduced precision does."""
+"""Logs of the effects of reduced precision."""

@@ -1,4 +1,4 @@
-"""A log of the casts of one step: where they were, between which dtypes, and the bytes that they moved."""
+"""A log of the casts of one step: their locations, dtypes, and the bytes that they moved."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from nano_loop.patching.torch_private import copy_as_torch, version
 from nano_loop.patching.torch_private_autograd import current_node_number, in_backward, next_node_number
 from nano_loop.patching.user_code import users_place
 
-#: How many lines the text has.
+#: Maximum number of lines of the text.
 _MOST_LINES = 20
 _MEGA = 1e6
 _NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TITLES = ("cast MB", "casts", "again", "cast", "part", "module", "line")
 #: Between the dtype and the kind of a product that rounds its inputs.
 _IN = " in "
-_NUMBERS = 3  # columns that are aligned to the right
+_NUMBERS = 3  # number of right-aligned columns
 
 
 @dataclass
 class Logged:
-    """The casts between two dtypes by one line of code in one module and one part of the loop.
+    """The casts between two dtypes by a line of code in a module and a part of the loop.
 
     Attributes
     ----------
     source, target : str
-        The dtypes, such as ``"fp32"`` and ``"bf16"``. ``"bf16 in product"`` is of products that round their inputs.
+        The dtypes, such as ``"fp32"`` and ``"bf16"``. ``"bf16 in product"`` marks products that round their inputs.
     part : {"forward", "backward", "optimizer"}
-        The part of the loop. What is in no backward and in no optimizer's step is "forward".
+        The part of the loop. Everything outside a backward and an optimizer's step is "forward".
     module : str
-        The innermost module in whose call, or in the backward of whose call, they were. Empty outside of modules.
+        The innermost module whose call, or its backward, contained them. Empty outside modules.
     line : str
-        The line of the code that called torch, such as ``"train.py:12"``. In a backward, that of ``backward()``.
+        The line of code that called torch, such as ``"train.py:12"``. In a backward, the line of ``backward()``.
     casts : int
-        The number of tensors that were cast, or of products.
+        The number of cast tensors, or of products.
     again : int
-        How many of these had been cast to the same dtype before, in the same step, and not changed since.
+        The number of tensors that had already been cast to the same dtype in the same step, and not changed since.
     cast_bytes : int
-        The bytes that the casts have read and written, or the products for the inputs that they pack by themselves.
+        The bytes that the casts read and wrote, or that products read and wrote for inputs that they pack themselves.
     """
 
     source: str
@@ -69,13 +69,13 @@ class CastLog:
     Attributes
     ----------
     rows : tuple of Logged
-        Sorted by the bytes that their casts have moved.
+        Sorted by the bytes that their casts moved.
     """
 
     rows: tuple[Logged, ...]
 
     def summary(self) -> str:
-        """Return one line."""
+        """Return a one-line summary."""
         casts, again, cast_bytes = _totals(row for row in self.rows if _IN not in row.target)
         text = f"{casts:,} casts in a step, {again:,} of them again, moved {cast_bytes / _MEGA:,.1f} MB"
         products, _, packed = _totals(row for row in self.rows if _IN in row.target)
@@ -99,22 +99,22 @@ def _totals(rows: Iterable[Logged]) -> list[int]:
 
 
 class CastRecorder:
-    """Records the casts of this thread, from its creation until `finish` or `close`.
+    """Records the casts of this thread from its creation until `finish` or `close`.
 
-    Every cast ends in ``aten::copy_``, below autocast and autograd. It is replaced there, so that composite operators
-    and scripted modules compute as they do without a log.
+    Every cast ends in ``aten::copy_``, below autocast and autograd. We replace it there, so that composite operators
+    and scripted modules compute as without a log.
 
     Parameters
     ----------
     names : mapping of int to str
-        The modules to note, by their ids.
+        The names of the modules to record, by id.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
         self._rows: dict[tuple[str, ...], Logged] = {}
         self._known: dict[tuple[Any, ...], StorageWeakRef] = {}
-        self._modules: list[tuple[str, int]] = []  # the calls that are running, with the number of their first node
+        self._modules: list[tuple[str, int]] = []  # the active calls, with the number of their first node
         self._nodes: list[tuple[int, int, str]] = []  # the nodes of the calls that have ended, innermost first
         self._in_optimizer = False
         self._ending = ExitStack()
@@ -125,7 +125,7 @@ class CastRecorder:
 
     @contextmanager
     def in_optimizer(self) -> Iterator[None]:
-        """Take what is cast in the body for the optimizer's."""
+        """Record casts in the body as the optimizer's."""
         self._in_optimizer = True
         try:
             yield
@@ -142,7 +142,7 @@ class CastRecorder:
         self._ending.close()
 
     def record(self, target: Tensor, source: Tensor) -> None:
-        """Note a copy, if it is a cast between floating-point dtypes."""
+        """Record a copy if it is a cast between floating-point dtypes."""
         if source.dtype is target.dtype or not (source.is_floating_point() and target.is_floating_point()):
             return
         row = self._row(_name(source.dtype), _name(target.dtype))
@@ -151,7 +151,7 @@ class CastRecorder:
         row.cast_bytes += source.numel() * source.itemsize + target.numel() * target.itemsize
 
     def record_product(self, dtype: torch.dtype, kind: str, packed: int) -> None:
-        """Note a product that rounds its inputs, and packs so many numbers of fp32 in a dtype by itself."""
+        """Record a product that rounds its inputs, and packs this many fp32 values in a dtype itself."""
         row = self._row(_NAMES[torch.float32], f"{_NAMES[dtype]}{_IN}{kind}")
         row.casts += 1
         row.cast_bytes += packed * (torch.float32.itemsize + dtype.itemsize)
@@ -180,12 +180,12 @@ class CastRecorder:
         view = (source.storage_offset(), source.shape, source.stride())
         key = (storage.cdata, version(source), view, source.dtype, dtype)
         is_known = key in self._known
-        self._known[key] = storage  # keeps the address from being given to another storage
+        self._known[key] = storage  # keeps the address from being reused for another storage
         return is_known
 
     @contextmanager
     def _calls_noted(self) -> Iterator[None]:
-        """Note which modules this thread calls, and which autograd nodes the calls make."""
+        """Record the modules that this thread calls, and the autograd nodes that the calls create."""
         thread = threading.get_ident()
 
         def is_noted(module: nn.Module) -> bool:
@@ -207,7 +207,7 @@ class CastRecorder:
 
 
 def record_product(dtype: torch.dtype, kind: str, packed: int) -> None:
-    """Let the recorder of this thread note a product, if there is one."""
+    """Record a product in the recorder of this thread, if there is one."""
     recorder = _recorders.get(threading.get_ident())
     if recorder is not None:
         recorder.record_product(dtype, kind, packed)

@@ -1,4 +1,4 @@
-"""Notes the calls of a loop into a model, and repeats them on copies with the gradients that reached their outputs."""
+"""Records a loop's calls into a model, and repeats them on copies with the gradients that reached their outputs."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from nano_loop.patching.walk import find
 from nano_loop.precision.verification.traces import converted, copied
 from nano_loop.runtime.objects.training_objects import class_name
 
-#: Why a model is not compared that no gradient has reached.
+#: Why a model without gradients is not compared.
 NO_GRADIENT = "no step of an optimizer has followed a backward from an output of a model"
 
-#: How many calls into a model are kept: the last ones before a step of the optimizer.
+#: Maximum number of recorded calls: the last ones before a step of the optimizer.
 _MOST_CALLS = 8
-#: After how many steps without a gradient of a model it is given up.
+#: Recording stops after this many steps without a gradient.
 _MOST_STEPS = 10
 
 _T = TypeVar("_T")
 
 
 class RecordedCalls:
-    """The calls into a model until they have led to gradients, and a copy of the model as it was before the first.
+    """The calls into a model until they lead to gradients, and a copy of the model from before the first call.
 
     Parameters
     ----------
     model : torch.nn.Module
         The model. It is not changed, and not kept alive.
     is_converted : bool
-        Whether its parameters have another dtype for the run. Those of the copy are fp32.
+        Whether its parameters have another dtype during the run. The copy's parameters are fp32.
     on_failure : callable, optional
-        Takes the reason why the model cannot be compared, when it is known.
+        Called with the reason if the model cannot be compared.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class RecordedCalls:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a gradient has reached the outputs of a call."""
+        """Whether a gradient has reached an output of a call."""
         return not self._is_over and any(call.gradients for call in self._calls)
 
     def layer(self, call: Call) -> Call:
-        """Note the calls that may lead to gradients."""
+        """Wrap a call to record it if it may lead to gradients."""
 
         def noting(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if self._is_over or not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return call(function, module, *args, **kwargs)
-            if in_backward() or in_functorch():  # recomputed by a checkpoint, or of a function transform
+            if in_backward() or in_functorch():  # recomputed by a checkpoint, or in a function transform
                 return call(function, module, *args, **kwargs)
             recorded = self.guarded(self._begin, function, module, args, kwargs)
             outputs = call(function, module, *args, **kwargs)
@@ -80,31 +80,31 @@ class RecordedCalls:
         return noting
 
     def guarded(self, function: Callable[..., _T], *args: Any) -> _T | None:
-        """Call a function, and record no more if it raises: the training goes on."""
+        """Call a function, and stop recording if it raises. Training continues."""
         try:
             return function(*args)
-        except Exception as error:  # copies run the model's own code, which may not run in fp64, or not be copied
+        except Exception as error:  # the model's code may not support fp64 or copies
             self.reason = f"a copy of {self.name} raised {type(error).__name__}: {error}"
             self.end()
             self._on_failure(self.reason)
             return None
 
     def take(self) -> tuple[nn.Module, list[tuple[Any, ...]]]:
-        """Return the copy of the model and the calls with gradients, and note no more."""
+        """Stop recording, and return the copy of the model and the calls with gradients."""
         model, calls = self._copy, [call.as_tuple() for call in self._calls if call.gradients]
         assert model is not None
         self.end()
         return model, calls
 
     def miss(self) -> None:
-        """Note a step of an optimizer before which no gradient has reached an output."""
+        """Count an optimizer step that was not preceded by a gradient of an output."""
         self._missed += bool(self._calls)
         if self._missed > _MOST_STEPS and not self._is_over:
             self.reason = NO_GRADIENT
             self.end()
 
     def end(self) -> None:
-        """Note no more, and keep nothing."""
+        """Stop recording, and drop all records."""
         self._is_over, self._copy = True, None
         for call in self._calls:
             call.close()
@@ -114,7 +114,7 @@ class RecordedCalls:
         model = self.model()
         named = () if model is None else model.named_modules()
         path = next((name for name, submodule in named if submodule is module), None)
-        if model is None or path is None:  # a module that has been replaced in the model
+        if model is None or path is None:  # the module was replaced in the model
             return None
         if self._copy is None:
             self._copy = copied(model)
@@ -133,15 +133,15 @@ class _NotedCall:
     def __init__(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = path, method, args, kwargs
         self._hooks: list[Any] = []
-        self.gradients: dict[int, Tensor] = {}  # by the place of an output
+        self.gradients: dict[int, Tensor] = {}  # by position of the output
 
     def watch(self, outputs: Any) -> None:
-        """Note the gradients of the outputs."""
+        """Record the gradients of the outputs."""
         for place, output in enumerate(_differentiable(outputs)):
             self._hooks.append(output.register_hook(partial(self._add, place)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Note no more gradients."""
+        """Stop recording gradients."""
         for hook in self._hooks:
             hook.remove()
 
@@ -150,19 +150,19 @@ class _NotedCall:
         self.gradients[place] = gradient.detach().clone() if before is None else before + gradient.detach()
 
     def as_tuple(self) -> tuple[Any, ...]:
-        """Return the call and its gradients, as `loss_of` takes them."""
+        """Return the call and its gradients in the format of `loss_of`."""
         return (*self._call, self.gradients)
 
 
 def loss_of(model: nn.Module, calls: Any) -> Tensor:
-    """Return the outputs' mean square, with the gradients of the loop at the outputs.
+    """Return the mean square of the outputs, whose backward passes the loop's gradients to the outputs.
 
     Parameters
     ----------
     model : torch.nn.Module
         A copy of the model.
     calls : list of tuple
-        What `RecordedCalls.take` returns.
+        The calls that `RecordedCalls.take` returns.
     """
     total, squares = torch.zeros(()), torch.zeros(())
     for path, method, args, kwargs, gradients in calls:
@@ -175,12 +175,12 @@ def loss_of(model: nn.Module, calls: Any) -> Tensor:
 
 
 def _differentiable(outputs: Any) -> list[Tensor]:
-    """Return the tensors that a model has computed. A parameter that it returns is none of them."""
+    """Return the tensors that a model has computed, excluding parameters that it returns."""
     return [tensor for tensor in find(Tensor, outputs) if tensor.requires_grad and not tensor.is_leaf]
 
 
 def _copy_of(value: Any) -> Any:
-    """Return a copy of the arguments of a call, whose tensors are leaves."""
+    """Return a copy of the arguments of a call in which tensors are leaves."""
     return copy.deepcopy(value, {id(tensor): _kept(tensor) for tensor in find(Tensor, value)})
 
 

@@ -1,4 +1,4 @@
-"""What a model computes in one step, tensor by tensor: accelerated, by hand in a precision, or in fp64."""
+"""The tensors that a model computes in a step: accelerated, by hand in a precision, or in fp64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @dataclass(frozen=True)
 class Trace:
-    """The outputs of the modules in the order of their calls, the gradients from the last layer on, and the loss."""
+    """The module outputs in the order of the calls, the gradients from the last layer to the first, and the loss."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -37,14 +37,14 @@ class Trace:
 
 
 def backward_into(model: nn.Module, loss: Tensor) -> None:
-    """Add the gradients of a loss to those of a copy's parameters, and to no others that the copy reaches."""
+    """Accumulate the gradients of a loss only in the parameters of a copy, not in others that the copy uses."""
     leaves = [parameter for parameter in parameters_of(model) if parameter.requires_grad]
     if leaves:
         torch.autograd.backward(loss, inputs=leaves)
 
 
 def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
-    """Return what `call`, which computes a loss and its backward, computes with a model, in fp64."""
+    """Run `call`, which computes a loss and its backward with a model, and return its tensors in fp64."""
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     outputs: dict[str, Tensor] = {}
 
@@ -57,7 +57,7 @@ def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
                 name = f"{names[id(module)]} (call {calls})"
             outputs[name] = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
-    # One hook for all modules: layers that have hooks would run without some accelerations.
+    # One global hook: layers with hooks would run without some accelerations.
     handle = register_module_forward_hook(note)
     try:
         loss = call(model)
@@ -74,7 +74,7 @@ def copied(model: nn.Module) -> nn.Module:
     Raises
     ------
     NanoConfigError
-        If it cannot be copied.
+        If the model cannot be copied.
     """
     try:
         duplicate = copy.deepcopy(model)
@@ -94,9 +94,9 @@ def copied(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def by_hand(model: nn.Module, kind: PrecisionKind, *, channels_last: bool = False) -> Iterator[nn.Module]:
-    """Run the calls into a model as a person would write it in a precision and a layout, with outputs in fp32.
+    """Run the calls into a model as in plain torch code for a precision and a layout, with outputs in fp32.
 
-    The model is changed: it should be a copy.
+    The model is changed, so it should be a copy.
     """
     dtype, autocast = kind.parameters or torch.float32, kind.autocast_by_hand
 
@@ -135,13 +135,13 @@ def by_hand(model: nn.Module, kind: PrecisionKind, *, channels_last: bool = Fals
 
 
 def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copied model in a dtype. Its own `to` may be a closure over the user's model."""
+    """Convert a copied model to a dtype, without its own `to`, which may be a closure over the user's model."""
     return nn.Module.to(model, dtype)
 
 
 @contextmanager
 def tensors_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Keep the gradients and the values of the user's parameters and buffers.
+    """Restore the gradients and the values of the user's parameters and buffers on exit.
 
     A copy may share a module with its original, or have a hook that is a closure over it.
     """
@@ -161,7 +161,7 @@ def tensors_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def in_fp64(model: nn.Module) -> Iterator[nn.Module]:
-    """Convert a model to fp64, and let it make new tensors in fp64."""
+    """Convert a model to fp64, and make it create new tensors in fp64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -172,7 +172,7 @@ def in_fp64(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def random_states_kept() -> Iterator[Callable[[], None]]:
-    """Keep the states of Python's, numpy's and torch's random generators; the value restores them in between."""
+    """Restore the states of Python's, numpy's and torch's random generators on exit, and by calling the value."""
     python, of_numpy, of_torch = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
 
     def restore() -> None:

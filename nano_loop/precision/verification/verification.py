@@ -1,7 +1,7 @@
-"""Compares an accelerated model with the plain one, on copies, tensor by tensor, and tells faults from rounding.
+"""Compares an accelerated model with the plain one, on copies, tensor by tensor, and separates faults from rounding.
 
-Rounding errors are random: they add up to a distance, and hardly change the length along the exact result. A fault does
-one or the other by far more than autocast by hand, which rounds as often.
+Rounding errors are random: they add up to a distance, but hardly change the length along the exact result. A fault
+changes one of them by far more than plain autocast, which rounds as often.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from nano_loop.precision.verification.traces import (
 )
 from nano_loop.runtime.objects.report import SetupReport
 
-#: How many lines the text has of each table.
+#: Maximum number of lines of each table in the text.
 _MOST_LINES = 8
-#: How many times autocast's own error is no fault yet: roundings in another order.
+#: The tolerated multiple of autocast's own error, for roundings in another order.
 TOLERATED = 3.0
-#: How far rounding may change the length along the exact result, in units in the last place.
+#: The tolerated change of the length along the exact result by rounding, in units in the last place.
 TOLERATED_BIAS = 2.0
-#: How many times the share of a random error that falls on one direction.
+#: The tolerated multiple of the share of a random error in one direction.
 TOLERATED_SHARE = 6.0
 
-#: Takes a model and a batch, and returns the loss.
+#: Called with a model and a batch. Returns the loss.
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One tensor of the accelerated model, held against fp64.
+    """A tensor of the accelerated model, compared with fp64.
 
     Attributes
     ----------
     name : str
-        A module's output or a parameter's gradient.
+        The name of a module's output or a parameter's gradient.
     error : float
-        The distance from fp64, relative to the norm there.
+        The distance from the fp64 tensor, relative to its norm.
     error_by_hand : float
-        The same for the plain model: under autocast by hand, or in fp32.
+        The same for the plain model, under plain autocast or in fp32.
     cosine : float
-        The cosine of the angle to the result in fp32.
+        The cosine similarity to the result in fp32.
     is_fault : bool
-        Whether the error is not of rounding.
+        Whether rounding does not explain the error.
     """
 
     name: str
@@ -71,13 +71,13 @@ class Compared:
     is_fault: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON; what is not finite is None."""
+        """Return the comparison for JSON, with None for values that are not finite."""
         return {key: _for_json(value) for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` has found.
+    """The result of `verify`.
 
     Attributes
     ----------
@@ -86,9 +86,9 @@ class Verification:
     gradients : tuple of Compared
         The gradients of the parameters, in the order of the backward: the last layer first.
     loss : Compared
-        The loss; of ``verify=True``, the mean square of the outputs.
+        The loss; with ``verify=True``, the mean square of the outputs.
     remark : str
-        What the comparison leaves out, or an empty string.
+        The limits of the comparison, or an empty string.
     setup : SetupReport or None
         The report of the accelerated run.
     """
@@ -101,7 +101,7 @@ class Verification:
 
     @property
     def fault(self) -> str | None:
-        """Where the models part first: ``"the output of encoder.0"`` or ``"the gradient of head.weight"``, or None."""
+        """The first difference, such as ``"the output of encoder.0"`` or ``"the gradient of head.weight"``, or None."""
         for kind, rows in (("the output of", self.outputs), ("the gradient of", self.gradients)):
             for row in rows:
                 if row.is_fault:
@@ -110,7 +110,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether all errors are of rounding."""
+        """Whether rounding explains all errors."""
         return self.fault is None
 
     def summary(self) -> str:
@@ -149,7 +149,7 @@ def verified(
     kind: PrecisionKind,
     acceleration: Callable[[nn.Module], AbstractContextManager[Any]],
 ) -> Verification:
-    """Compute loss, outputs and gradients of a model accelerated, by hand, in fp32 and in fp64, and compare them.
+    """Compare the loss, outputs and gradients of a model: accelerated, by hand, in fp32 and in fp64.
 
     Parameters
     ----------
@@ -160,12 +160,12 @@ def verified(
     kind : PrecisionKind
         The precision of the accelerated model.
     acceleration : callable
-        Takes a copy of the model, and accelerates it inside a context, which yields the run.
+        Called with a copy of the model. Returns a context in which the copy is accelerated, which yields the run.
 
     Raises
     ------
     NanoConfigError
-        If the model cannot be copied, or `loss_fn` does not compute a loss of the model it gets.
+        If the model cannot be copied, or `loss_fn` does not compute a loss of the model passed to it.
     """
 
     def step(made: nn.Module, inputs: Any = batch) -> Tensor:
@@ -181,13 +181,13 @@ def verified(
         with by_hand(copied(model), kind, channels_last=channels_last) as made:
             return trace(made, step)
 
-    # An optimizer may step, and a test may verify, without gradients or under autocast.
+    # verify may be called with gradients disabled or under autocast.
     kept = tensors_kept(chain(parameters_of(model), buffers_of(model)))
     with random_states_kept() as restore, kept, torch.enable_grad(), torch.autocast("cpu", enabled=False):
         single = trace(copied(model), step)
         if not single.gradients:
             got = "loss_fn computed no gradient of the model's parameters"
-            hint = "Call the model that loss_fn gets: it is a copy"
+            hint = "Call the model that is passed to loss_fn: it is a copy"
             raise NanoConfigError(error_message(got, "verify compares them", hint))
         made = copied(model)
         with acceleration(made) as run:
@@ -197,7 +197,7 @@ def verified(
                 kind = _FP32
         try:
             hand = by_hand_in("channels_last" in applied)
-        except RuntimeError:  # a view that NHWC does not allow, which the step makes a reshape
+        except RuntimeError:  # a view that NHWC does not allow; the step replaces it by a reshape
             hand = by_hand_in(False)
         with in_fp64(copied(model)) as made:
             exact = trace(made, lambda model: step(model, map_tensors(_in_fp64, batch)))
@@ -215,7 +215,7 @@ def verified(
 _FP32 = PRECISIONS["32-true"]
 _TAKES = "it takes the model and the batch, not outputs and targets like torch's losses"
 _WRITE = "Write loss_fn(model, batch), such as lambda model, batch: mse_loss(model(batch[0]), batch[1])"
-_RANDOM = "The model draws random numbers besides dropout modules, so other precisions may compute with others."
+_RANDOM = "The model draws random numbers outside dropout modules, so they may differ between precisions."
 
 
 def _in_fp64(tensor: Tensor) -> Tensor:
@@ -248,26 +248,26 @@ def _loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
 
 
 def _marked(row: Compared) -> str:
-    return f"{row.name}  <- not of rounding" if row.is_fault else row.name
+    return f"{row.name}  <- not rounding" if row.is_fault else row.name
 
 
 def compare(traces: Sequence[Mapping[str, Tensor]], last_place: float) -> list[Compared]:
-    """Compare the tensors that all four traces have, in the order of the first.
+    """Compare the tensors that are in all four traces, in the order of the first.
 
     Parameters
     ----------
     traces : sequence of mapping
-        fp64 tensors of equal shapes by name: of the accelerated model, of the plain one in the same precision, in fp32,
-        and in fp64.
+        fp64 tensors of equal shapes by name: of the accelerated model, and of the plain one in the same precision, in
+        fp32, and in fp64.
     last_place : float
-        The relative spacing of numbers in the precision, such as 2⁻⁷ for bf16.
+        The relative spacing of values in the precision, such as 2⁻⁷ for bf16.
     """
     accelerated, _, single, exact = traces
     scale = max((tensor.norm().item() for tensor in exact.values()), default=0.0)
     rows = []
     for name in [*accelerated, *(name for name in single if name not in accelerated)]:
         if any(name not in trace for trace in traces[1:]):
-            continue  # a module that is called in this precision alone
+            continue  # the module is called only in this precision
         if name not in accelerated or accelerated[name].shape != exact[name].shape:
             rows.append(Compared(name, math.inf, 0.0, 0.0, True))
         else:
@@ -283,7 +283,7 @@ def _compared(name: str, tensors: Sequence[Tensor], last_place: float, scale: fl
     )
     share, *sound = ((tensor @ exact).item() / norm**2 for tensor in (accelerated, hand, exact))
     share_of_noise = TOLERATED_SHARE * error_by_hand / math.sqrt(exact.numel())
-    # A sum of large terms in the loss changes all gradients by one factor, in fp32 as well.
+    # Rounding a sum of large terms in the loss scales all gradients by one factor, even in fp32.
     tolerated = TOLERATED_BIAS * last_place + share_of_noise + TOLERATED * error_in_fp32
     biased = min(abs(share - other) for other in sound) > tolerated
     far = error > TOLERATED * error_by_hand + TOLERATED_BIAS * last_place
@@ -293,10 +293,10 @@ def _compared(name: str, tensors: Sequence[Tensor], last_place: float, scale: fl
 
 
 def _norm_of(single: Tensor, exact: Tensor, last_place: float, scale: float) -> float:
-    """Return the norm that the errors of a tensor are relative to.
+    """Return the reference norm for the errors of a tensor.
 
-    It is that of the exact tensor. Where nothing but rounding errors of larger terms is left, as in the gradient of a
-    bias before a batch norm, it is `scale`, the largest norm of all. The errors in fp32 tell where that is so.
+    It is the norm of the exact tensor. If the tensor consists only of rounding errors of larger terms, as the gradient
+    of a bias before a batch norm, it is `scale`, the largest norm of all. The errors in fp32 show whether that is so.
     """
     noise = (single - exact).norm().item() * last_place / torch.finfo(torch.float32).eps
     norm = exact.norm().item()

@@ -1,1 +1,1 @@
-"""The objects of a run that steps see: models, optimizers and loaders, their checks, and the report."""
+"""The objects of a run that steps use: models, optimizers and loaders, their checks, and the report."""

@@ -1,7 +1,6 @@
-"""The names in the code of a model: ``dropout`` of `torch.nn.functional.dropout` in a `forward`, or in what that calls.
+"""The names in the code of a model: ``dropout`` of `torch.nn.functional.dropout` in `forward` or a function it calls.
 
-They tell which steps have something to do. A name may be that of an attribute, too: a step then finds nothing to
-compute.
+They show which steps may apply. A name may also be that of an attribute; the step then finds nothing to compute.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from torch import nn
 
 from nano_loop.patching.walk import CONTAINERS, code_in, items_of, length_of, walk
 
-_MOST = 1000  # functions of a class and those that they call
-_LONGEST = 1000  # items of a list that holds layers, and not data
+_MOST = 1000  # maximum number of functions of a class and those that they call
+_LONGEST = 1000  # maximum length of a list of layers: longer ones hold data
 
 
 def names_called(model: nn.Module) -> frozenset[str]:
-    """Return the names in the code of a model's modules, and of the functions that it calls of libraries.
+    """Return the names in the code of a model's modules, and of the library functions that it calls.
 
-    That is the code of the methods of their classes, but for torch's own, and of functions of the same package that
-    these name. No code of the program's runs: a module may import a package when it is asked for an attribute.
+    This covers the methods of their classes, except torch's own, and functions of the same package that these name. It
+    does not run the program's code: a module may import a package on attribute access.
     """
     kinds: set[Any] = {type(value) for value in walk([model], _modules_in) if isinstance(value, nn.Module)}
     return frozenset().union(*map(_names_in, kinds))
 
 
 def _modules_in(value: Any) -> Iterator[Any]:
-    """Yield the modules in a module, and its lists and dicts: Keras keeps layers in them."""
+    """Yield the modules in a module, and in its lists and dicts, in which Keras stores layers."""
     if isinstance(value, nn.Module):
         yield from value.children()
         yield from (attribute for attribute in vars(value).values() if isinstance(attribute, CONTAINERS))
@@ -53,9 +52,9 @@ def _names_in(kind: type) -> frozenset[str]:
     return frozenset(function.__name__ for function in reached if _package(function) not in packages).union(*names)
 
 
-@functools.lru_cache(maxsize=10_000)  # the classes of a library call the same functions
+@functools.lru_cache(maxsize=10_000)  # classes of a library call the same functions
 def _named(function: Any) -> tuple[frozenset[str], tuple[Any, ...]]:
-    """Return the names in the code of a function, and the functions that it names, also in modules that it names."""
+    """Return the names in the code of a function, and the functions that these refer to, also through modules."""
     if type(function) is not FunctionType:
         return frozenset(), ()
     names = frozenset(name for code in code_in(function.__code__) for name in code.co_names)

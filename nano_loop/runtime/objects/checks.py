@@ -25,7 +25,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_loop(function: Any, name: str) -> None:
-    """Raise a `NanoConfigError` if `function` is not a function that runs to its end when it is called."""
+    """Raise a `NanoConfigError` if `function` does not run to completion when it is called."""
     allowed = "a training loop must be a plain function or method that completes the training before it returns"
     for kind, (is_of_kind, advice) in _REFUSED.items():
         if is_of_kind(function) or is_of_kind(getattr(function, "__call__", None)):  # noqa: B004

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_NAME_WIDTH = len("gradient_averaging")  # the longest name; a test compares it with all of them
-_DIGITS = 3  # of a time
+_NAME_WIDTH = len("gradient_averaging")  # the longest name; a test checks this
+_DIGITS = 3  # digits of a time
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class StepResult:
     detail : str
         What the step changed, why it was skipped, or what was measured.
     code : str or None
-        Why it was skipped, in a short word that stays the same, such as "no_norm".
+        Why it was skipped, as a short, stable identifier such as "no_norm".
     idle : str
         The line that lists the step together with others, such as "nothing to do". Empty: the step has a separate
         line, for example because the user has set the option.
     data : object
-        A measurement in full, such as a `Verification` or a `CastLog`, with a table as its text and with `as_dict`.
-        None for most steps.
+        A full measurement, such as a `Verification` or a `CastLog`, which prints as a table and has `as_dict`. None for
+        most steps.
     """
 
     name: str
@@ -54,19 +54,19 @@ class StepResult:
 
 
 class LastPrinted:
-    """What the last run of a function or an object has printed, so that the next one prints only what differs."""
+    """The lines that the last run of a function or an object printed, so that the next one prints only changes."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
 
 class ReportPrinter:
-    """Prints the report of one run, except for what the run before has printed in the same place.
+    """Prints the report of a run, except for lines that the previous run printed in the same place.
 
     Parameters
     ----------
     printed : LastPrinted
-        What the run before has printed. It is updated.
+        The lines of the previous run. It is updated.
     """
 
     def __init__(self, printed: LastPrinted) -> None:
@@ -75,7 +75,7 @@ class ReportPrinter:
         self._differs = False
 
     def print(self, entries: Sequence[SetupReport | StepResult]) -> None:
-        """Print the entries, unless the run before has printed them, and all entries before them, too."""
+        """Print the entries, unless the previous run printed them and all entries before them."""
         place = len(self._lines)
         self._lines += map(_without_measurement, entries)
         self._differs = self._differs or self._printed.lines[place : len(self._lines)] != self._lines[place:]
@@ -85,36 +85,36 @@ class ReportPrinter:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as a person reads it, in three digits: ``8.41 ms``, ``1.20 s``."""
+    """Return a time with three digits and a unit: ``8.41 ms``, ``1.20 s``."""
     return f"{digits(seconds)} s" if seconds >= 1 else f"{digits(seconds * 1e3)} ms"
 
 
 def digits(number: float) -> str:
-    """Return a number in three digits, or in more before the point: ``8.41``, ``2,031``."""
+    """Return a number with three digits, or more before the decimal point: ``8.41``, ``2,031``."""
     places = _DIGITS if number <= 0 else _DIGITS - 1 - math.floor(math.log10(number))
     return f"{number:,.{max(places, 0)}f}"
 
 
 def size(count: float) -> str:
-    """Return a number of bytes as a person reads it: ``5.9 GB``, ``12.0 MB``."""
+    """Return a number of bytes with a unit: ``5.9 GB``, ``12.0 MB``."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def print_lines(lines: Iterable[object]) -> None:
-    """Print lines to standard error, which a notebook shows as an error, and so there to standard output.
+    """Print lines to standard error, or in a notebook, which shows that as an error, to standard output.
 
-    They are one write. Where there is no standard error, nothing is printed.
+    All lines are one write. Without standard error, nothing is printed.
     """
     is_notebook = type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
     stream = sys.stdout if is_notebook else sys.stderr
-    if stream is not None:  # as in a program without a console
-        with suppress(Exception):  # it may be closed, or be the user's own object: the training goes on
-            text = "".join(f"{line}\n" for line in lines)  # one write, which a worker's lines cannot come into
+    if stream is not None:  # None in a program without a console
+        with suppress(Exception):  # it may be closed or be the user's object: training continues
+            text = "".join(f"{line}\n" for line in lines)  # one write, so that workers' lines cannot interleave
             print(text, end="", file=stream, flush=True)
 
 
 def _lines_of(entries: Iterable[SetupReport | StepResult]) -> Iterator[str]:
-    """Yield the lines of entries: one for all steps that are skipped for one reason, or that have nothing to do."""
+    """Yield the lines of entries, with one line for all steps skipped for the same reason or with nothing to do."""
     lines: dict[tuple[str, ...], list[str]] = {}
     for entry in entries:
         if isinstance(entry, SetupReport) or entry.status != "skipped":
@@ -132,7 +132,7 @@ def _lines_of(entries: Iterable[SetupReport | StepResult]) -> Iterator[str]:
 
 
 def _without_measurement(entry: SetupReport | StepResult) -> str:
-    """Return an entry as text. A measurement is a little different each time."""
+    """Return an entry as text without its measurement, which varies between runs."""
     measured = isinstance(entry, StepResult) and entry.status == "measured"
     return f"{entry.status} {entry.name}" if measured else str(entry)  # type: ignore[union-attr]
 
@@ -168,7 +168,7 @@ class SetupReport:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Names of the steps that were skipped, without duplicates and those that had something to do elsewhere."""
+        """Names of the steps that were skipped and never applied, without duplicates."""
         applied = self.applied
         skipped = [result for result in self.results if result.status == "skipped"]
         return tuple(dict.fromkeys(r.name for r in skipped if not (r.idle and r.name in applied)))
@@ -204,7 +204,7 @@ class SetupReport:
         results = [result for result in self.results if not (result.idle and result.name in applied)]
         return "\n".join([*lines, *_lines_of(results)])
 
-    __repr__ = __str__  # for notebooks, which show the repr
+    __repr__ = __str__  # notebooks show the repr
 
     def _names(self, status: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(result.name for result in self.results if result.status == status))

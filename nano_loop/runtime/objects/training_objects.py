@@ -36,7 +36,7 @@ class TrainingObjects:
     """The user's models, optimizers and loaders."""
 
     models: list[nn.Module] = field(default_factory=list)  # changed in place by the steps
-    #: Changed in place. A wrapper of optimizers is replaced by those inside it.
+    #: Changed in place. A wrapper of optimizers is replaced by its inner optimizers.
     optimizers: list[Optimizer] = field(default_factory=list)
     loaders: list[DataLoader[Any]] = field(default_factory=list)  # they keep their class and attributes
     #: Whether the batches are always (True) or never (False) sharded among the ranks. None: depends on the models'
@@ -44,12 +44,12 @@ class TrainingObjects:
     shard: bool | None = None
 
     def __post_init__(self) -> None:
-        """Look through wrappers of optimizers."""
+        """Replace wrappers of optimizers by the inner optimizers."""
         self.optimizers = innermost(self.optimizers)
 
     @classmethod
     def of(cls, model: Any, optimizer: Any, dataloaders: Sequence[Any]) -> TrainingObjects:
-        """Return the objects of a call ``setup(model, optimizer, *dataloaders)``, of which the first two may be lists.
+        """Return the objects of a call ``setup(model, optimizer, *dataloaders)``. The first two may be lists.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The steps that swap kernels: what a row of their table says, and the class that applies it."""
+"""The steps that replace kernels: the fields of their table, and the class that applies a row."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
-#: After how many steps of optimizers, and their doubles, replacements that have not called their functions since end.
+#: At this optimizer step, and at each doubling, torch's kernels are restored if no call used a replacement since the
+#: previous check.
 LOOKS_FROM = 8
 
 
 class Kernels(NamedTuple):
-    """What replaces torch's kernels.
+    """The replacements of torch's kernels.
 
     Attributes
     ----------
     kernel : CompiledKernel
         The compiled functions.
     overrides : tuple of Override
-        What replaces torch's kernels.
+        The replacements of torch's kernels.
     is_for : callable
         Whether a model calls the replaced operators.
     says : str
@@ -38,11 +39,11 @@ class Kernels(NamedTuple):
     absent : SkipReason
         Why models without such operators are skipped.
     says_without_kernel : str or None
-        The line where plain operators replace functions that cannot be compiled, before the reason. None: none do.
+        The line, before the reason, if plain operators replace functions that cannot be compiled. None if none do.
     contexts : tuple of callable
-        Return the contexts in which the kernels are replaced, besides those of `overrides`.
+        Return additional contexts in which the kernels are replaced.
     remark : callable
-        Returns what the report says besides at the end of the run, or None.
+        Returns an addition to the report line at the end of the run, or None.
     """
 
     kernel: CompiledKernel
@@ -56,22 +57,21 @@ class Kernels(NamedTuple):
 
     @property
     def calls_torchs_kernels(self) -> bool:
-        """Whether torch's own kernels compute the rest, which torch returns from 2.9 on."""
+        """Whether the remaining calls use torch's own kernels, which torch exposes from 2.9 on."""
         return any(override.otherwise is None for override in self.overrides)
 
 
 class Row(NamedTuple):
-    """A step that swaps kernels.
+    """A step that replaces kernels.
 
     Attributes
     ----------
     name : str
         The name of the step and of its option.
     kernels, in_fp32 : Kernels
-        Those of runs in reduced precision, and in fp32, where None stands for none.
+        The kernels in reduced precision, and in fp32, or None.
     is_for_all_code : bool
-        Whether the kernels are those of all models in every precision, and of what is no model: they are in force also
-        where no model is found to call them.
+        Whether the kernels are replaced for all code in every precision, even if no model seems to call them.
     """
 
     name: str
@@ -81,28 +81,28 @@ class Row(NamedTuple):
 
 
 def step_of(row: Row) -> type[KernelStep]:
-    """Return the class of the step of a row."""
+    """Return the step class for a row."""
     return type("".join(map(str.capitalize, row.name.split("_"))), (KernelStep,), {"row": row, "name": row.name})
 
 
 class KernelStep(Step):
-    """Swaps kernels of operators inside set-up models. Code that is not set up gets torch's own results.
+    """Replaces kernels of operators inside set-up models. Code that is not set up gets torch's own results.
 
-    A replaced kernel takes some microseconds to find out that a tensor is small, which small models in fp32 would lose.
-    So its kernels are torch's again where no tensor of the first steps is large, or none is faster in C.
+    A replacement takes some microseconds to reject a small tensor, which would slow down small models in fp32. So
+    torch's kernels are restored if no tensor of the first steps is large, or none is faster in C.
     """
 
     row: ClassVar[Row]
 
     @override
     def begin(self) -> None:
-        self._has_calls = False  # whether a model that was set up seems to call the replaced operators
-        self._calls_before = 0  # those of the functions, when they were put in force
+        self._has_calls = False  # whether a set-up model seems to call the replaced operators
+        self._calls_before = 0  # the functions' number of calls when they were activated
         self._in_force: ExitStack | None = None
         self._models: Any = WeakIdKeyDictionary()
         self._calls = 0
-        self._is_idle = False  # whether torch's kernels are in force again
-        self._looks = ExitStack()  # what the clock is to call
+        self._is_idle = False  # whether torch's kernels were restored
+        self._looks = ExitStack()  # subscriptions to the clock
 
     @property
     def _is_for_precision(self) -> bool:
@@ -114,7 +114,7 @@ class KernelStep(Step):
 
     @property
     def kernels(self) -> Kernels:
-        """Those of the run's precision."""
+        """The kernels for the run's precision."""
         return self.row.in_fp32 if self.row.in_fp32 is not None and self._is_in_fp32 else self.row.kernels
 
     @override
@@ -140,7 +140,7 @@ class KernelStep(Step):
         if not (self.required or any(map(kernels.is_for, parts.models))):
             return kernels.absent
         if kernels.calls_torchs_kernels and not gives_kernels():
-            expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+            expected = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
             return SkipReason("old_torch", expected)
         reason = kernels.kernel.unavailable if kernels.says_without_kernel is None else None
         if reason is None:
@@ -175,12 +175,12 @@ class KernelStep(Step):
 
     @override
     def forget_times(self) -> None:
-        if self._models and self._in_force is None:  # since no call of these was faster
+        if self._models and self._in_force is None:  # restored, since no call was faster
             self._begin_with([*self._models])
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return that torch's kernels are in force again, that functions were called unexpectedly, or a remark."""
+        """Report that torch's kernels were restored, that functions were called unexpectedly, or a remark."""
         if self._is_idle:
             detail = "torch's kernels kept: tensors too small to gain"
             return StepResult(self.name, "measured", detail, code="too_small")
@@ -190,7 +190,7 @@ class KernelStep(Step):
         return None if remark is None else StepResult(self.name, "applied", f"{self.kernels.says}; {remark}")
 
     def _look(self) -> None:
-        """Put torch's kernels back if no call has used a function since this was called last."""
+        """Restore torch's kernels if no call has used a function since the last check."""
         if self._in_force is not None and self.kernels.kernel.calls == self._calls:
             self._in_force.close()
             self._in_force, self._is_idle = None, True

@@ -1,4 +1,4 @@
-"""Which models call the operators whose kernels a step swaps."""
+"""Which models call the operators whose kernels a step replaces."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NORMS = (
 )
 #: Minimum number of outputs of a layer. With fewer classes, the loss is a small part of a step.
 MANY_CLASSES = 1000
-#: Minimum number of elements of a matrix. A model of smaller ones only loses the time that a replaced operator takes.
+#: Minimum number of elements of a matrix. For smaller ones, the overhead of a replaced operator outweighs the gain.
 LARGE, LARGE_IN_FP32 = 1 << 17, 1 << 13
 _MATRIX = 2
 
 
 def calling(*functions: str, modules: tuple[type[nn.Module], ...] = ()) -> Callable[[nn.Module], bool]:
-    """Return whether a model has one of these modules, or calls one of these functions of torch."""
+    """Return a predicate: whether a model has one of these modules, or calls one of these functions of torch."""
     return lambda model: has_modules(model, modules) or not names_called(model).isdisjoint(functions)
 
 
@@ -46,13 +46,13 @@ _looks_up = calling("embedding", "embedding_bag", modules=(nn.Embedding, nn.Embe
 
 
 def has_attention(model: nn.Module) -> bool:
-    """Whether a module of the model is named after attention, or calls torch's attention function."""
+    """Whether a module of the model has attention in its name, or calls torch's attention function."""
     names = (f"{name} {class_name(module)}".lower() for name, module in model.named_modules())
     return any("attention" in name or "attn" in name for name in names) or _calls_attention(model)
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a module, or what the model calls, is named after dropout, or one of torch's layers drops."""
+    """Whether a module or a called function has dropout in its name, or a layer of torch applies dropout."""
     if any(isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout for module in model.modules()):
         return True
     names = chain(map(class_name, model.modules()), names_called(model))
@@ -60,7 +60,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def has_tanh(model: nn.Module) -> bool:
-    """Whether a module may compute tanh, or a GELU by tanh."""
+    """Whether a module may compute tanh, or GELU with the tanh approximation."""
     classes = (module.approximate if isinstance(module, nn.GELU) else class_name(module) for module in model.modules())
     return any("tanh" in name.lower() or "gelu" in name.lower() for name in chain(classes, names_called(model)))
 
@@ -71,18 +71,18 @@ def has_many_classes(model: nn.Module) -> bool:
 
 
 def has_large_tables(model: nn.Module) -> bool:
-    """Whether a model looks rows up, and has a table that is large enough."""
+    """Whether a model has an embedding with a large enough table."""
     tables = (weight for weight in parameters_of(model) if weight.dim() == _MATRIX)
     return any(weight.numel() >= lookup.MIN_ELEMENTS for weight in tables) and _looks_up(model)
 
 
 def has_large_matrix(model: nn.Module) -> bool:
-    """Whether a model has a matrix that may be multiplied, and that is large enough in bf16."""
+    """Whether a model has a matrix for products that is large enough in bf16."""
     return _has_matrix(model, LARGE)
 
 
 def has_large_matrix_in_fp32(model: nn.Module) -> bool:
-    """Whether it has one that is large enough in fp32."""
+    """Whether a model has a matrix for products that is large enough in fp32."""
     return _has_matrix(model, LARGE_IN_FP32)
 
 
@@ -91,7 +91,7 @@ def _has_matrix(model: nn.Module, elements: int) -> bool:
 
 
 def large_weights(model: nn.Module, elements: int) -> Iterator[nn.Parameter]:
-    """Yield the parameters of at least so many elements that may be multiplied: not those of embeddings."""
+    """Yield the parameters for products, not of embeddings, with at least this many elements."""
     for module in model.modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             yield from (weight for weight in parameters_of(module, recurse=False) if weight.numel() >= elements)

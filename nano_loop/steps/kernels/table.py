@@ -1,4 +1,4 @@
-"""The steps that only swap kernels: a row for each."""
+"""The table of the steps that only replace kernels, one row per step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from nano_loop.steps.kernels import models
 from nano_loop.steps.kernels.kernel_step import Kernels, Row
 from nano_loop.steps.step import ABSENT, SMALL, SkipReason
 
-# torch's generator draws one number of a dropout's mask at a time. All masks and later random numbers stay what they
-# are, so the kernel is replaced for all code: also that of functions, attention, and what was not set up.
+# torch's generator draws a dropout mask one number at a time. All masks and later random numbers are unchanged, so the
+# kernel is replaced for all code, including functions, attention, and models that were not set up.
 DROPOUT = Row(
     "fast_dropout",
     Kernels(
@@ -31,7 +31,7 @@ DROPOUT = Row(
 )
 
 _NO_ATTENTION = SkipReason("no_attention", "no attention was found in the model", ABSENT)
-# Under autocast, `scaled_dot_product_attention` is replaced, in fp32 torch's flash kernel and its backward.
+# Under autocast, we replace `scaled_dot_product_attention`; in fp32, torch's flash kernel and its backward.
 ATTENTION = Row(
     "fast_attention",
     Kernels(
@@ -45,12 +45,12 @@ ATTENTION = Row(
         flash_attention.KERNEL,
         flash_attention.OVERRIDES,
         is_for=models.has_attention,
-        says="in C where that is measured to be faster",
+        says="in C if that is measured to be faster",
         absent=_NO_ATTENTION,
     ),
 )
 
-# torch's hyperbolic tangent of bf16 is bound by its arithmetic, and takes three times as long and more.
+# torch's bf16 tanh is compute-bound, and takes at least three times as long.
 ACTIVATION = Row(
     "fast_activation",
     Kernels(
@@ -58,25 +58,25 @@ ACTIVATION = Row(
         activations.OVERRIDES,
         is_for=models.has_tanh,
         says="tanh, and GELU by tanh, in C",
-        absent=SkipReason("no_tanh", "the model calls no tanh, and no GELU by tanh", ABSENT),
+        absent=SkipReason("no_tanh", "the model does not call tanh or GELU by tanh", ABSENT),
     ),
 )
 
-# The backward of convolutions calls torch's kernel where that one is faster.
+# The backward of convolutions calls torch's kernel if that one is faster.
 CONVOLUTION = Row(
     "fast_convolution",
     Kernels(
         weight_gradient.KERNEL,
         convolution.OVERRIDES,
         is_for=models.has_convolutions,
-        says="weights' gradients in blocks, by bf16 instructions",
+        says="weight gradients in blocks, by bf16 instructions",
         says_without_kernel="gradients of biases, groups and depthwise convolutions; others are torch's, since ",
-        absent=SkipReason("no_convolution", "the model calls no convolution of torch", ABSENT),
+        absent=SkipReason("no_convolution", "the model does not call torch's convolutions", ABSENT),
     ),
 )
 
-# torch needs tensors of several times the size of the logits. Those of a large head are not computed but in chunks of
-# rows. Logits that are there, of other shapes or with class weights, are torch's.
+# torch needs tensors of several times the size of the logits. We compute those of a large head in chunks of rows.
+# torch handles logits that already exist, have other shapes or come with class weights.
 _CROSS_ENTROPY = Kernels(
     cross_entropy.KERNEL,
     (*cross_entropy.OVERRIDES, *layers.OVERRIDES),
@@ -88,7 +88,7 @@ _CROSS_ENTROPY = Kernels(
 )
 CROSS_ENTROPY = Row("fast_cross_entropy", _CROSS_ENTROPY, _CROSS_ENTROPY)
 
-# Large products of bf16, and in fp32 those that were measured to be faster in C.
+# Large products in bf16, and products in fp32 that are measured to be faster in C.
 LINEAR = Row(
     "fast_linear",
     Kernels(
@@ -102,26 +102,26 @@ LINEAR = Row(
         fp32_product.KERNEL,
         linear.MATRICES,
         is_for=models.has_large_matrix_in_fp32,
-        says="products in C where that is measured to be faster",
+        says="products in C if that is measured to be faster",
         absent=SkipReason(
             "small_weights", f"no weight is a matrix of {models.LARGE_IN_FP32:,} elements or more", SMALL
         ),
     ),
 )
 
-# Gains most where images are in NHWC: torch's backward of a group norm takes ten times as long there, and its batch
-# norms reach a third of the memory's rate. Norms that are small or in another layout are torch's.
+# Gains most for images in NHWC: torch's backward of a group norm takes ten times as long there, and its batch norms
+# reach a third of the memory bandwidth. torch computes norms that are small or in another layout.
 _NORM = Kernels(
     norms.KERNEL,
     (*norms.OVERRIDES, *rms_norm.OVERRIDES),
     is_for=models.has_norms,
     says="two passes over the tensors, forward and backward",
-    absent=SkipReason("no_norm", "the model calls no norm of torch", ABSENT),
+    absent=SkipReason("no_norm", "the model does not call torch's norms", ABSENT),
 )
 NORM = Row("fast_norm", _NORM, _NORM)
 
-# torch composes a GRU, an RNN, and an LSTM of packed sequences or with a projection, of about ten operators per step.
-# Other LSTMs are oneDNN's, which is faster for some shapes.
+# torch computes GRUs, RNNs, and LSTMs with packed sequences or projections by about ten operators per step. It
+# computes other LSTMs by oneDNN, which is faster for some shapes.
 _RNN = Kernels(
     recurrence.KERNEL,
     rnn.OVERRIDES,
@@ -131,17 +131,17 @@ _RNN = Kernels(
 )
 RNN = Row("fast_rnn", _RNN, _RNN)
 
-# A step looks up few rows of a large table, and torch fills and adds tensors of the table's size. Fused steps of
-# optimizers then update the rows that change (see `nano_loop.optimizers.row_steps`).
+# A step looks up few rows of a large table, but torch fills and adds tensors of the table's size. Fused optimizer steps
+# then update only the rows that change (see `nano_loop.optimizers.row_steps`).
 _EMBEDDING = Kernels(
     row_gradient.KERNEL,
     lookup.OVERRIDES,
     is_for=models.has_large_tables,
-    says="gradients of rows, in a tensor that stays",
+    says="gradients of rows, in a tensor that is reused",
     absent=SkipReason("small_tables", f"no embedding has {lookup.MIN_ELEMENTS:,} elements or more", SMALL),
     contexts=(row_gradient.row_gradients_kept,),
 )
 EMBEDDING = Row("fast_embedding", _EMBEDDING, _EMBEDDING)
 
-#: In any order.
+#: The order does not matter.
 ROWS = (DROPOUT, ATTENTION, ACTIVATION, CONVOLUTION, CROSS_ENTROPY, LINEAR, NORM, RNN, EMBEDDING)

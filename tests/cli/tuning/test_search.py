@@ -89,7 +89,7 @@ def test_number_of_processes_that_share_batches_is_chosen_and_learnt(searched, s
     assert tuning.chosen == (2 if count == 2 else 0)
     (((_, _, options, changes)),) = searched.learnt
     assert (options.num_processes, changes) == ("auto", {"num_processes": count})
-    assert f"take num_processes={count}." in tuning.remarks[-1]
+    assert f"use num_processes={count}." in tuning.remarks[-1]
     assert 'num_processes="auto", split_batches=True' in tuning.remarks[-1]
     assert not any("batches of the loader" in remark for remark in tuning.remarks)
 

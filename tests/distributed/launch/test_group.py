@@ -127,7 +127,7 @@ def test_folder_that_others_may_enter_a_link_and_a_file_are_refused(tmp_path):
     refuse_foreign_folder(private)
     private.chmod(0o750)
     for path in (private, link, file):
-        with pytest.raises(NanoError, match=r"has the mode .*: it has to be a folder that only user"):
+        with pytest.raises(NanoError, match=r"has the mode .*: it must be a folder that only user"):
             refuse_foreign_folder(path)
     with pytest.raises(NanoError, match="cannot be found"):
         refuse_foreign_folder(tmp_path / "absent")

@@ -116,5 +116,5 @@ def test_presence_arrives_as_it_was_sent():
     ids=lambda text: text[:20],
 )
 def test_what_is_no_presence_is_an_error_that_names_the_rank(text):
-    with pytest.raises(NanoError, match=r"rank 3 has sent '.*': a rank begins with its host and its CPUs"):
+    with pytest.raises(NanoError, match=r"rank 3 sent '.*': a rank first sends its host and its CPUs"):
         Presence.from_text(text, 3)

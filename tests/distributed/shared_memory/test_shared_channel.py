@@ -180,10 +180,10 @@ def test_files_that_others_may_open_links_and_folders_are_refused(tmp_path):
     file = tmp_path / "file"
     make(str(file), 10)
     (tmp_path / "link").symlink_to(file)
-    with pytest.raises(NanoError, match=r"has the mode l.*: it has to be a regular file that only"):
+    with pytest.raises(NanoError, match=r"has the mode l.*: it must be a regular file that only"):
         map_whole(str(tmp_path / "link"), 10)
     file.chmod(0o640)
-    with pytest.raises(NanoError, match=r"has the mode -rw-r-----: it has to be a regular file that only"):
+    with pytest.raises(NanoError, match=r"has the mode -rw-r-----: it must be a regular file that only"):
         map_whole(str(file), 10)
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(NanoError, match="regular file"):

@@ -101,7 +101,7 @@ def test_a_rank_that_left_is_named(team, tmp_path):
 
     (results, said), (others, _) = team(2)(run)
     assert results == others == [None] * 20
-    assert said.startswith("rank 1 has returned from train, and rank 0 still averages gradients: all ranks have to")
+    assert said.startswith("rank 1 has returned from train, and rank 0 still averages gradients: all ranks must")
 
 
 def test_a_rank_that_arrives_and_leaves_between_two_looks_is_no_fault(tmp_path):

@@ -115,9 +115,9 @@ def test_batch_of_fewer_samples_than_ranks_stays_whole():
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ((X.T, X), r"a Tensor at batch\[0\] of 2, where the batch has 5 samples"),
-        ({"x": X, "lengths": [1, 2]}, r"a list at batch\['lengths'\] of 2, which may be columns, or not"),
-        ((X, object()), r"an? object at batch\[1\] of which nothing is known"),
+        ((X.T, X), r"a Tensor at batch\[0\] of length 2, but the batch has 5 samples"),
+        ({"x": X, "lengths": [1, 2]}, r"a list at batch\['lengths'\] of length 2, which may or may not be columns"),
+        ((X, object()), r"an? object at batch\[1\] of an unsupported type"),
         ({"epoch": 3}, r"without a column of 5 samples"),
     ],
 )
@@ -131,7 +131,8 @@ def test_list_inside_of_a_batch_keeps_its_meaning_where_its_length_is_that_of_th
         return [[X[:count], X[:count]], X[:count]]
 
     parts = BatchParts(0, 2)
-    with pytest.raises(NanoError, match=r"a list at batch\[0\] of 2, which may be columns, or not, of 2 samples"):
+    words = r"a list at batch\[0\] of length 2, which may or may not be columns of 2 samples"
+    with pytest.raises(NanoError, match=words):
         parts.part(batch_of(2), 2)
     parts.part(batch_of(5), 5)
     (left, right), y = parts.part(batch_of(2), 2)[1]

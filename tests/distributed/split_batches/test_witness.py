@@ -367,7 +367,7 @@ def test_constant_number_of_samples_is_named():
         (raising, "raised ValueError: only here"),
         (connecting, "opens a socket"),
         (killed, "has ended"),
-        (sleeping, "has taken"),
+        (sleeping, "it took"),
         (gained, "no backward"),
     ],
 )
