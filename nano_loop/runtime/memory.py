@@ -39,8 +39,9 @@ from nano_loop.steps.allocator import give_back
 
 _NAME = "memory"
 _FULL = 0.95  # of the limit: from there on, a first step is stopped
-#: Of the limit. A heap that keeps what is freed grows to 1.6 times what is in use: glibc's aligned blocks do not fit
-#: where such blocks were. A prediction above this lets large blocks be given back, and then it holds.
+#: Of what the cgroup allows. A heap that keeps what is freed grows to 1.6 times what is in use: glibc's aligned blocks
+#: do not fit where such blocks were. A prediction above this lets large blocks be given back, and then it holds. Under
+#: a limit that was asked for, they always are.
 _TIGHT = 0.5
 _MUCH = 0.25  # of the peak, from which on the report names its largest part
 _SHOWN = 4  # of the largest tensors
@@ -224,8 +225,10 @@ class MemoryWatch:
         stop, self._stop = self._stop, []
         for function in stop:
             function()
-        if self._limit is not None and self._predicted is not None and self._predicted > _TIGHT * self._limit.most:
-            give_back()
+        if self._limit is not None and self._predicted is not None:
+            is_asked_for = self._options.memory_limit is not None
+            if is_asked_for or self._predicted > _TIGHT * self._limit.most:
+                give_back()
         self._outputs.clear()
         self._parts["states of optimizers"] = sum(map(bytes_of_states, self._clock.optimizers))
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 from typing_extensions import override
 
+from nano_loop.cpu import peak_memory, resident_memory
 from nano_loop.cpu.glibc import (
     MMAP_THRESHOLD,
     SETTINGS,
@@ -39,6 +40,11 @@ _LEFT = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 64 << 20, TOP_PAD: 128 << 10}
 # between the blocks that each step frees, and fragment the heap: the peak of an LSTM's training was 1.24 times plain
 # torch's, and is 1.04. So large blocks are mapped separately.
 _FIRST = SETTINGS | {MMAP_THRESHOLD: 1 << 20}
+
+# Later, blocks above this share of what the first steps took are still mapped separately, and none that glibc would
+# not map: where a few blocks are most of the memory, as logits beside a small LSTM, a kept heap that has no room for
+# one grows by it. The peak of such a training was 1.6 times plain torch's.
+_LARGE = 1 / 8
 
 
 class Allocator(Step):
@@ -76,7 +82,8 @@ class Allocator(Step):
         self.undoing.enter_context(shared_change(_kept_memory, _kept_memory))
         if parts.optimizers:
             _set(_FIRST)
-            self.undoing.callback(self.clock.in_steps(len(parts.optimizers), partial(_set, SETTINGS)))
+            keep = partial(_keep, resident_memory() or 0)
+            self.undoing.callback(self.clock.in_steps(len(parts.optimizers), keep))
         return "glibc keeps freed memory"
 
 
@@ -84,6 +91,12 @@ def give_back() -> None:
     """Map large blocks separately from now on, as in the first steps: a limit leaves no room for kept memory."""
     if users(_kept_memory):
         _set(_FIRST)
+
+
+def _keep(before: int) -> None:
+    """Let the heap keep what is freed, after first steps before which this process had so many bytes."""
+    share = int(_LARGE * (peak_memory() - before))
+    _set(SETTINGS | {MMAP_THRESHOLD: min(max(share, _LEFT[MMAP_THRESHOLD]), SETTINGS[MMAP_THRESHOLD])})
 
 
 def _set(values: dict[int, int]) -> None:

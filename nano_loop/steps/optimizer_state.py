@@ -23,6 +23,7 @@ from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import below_torch_functions
 from nano_loop.precision.autocast.conversion import convert_data
 from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.steps.allocator import give_back, trim
 from nano_loop.steps.step import Step
 
 _BF16 = "bf16"
@@ -65,6 +66,9 @@ class OptimizerState(Step):
             self.undoing.callback(self.clock.after(self._after_step))
         for optimizer in parts.optimizers:
             self._take(optimizer)
+        # Undone first: what becomes fp32 after the run does not fit where smaller blocks were freed.
+        self.undoing.callback(trim)
+        self.undoing.callback(give_back)
         if self._is_split:
             for model in parts.models:
                 self.interceptors.add(model, self.name, self._after_a_step_that_raised)

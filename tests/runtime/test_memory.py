@@ -86,7 +86,7 @@ class Net(nn.Module):
             x = layer(x)
         return self.head(x)
 
-@nano_loop.nano(verbose=False, memory_limit=int(sys.argv[3]) * 10**6)
+@nano_loop.nano(verbose=False, memory_limit=int(sys.argv[3]) * 10**6, precision=sys.argv[4])
 def train(model, optimizer, shape):
     for _ in range(5):
         words = torch.randint(0, 4000, shape)
@@ -101,13 +101,16 @@ print(json.dumps(train.report["memory"].data.as_dict()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sequences", "words", "limit"), [(12, 128, 900), (24, 128, 1400), (8, 512, 2000)])
-def test_peak_is_predicted_within_a_tenth(sequences: int, words: int, limit: int) -> None:
-    command = [sys.executable, "-c", PREDICTED, *map(str, (sequences, words, limit))]
+@pytest.mark.parametrize("precision", ["32", "bf16"])
+@pytest.mark.parametrize(
+    ("sequences", "words", "limit"), [(12, 128, 900), (24, 128, 1400), (8, 512, 2000), (24, 128, 100_000)]
+)
+def test_peak_is_predicted_within_a_tenth(sequences: int, words: int, limit: int, precision: str) -> None:
+    command = [sys.executable, "-c", PREDICTED, *map(str, (sequences, words, limit)), precision]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    print(f"{sequences} × {words}: predicted {found['predicted'] / MB:.0f} MB, peak {found['peak'] / MB:.0f} MB")
+    print(f"{sequences} × {words}, {precision}: {found['predicted'] / MB:.0f} MB of {found['peak'] / MB:.0f}")
     assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
     assert sum(found["parts"].values()) == pytest.approx(found["peak"], rel=0.1)
 
