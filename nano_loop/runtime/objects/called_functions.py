@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from nano_loop.patching.attributes import defined_in
 from nano_loop.patching.walk import CONTAINERS, code_in, items_of, length_of, walk
 
 _MOST = 1000  # maximum number of functions of a class and those that they call
@@ -42,7 +43,9 @@ def _modules_in(value: Any) -> Iterator[Any]:
 def _names_in(kind: type) -> frozenset[str]:
     own = [base for base in kind.__mro__ if _package(base) != "torch"]
     packages = {_package(base) for base in own}
-    methods = [inspect.unwrap(value) for base in own for value in vars(base).values() if inspect.isfunction(value)]
+    methods = [
+        inspect.unwrap(value) for base in own for value in defined_in(base).values() if inspect.isfunction(value)
+    ]
 
     def named(function: Any) -> Iterable[Any]:
         return _named(function)[1] if type(function) is FunctionType and _package(function) in packages else ()
