@@ -368,7 +368,7 @@ def closures(program):
         program.set(optimizer, step=lambda step=step: step(closure))
 
 
-@row()
+@row(without=("bf16-products",))  # the errors name other tensors
 def a_backward_behind_a_step(program):
     """torch refuses it, for the weights have changed since."""
     loss = F.cross_entropy(program.call(*program.samples), program.loader.dataset.targets)
