@@ -290,8 +290,8 @@ def beyond_spread(build, loop, config, actual, expected):
     """Return a line for each place that is farther from the loop by hand than this comes from itself; see `spread`.
 
     On CPUs without bf16 instructions, torch's convolutions in bf16 add up in bf16, so that ours, which add up in fp32,
-    differ by as much as torch's err. There a place is also right if it is no farther from the same loop in fp32 than the
-    variants are.
+    differ by as much as torch's err. There a place is also right if it is no farther from the same loop in fp32 than
+    the variants are.
     """
 
     def variants():
