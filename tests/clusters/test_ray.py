@@ -80,7 +80,7 @@ def test_three_ranks_of_two_nodes_compute_what_one_process_of_three_batches_does
 @needs_kernels
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_ranks_that_share_each_batch_compute_what_one_process_computes(hosts):
-    names = ["sgd", "adam", "transformer", "accumulation", "padding", "dropout"]
+    names = ["sgd", "adam", "lbfgs", "accumulation", "padding", "dropout"]
     run = Shared(**OPTIONS, split_batches=True, worker_init=apart if hosts == 2 else None)
     assert_equal(run.train(names), trained(Plain(), names))
     assert run.report["loaders"].status == "applied"
@@ -145,9 +145,7 @@ def test_number_of_cpus_decides_on_how_many_nodes_the_ranks_are():
         small.fit(model, optimizer, loader)
         return nano_loop.all_gather(torch.tensor(torch.get_num_threads())).tolist()
 
-    with pytest.raises(
-        NanoConfigError, match=r"2 ranks of 2 CPUs need room, rank 0 on this node, .* 2 CPUs on .*, 1 C"
-    ):
+    with pytest.raises(NanoConfigError, match=r"2 ranks of 2 CPUs must fit, rank 0 on this node, .* 2 CPUs on .*, 1 C"):
         on_ray(where, num_processes=2, cpu_for_each_process=2)
     assert on_ray(where, num_processes=2, cpu_for_each_process=1)[0] == [1, 1]
 

@@ -108,6 +108,11 @@ def sgd(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors()), squares)
 
 
+def adam(run):
+    model = mlp(6, 8, 1)
+    return fit(run, model, loader_of(*vectors()), squares, torch.optim.Adam(model.parameters(), lr=1e-2))
+
+
 def lbfgs(run):
     model = mlp(6, 8, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
@@ -518,7 +523,18 @@ def augmented(run):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        *(sgd, lbfgs, accumulation, paused_accumulation, clipping, plateau, two_losses, gradient_penalty, padding),
+        *(
+            sgd,
+            adam,
+            lbfgs,
+            accumulation,
+            paused_accumulation,
+            clipping,
+            plateau,
+            two_losses,
+            gradient_penalty,
+            padding,
+        ),
         *(probabilities, accumulated_words, own_gradients, own_count, averages, evaluated_between, streamed),
         *(by_workers, read_ahead, augmented, dropout, noisy_transformer, noisy_transformer_of_equal_shares),
         *(noisy_lstm, noisy_lstm_of_equal_shares, gan, gan_of_equal_shares, sampling, checkpointed_dropout),

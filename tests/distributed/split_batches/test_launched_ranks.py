@@ -11,7 +11,7 @@ from distributed.split_batches.test_loops import assert_equal
 
 pytestmark = [needs_kernels, pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
 #: Means over samples or over words, with random numbers that unequal shares tell apart.
-LOOPS = ("sgd", "adam", "lbfgs", "convolutions", "transformer", "accumulation", "clipping", "padding", "dropout", "gan")
+LOOPS = ("sgd", "adam", "lbfgs", "accumulation", "clipping", "padding", "dropout", "gan")
 SCRIPT = f"""
 import os, sys
 import torch

@@ -16,7 +16,7 @@ from nano_loop.steps.sharding import Sharding
 
 pytestmark = needs_kernels
 #: Relative to the largest number.
-TOLERANCES = {"lbfgs": 1e-6}
+TOLERANCES = {"adam": 1e-9, "lbfgs": 1e-6}
 
 
 @pytest.fixture(scope="module")
