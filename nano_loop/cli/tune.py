@@ -12,7 +12,8 @@ from nano_loop.cli import as_text
 from nano_loop.cli.script import exit_with
 from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
 from nano_loop.cli.tuning.result import check_picture, draw
-from nano_loop.cli.tuning.search import Search, TrialFailedError
+from nano_loop.cli.tuning.search import Search
+from nano_loop.cli.tuning.trial import TrialFailedError
 from nano_loop.errors import NanoConfigError, error_message
 
 _EXAMPLES = """\b

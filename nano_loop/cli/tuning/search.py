@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import math
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from nano_loop.cli.script import started
 from nano_loop.cli.script_options import Script
 from nano_loop.cli.tuning import LEAST, WARMUP
 from nano_loop.cli.tuning.candidates import OF_NUMBERS, Changes, candidates
+from nano_loop.cli.tuning.learning import PAYS, save_fastest
 from nano_loop.cli.tuning.result import Row, Tuning, as_text, differing
-from nano_loop.config.environment import variable_of
+from nano_loop.cli.tuning.trial import TrialFailedError, Trials, say
 from nano_loop.config.options import Options
 from nano_loop.cpu import read_machine
 from nano_loop.cpu.waits import BUSY
-from nano_loop.errors import NanoConfigError, NanoError, error_message, quoted
+from nano_loop.errors import NanoConfigError, NanoError, error_message
 
 #: Options that the ambient mode does not support, since it has one process.
 _OF_PROCESSES = ("num_processes", "cpu_for_each_process", "distributed_backend", "process_group_backend")
-#: Options that later runs do not use automatically: they change the batches, or depend on software that may be gone.
-_NOT_LEARNT = frozenset(("num_processes", "use_ipex", "compile"))
-#: The minimum speed-up of a chosen candidate, and the slowdown beyond which one is not run again.
-PAYS, HOPELESS = 1.02, 1.4
+#: The slowdown beyond which a candidate is not run again.
+HOPELESS = 1.4
 #: The largest error of the loss, relative to fp64, of a chosen candidate. A model that computes something else under
 #: autocast also does so under torch's own autocast, so `verify` finds no fault there.
 TOLERANCE = 0.1
-#: Seconds: shortest and longest stepping time of a trial, time limit of the first trial, interval between messages.
-_SHORTEST, _LONGEST, _FIRST, _QUIET = 0.5, 5.0, 600.0, 10
-
-
-class TrialFailedError(Exception):
-    """The script ended or timed out before it had taken its steps.
-
-    Attributes
-    ----------
-    code : int or None
-        The exit code of the script; None if it timed out.
-    errors : str
-        Its output on standard error.
-    """
-
-    def __init__(self, words: str, code: int | None = None, errors: str = "") -> None:
-        super().__init__(words)
-        self.code, self.errors = code, errors
+#: Seconds: the shortest and the longest stepping time of a trial.
+_SHORTEST, _LONGEST = 0.5, 5.0
 
 
 class Search:
@@ -65,12 +41,11 @@ class Search:
     """
 
     def __init__(self, script: Script, seconds: float) -> None:
-        self._script, self._environ = script, {**os.environ, **script.variables}
+        self._name, self._trials = script.name, Trials(script)
         self._began, self._seconds = time.monotonic(), seconds
         self._own, self._plain = Row({}), Row({}, plain=True)
         self._rows = [self._own, self._plain]
         self._of_trial = _SHORTEST  # seconds of steps per trial
-        self._limit = _FIRST  # seconds of a trial
         self._waits: list[float] = []
         self._remarks: list[str] = []
         self._compared: list[Changes] = []  # changes that `verify` has compared
@@ -89,7 +64,7 @@ class Search:
         KeyboardInterrupt
             If Ctrl-C is pressed before the unchanged script has run.
         """
-        self._say(f"{self._script.name} unchanged, for {_LONGEST:.0f} s of steps")
+        say(f"{self._name} unchanged, for {_LONGEST:.0f} s of steps")
         self._begin(self._trial(self._own, _LONGEST))
         try:
             self._measure()
@@ -107,14 +82,16 @@ class Search:
     def _begin(self, answer: Mapping[str, Any]) -> None:
         """Choose the candidates by the answer of the unchanged script, and the time per trial."""
         self._is_explicit, self._written, self._identity = answer["is_explicit"], answer["written"], answer["script"]
-        self._options = Options.from_call({**answer["options"], "verbose": True}, self._environ)  # trials print nothing
+        self._options = Options.from_call(
+            {**answer["options"], "verbose": True}, self._trials.environ
+        )  # trials print nothing
         fixed = self._options.set_by_environment | (set() if self._is_explicit else {*_OF_PROCESSES})
         self._rows += [Row(changes) for changes in candidates(self._options, read_machine(), fixed, answer)]
         left = self._began + self._seconds - time.monotonic()
         share = left / (2 * len(self._rows))  # the first trial is done, the comparison is not
         start = max(answer["took"] - _LONGEST, 0.0)
         self._of_trial = min(max(share - start, _SHORTEST), _LONGEST)
-        self._limit = 3 * answer["took"] + 30.0
+        self._trials.limit = 3 * answer["took"] + 30.0
         self._own.seconds.clear()  # it ran longer than the other trials will
 
     def _measure(self) -> None:
@@ -128,7 +105,7 @@ class Search:
 
     def _round(self, rows: Sequence[Row]) -> None:
         for number, row in enumerate(rows):
-            self._say(f"{number + 1} of {len(rows)}: {row.name}")
+            say(f"{number + 1} of {len(rows)}: {row.name}")
             try:
                 answer = self._trial(row, self._of_trial)
             except TrialFailedError as error:
@@ -141,19 +118,19 @@ class Search:
 
     def _trial(self, row: Row, seconds: float) -> dict[str, Any]:
         try:
-            answer = self.answer(row.options, seconds=seconds, is_plain=row.plain)
+            answer = self._trials.answer(row.options, seconds=seconds, is_plain=row.plain)
         except TrialFailedError as error:
             if row is not self._own or error.code:
                 raise
             if error.code is None:
                 raise NanoError(str(error)) from error
-            got, expected = f"{self._script.name} did not train", "tune times the steps of a torch optimizer"
+            got, expected = f"{self._name} did not train", "tune times the steps of a torch optimizer"
             raise NanoConfigError(error_message(got, expected, "Name a script that trains")) from error
         if answer["seconds"] is None:
             steps, expected = f"{answer['steps']} steps", f"tune needs {WARMUP + LEAST}"
             if row is not self._own:
                 raise TrialFailedError(f"it took {steps}, and {expected}")
-            raise NanoConfigError(error_message(f"{self._script.name} takes {steps}", expected, "Let it train longer"))
+            raise NanoConfigError(error_message(f"{self._name} takes {steps}", expected, "Let it train longer"))
         # If processes do not share batches, each takes one per step.
         processes = row.options.get("num_processes") or answer["options"].get("num_processes") or 1
         is_whole = row.plain or answer["options"].get("split_batches", False)
@@ -161,53 +138,6 @@ class Search:
         row.memory = max(row.memory or 0, answer["peak"])
         self._waits += [answer["waits"] or 0.0]
         return answer
-
-    def answer(
-        self, changes: Changes, *, seconds: float, is_plain: bool = False, compares: bool = False
-    ) -> dict[str, Any]:
-        """Run the script until it has taken steps for some time, and return its answer; see `in_script`.
-
-        Parameters
-        ----------
-        changes : dict
-            Options by name, passed to the script in its environment.
-        seconds : float
-            The time for which it takes steps.
-        is_plain : bool
-            Whether to run it without nano_loop.
-        compares : bool
-            Whether to compare its first batch with the plain model instead of taking steps.
-
-        Raises
-        ------
-        TrialFailedError
-            If the script fails, times out, or ends without a step.
-        """
-        own = {"seconds": seconds, "is_plain": is_plain, "installs": not is_plain, "compares": compares}
-        texts = {variable_of(name): str(value) for name, value in {**changes, "verbose": False}.items()}
-        with tempfile.TemporaryFile() as errors:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
-            began = time.monotonic()
-            with started("tune", own, self._script.command, {**self._environ, **texts}, **streams) as (process, read):
-                code = self._exit_code(process)
-                answer = read()
-            errors.seek(0)
-            written = errors.read().decode(errors="replace").strip()
-        if answer is not None and "error" in answer:
-            raise TrialFailedError(answer["error"])
-        if code or answer is None:
-            last = [quoted(line) for line in written.splitlines()[-1:]] if code else []
-            raise TrialFailedError(": ".join([f"it ended with code {code}", *last]), code, written)
-        return {**answer["result"], "took": time.monotonic() - began}
-
-    def _exit_code(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for a script, and print a message from time to time."""
-        for waited in range(0, math.ceil(self._limit), _QUIET):
-            if waited:
-                self._say(f"it has run for {waited} s")
-            with suppress(subprocess.TimeoutExpired):
-                return process.wait(_QUIET)
-        raise TrialFailedError(f"it took more than {self._limit:.0f} s")
 
     def _chosen(self) -> Row:
         """Return the fastest row with the same batches and with results that differ only by rounding.
@@ -237,9 +167,11 @@ class Search:
         if _numbers(row) in self._compared:
             return
         self._compared.append(_numbers(row))
-        self._say(f"comparing results: {row.name}")
+        say(f"comparing results: {row.name}")
         try:
-            comparison = self.answer({**row.options, "verify": True, "num_processes": 1}, seconds=0.0, compares=True)
+            comparison = self._trials.answer(
+                {**row.options, "verify": True, "num_processes": 1}, seconds=0.0, compares=True
+            )
         except TrialFailedError as error:
             comparison = {"remark": str(error)}
         if remark := comparison.get("remark"):
@@ -252,33 +184,17 @@ class Search:
                 elif (other.loss or 0.0) > TOLERANCE:
                     other.note = f"not exact: the loss is off by {other.loss:.0%}"
 
-    def _learn(self) -> Iterator[str]:
-        """Save the fastest options in each precision for later runs of the script, and yield a line about each."""
-        own, rows = self._options.precision, [row for row in self._rows if row.seconds and not (row.note or row.plain)]
-        asked_for = {"num_processes": "auto", "split_batches": True} if self._options.num_processes == "auto" else {}
-        rows = [row for row in rows if (_NOT_LEARNT - {*asked_for}).isdisjoint(row.options)]
-        for precision in dict.fromkeys(row.options.get("precision", own) for row in rows):
-            base = {} if precision == own else {"precision": precision}
-            before = next((row for row in rows if row.options == base), None)
-            faster = [row for row in rows if row.options.get("precision", own) == precision]
-            faster = [row for row in faster if before is None or row.pays(before, PAYS)]
-            best = min(faster, key=lambda row: row.milliseconds or 0.0, default=before or self._own)
-            changes = {"num_processes": 1} if asked_for else {}  # one process is a valid result
-            changes |= {name: value for name, value in best.options.items() if name != "precision"}
-            from nano_loop.runtime.learnt_options import learn  # here, since it imports torch, which takes a second
-
-            learn(read_machine(), self._identity, self._options.changed(base), changes)
-            if changes:
-                written = as_text({"precision": precision, **asked_for})
-                yield f"Later runs of this script with {written} use {as_text(changes)}."
-
     def _result(self, chosen: Row) -> Tuning:
         options = self._options.changed(chosen.options)
         before, after = self._written
         values = differing(options)
         waits = statistics.fmean(self._waits or [0.0])
         # Results measured on a busy machine, or of an interrupted search, are not saved.
-        learnt = () if self.is_interrupted or waits >= BUSY or self._identity is None else self._learn()
+        learnt = (
+            ()
+            if self.is_interrupted or waits >= BUSY or self._identity is None
+            else save_fastest(self._rows, self._options, self._identity)
+        )
         return Tuning(
             options=values,
             line=f"{before}{as_text(values)}{after}",
@@ -305,9 +221,6 @@ class Search:
         if waits >= BUSY:
             busy = f"Threads waited {waits:.0%} of their runnable time for other programs"
             yield f"{busy}: these times are unreliable and were not saved."
-
-    def _say(self, what: str) -> None:
-        print(f"tune: {what}", file=sys.stderr, flush=True)
 
 
 def _numbers(row: Row) -> Changes:

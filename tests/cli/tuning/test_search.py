@@ -4,7 +4,8 @@ import pytest
 
 from nano_loop.cli.script_options import Script
 from nano_loop.cli.tuning import LEAST, search
-from nano_loop.cli.tuning.search import Search, TrialFailedError
+from nano_loop.cli.tuning.search import Search
+from nano_loop.cli.tuning.trial import TrialFailedError, Trials
 from nano_loop.errors import NanoConfigError, NanoError
 from nano_loop.runtime import learnt_options
 
@@ -43,7 +44,7 @@ def searched(monkeypatch):
             given = answer(found)
             return {**given, "options": {**given["options"], **dict(options)}}
 
-        monkeypatch.setattr(Search, "answer", trial)
+        monkeypatch.setattr(Trials, "answer", trial)
         monkeypatch.setattr(learnt_options, "learn", lambda *found: searched.learnt.append(found))
         searched.learnt = []
         return Search(Script("train.py", ["python"], {}), 10.0).run()
