@@ -109,7 +109,7 @@ FILES_THAT_MAY_IMPORT = {
 BUDGETS = {
     "": 450,  # 430 is the goal
     "api": 1_300,
-    "cli": 2_325,  # 2_100 is the goal
+    "cli": 2_400,  # 2_100 is the goal
     "integrations": 1_500,
     "runtime": 2_525,  # 1_700 is the goal
     "steps": 3_975,  # 3_300 is the goal
