@@ -3,7 +3,7 @@
 A `DataLoader` indexes each sample separately and stacks the samples, which takes six times as long. The result is the
 same as that of `torch.utils.data.default_collate`. Datasets are recognized by their exact classes, of torch and of
 skorch, or by a ``__getitem__`` that only indexes (see `nano_loop.data.indexed_attributes`). Other kinds of tables, such
-as Arrow's, would get a module of their own.
+as Arrow's, would get a separate module.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ from nano_loop.steps.allocator import give_back
 
 _NAME = "memory"
 _FULL = 0.95  # of the limit: from there on, a first step is stopped
-#: Of what the cgroup allows. A heap that keeps what is freed grows to 1.6 times what is in use: glibc's aligned blocks
-#: do not fit where such blocks were. A prediction above this lets large blocks be given back, and then it holds. Under
-#: a limit that was asked for, they always are.
+#: Fraction of the cgroup's limit. A heap that keeps freed memory grows to 1.6 times the memory in use, since glibc's
+#: aligned blocks do not fit where such blocks were. If the prediction exceeds this fraction, freed large blocks are
+#: returned to the system, which makes the prediction hold. With `memory_limit`, they always are.
 _TIGHT = 0.5
 _MUCH = 0.25  # of the peak, from which on the report names its largest part
 _SHOWN = 4  # of the largest tensors

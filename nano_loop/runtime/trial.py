@@ -29,7 +29,7 @@ from nano_loop.patching.patch_table import shared_change, users
 PAYS, AGAIN = 1.1, 2.0
 #: The minimum and maximum number of rounds, and the number of steps that determine the usual step time.
 _LEAST, _MOST, _USUAL = 3, 8, 9
-#: A measurement is abandoned after this many steps of other optimizers without one of its own.
+#: A measurement is abandoned after this many steps of other optimizers without one of this optimizer.
 PATIENCE = 64
 
 _Setting = TypeVar("_Setting", bound=Hashable)
@@ -105,7 +105,7 @@ class StepTrial(Generic[_Setting]):
         self._has_ended = False
         self._optimizer: Callable[[], Optimizer | None] | None = None  # the optimizer whose steps are timed
         self._waits: Waits | None = None
-        self._waited = 0  # steps of other optimizers since the last one of its own
+        self._waited = 0  # steps of other optimizers since the last one of this optimizer
         self._recent: deque[float] = deque(maxlen=_USUAL)
         self._usual = 0.0
         self._end: float | None = None  # end of its optimizer's last step

@@ -41,9 +41,9 @@ _LEFT = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 64 << 20, TOP_PAD: 128 << 10}
 # torch's, and is 1.04. So large blocks are mapped separately.
 _FIRST = SETTINGS | {MMAP_THRESHOLD: 1 << 20}
 
-# Later, blocks above this share of what the first steps took are still mapped separately, and none that glibc would
-# not map: where a few blocks are most of the memory, as logits beside a small LSTM, a kept heap that has no room for
-# one grows by it. The peak of such a training was 1.6 times plain torch's.
+# After the first steps, blocks larger than this fraction of their memory are still mapped separately. If a few blocks
+# are most of the memory, such as the logits of a small LSTM, a heap without room for one grows by its size: the peak of
+# such a training was 1.6 times plain torch's. Blocks that glibc would not map stay in the heap.
 _LARGE = 1 / 8
 
 
@@ -94,7 +94,7 @@ def give_back() -> None:
 
 
 def _keep(before: int) -> None:
-    """Let the heap keep what is freed, after first steps before which this process had so many bytes."""
+    """Keep freed memory in the heap after the first steps, given the resident bytes before them."""
     share = int(_LARGE * (peak_memory() - before))
     _set(SETTINGS | {MMAP_THRESHOLD: min(max(share, _LEFT[MMAP_THRESHOLD]), SETTINGS[MMAP_THRESHOLD])})
 

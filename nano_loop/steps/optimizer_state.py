@@ -66,7 +66,7 @@ class OptimizerState(Step):
             self.undoing.callback(self.clock.after(self._after_step))
         for optimizer in parts.optimizers:
             self._take(optimizer)
-        # Undone first: what becomes fp32 after the run does not fit where smaller blocks were freed.
+        # Undone first: the fp32 tensors that are created after the run do not fit where smaller blocks were freed.
         self.undoing.callback(trim)
         self.undoing.callback(give_back)
         if self._is_split:

@@ -161,7 +161,7 @@ _WHOLE = "whole (shard=False)"
 _BY_USER = "sharded by their own samplers"
 _DIVIDED = "divided by the program"
 _DRAWN = "drawn differently on each rank"
-_ALL = "each rank reads all of its own"
+_ALL = "each rank reads all of its data"
 _SPLIT_INDICES = "split by the indices of each batch"
 _SPLIT = "read by every rank, which keeps its part of each batch"
 _KINDS = (_SPLIT_INDICES, _SPLIT, _BY_BATCH, _READ_BY_ALL, _WHOLE, _BY_USER)

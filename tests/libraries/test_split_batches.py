@@ -28,7 +28,7 @@ class Graphs(torch.nn.Module):
 
 
 def ring(nodes):
-    """A graph of so many nodes, whose class is told by their features."""
+    """A graph with the given number of nodes. Its class follows from their features."""
     x = torch.randn(nodes, 4, dtype=torch.float64)
     places = torch.arange(nodes)
     edges = torch.stack([torch.cat([places, places.roll(1)]), torch.cat([places.roll(1), places])])

@@ -62,7 +62,7 @@ def test_submodules_and_methods_called_by_the_loop(model, optimizer, loader, by_
 
 
 def test_methods_and_submodules_run_in_bf16_and_give_fp32():
-    """What the loop above compares, in so many words."""
+    """An explicit check of what the loop above compares."""
 
     @nano(precision="bf16", verbose=False)
     def compute(model, x):

@@ -30,7 +30,7 @@ class Nested(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Makes its image inside, where the next convolution takes it."""
+    """Creates the input of the next convolution in `forward`."""
 
     def __init__(self):
         super().__init__()

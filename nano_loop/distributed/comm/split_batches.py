@@ -130,7 +130,7 @@ class SplitBatches:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Let what is drawn in the body, to load a batch, belong to no batch."""
+        """Exclude the random numbers that are drawn while a batch is loaded, which belong to no batch."""
         before = self.share, self.unequal_since
         self.share = self.unequal_since = None
         try:

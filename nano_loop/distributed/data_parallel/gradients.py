@@ -152,7 +152,7 @@ def is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def in_memory_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a plain gradient as it is sent: contiguous, with elements in memory order and complex ones as pairs."""
+    """Return a plain gradient as it is sent: contiguous, in memory order, complex elements as pairs."""
     elements = gradient if parameter.is_contiguous() else gradient.as_strided((gradient.numel(),), (1,))
     return torch.view_as_real(elements) if elements.is_complex() else elements
 

@@ -40,7 +40,7 @@ def means_over_all_ranks(ranks: Ranks) -> Iterator[None]:
 
 
 def _counting(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a loss of torch's that says what its mean is over."""
+    """Wrap a loss function of torch so that it reports the rows of its mean."""
 
     @functools.wraps(original)
     def loss(

@@ -290,7 +290,7 @@ def losses_among(tensors: Any) -> list[torch.Tensor]:
 
 
 def _are_parts(whole: Sequence[float], by_rank: Sequence[Sequence[float]]) -> bool:
-    """Whether batches with these sums are parts of one batch, some of which a rank may have as a whole."""
+    """Whether batches with these checksums are parts of one batch, which some ranks may have as a whole."""
     return {len(whole)} == {len(sums) for sums in by_rank} and all(
         any(math.isclose(total, one, rel_tol=_SAME_SUM, abs_tol=_SAME_SUM) for one in (sum(parts), max(parts)))
         for total, parts in zip(whole, zip(*by_rank, strict=True), strict=True)

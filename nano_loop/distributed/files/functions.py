@@ -1,4 +1,4 @@
-"""Python's file functions for ranks other than 0, each of which consults the overlay first."""
+"""Python's file functions for nonzero ranks. Each function consults the overlay first."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def meeting_at(host: str, port: int, timeout: float, *, is_master: bool = False)
 
 
 def _say_where(store: Store, rank: int, thread: int) -> None:
-    """Report where a thread is in its Python code whenever rank 0 asks, until the store is gone."""
+    """Report the Python stack of a thread on each request by rank 0, until the store is gone."""
     with suppress(RuntimeError):
         for number in itertools.count(1):
             store.wait([ASKED.format(rank, number)], _LONGEST_WAIT)

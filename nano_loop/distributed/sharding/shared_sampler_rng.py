@@ -48,7 +48,7 @@ class AgreedState:
         """Call `function` with the agreed states, which it advances.
 
         Afterwards, the rank's own states are restored. Those that were equal to the agreed ones advance with them, so
-        rank 0 continues as a plain loop would, as long as its loop draws no numbers of its own in between.
+        rank 0 continues as a plain loop would, as long as its loop draws no random numbers in between.
         """
         own = process_states()
         apart = differing(own, self._states)

@@ -54,7 +54,7 @@ class BatchSplitting(BatchSharding):
             return attributes
         attributes["in_order"] = True
         if splits_indices(loader):
-            # Rows of tensors draw nothing, and to change the random states takes longer than to load a batch of them.
+            # Indexing tensors draws nothing, and saving the random states takes longer than loading such a batch.
             draws = not (loader.num_workers or all(map(is_supported, leaves_of(loader.dataset))))
             attributes["batch_sampler"] = _OwnIndices(self, attributes["batch_sampler"], draws=draws)
         elif loader.batch_sampler is not None and not self._in_class:

@@ -188,16 +188,16 @@ def denominator(target: Tensor, weight: Tensor | None, ignored: int, reduction: 
 
 
 def mean_of_rows(mean: Tensor, count_rows: Callable[[], float], summed: Callable[[], Tensor]) -> Tensor:
-    """Return a loss that is a mean over rows, or what a listener makes of it: the mean of other processes' rows, too.
+    """Return a mean over rows. A listener may replace it, for example by the mean over the rows of all processes.
 
     Parameters
     ----------
     mean : torch.Tensor
-        That of the rows here.
+        The mean over the rows of this process.
     count_rows : callable
-        Returns how many there are, or the sum of their weights.
+        Returns the number of rows, or the sum of their weights.
     summed : callable
-        Computes their sum.
+        Computes the sum over the rows.
     """
     for listener in value_in_force(mean_of_rows) or ():
         mean = listener(mean, count_rows, summed)
