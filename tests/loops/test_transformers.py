@@ -21,10 +21,10 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 @pytest.fixture
 def answered(monkeypatch):
-    """Note of each call of attention whether it is none for torch alone; every size is worth it."""
-    found, fits = [], attention._supports
+    """Record for each call of attention whether the kernel in C supports it, at any number of scores."""
+    found, supports = [], blocked_attention.supports
     monkeypatch.setattr(attention, "MIN_SCORES", 1)
-    monkeypatch.setattr(attention, "_supports", lambda *given: found.append(fits(*given)) or found[-1])
+    monkeypatch.setattr(blocked_attention, "supports", lambda *given: found.append(supports(*given)) or found[-1])
     return found
 
 

@@ -58,7 +58,7 @@ def test_compiled_model_is_trained_validated_tested_and_predicts():
     for values, stage, samples in ((found, "val", 32), (of_test, "test", 16)):
         x, y = numbers(samples)
         loss = pytest.approx(nn.functional.mse_loss(model(x), y).item(), rel=1e-4)
-        assert values[f"{stage}/loss"] == values[f"{stage}/MeanSquaredError_0"] == loss  # over the epoch
+        assert values[f"{stage}/loss"] == loss == values[f"{stage}/MeanSquaredError_0"]  # both over the epoch
         assert values[f"{stage}/distance_1"] == pytest.approx(distance(model(x), y).item(), rel=1e-4)
     x, _ = numbers()
     for data in (loader(), DataLoader(TensorDataset(x), 8)):  # with a target, which is left out, and without
