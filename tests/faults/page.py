@@ -15,7 +15,7 @@ _TOLD = re.compile(
 
 
 class Seen(NamedTuple):
-    """The class of an error, its rank if the message does not name it, and the quoted parts of the message, in order."""
+    """The class of an error, its rank if the message does not name it, and the message's quoted parts, in order."""
 
     error: str
     rank: int | None
