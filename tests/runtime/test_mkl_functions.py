@@ -34,7 +34,7 @@ print(*(f"{name} {dtype}" for name, dtype in called if dtype), sep="\\n")
 
 
 def exported_functions() -> set[str]:
-    """Return the names of MKL's vector functions in torch's library, where the linker includes those that torch calls."""
+    """Return the names of MKL's vector functions in torch's library; the linker includes those that torch calls."""
     with LIBRARY.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
         names = {name.decode() for name in re.findall(rb"\0vms([A-Z][A-Za-z0-9]*)(?=\0)", mapped)}
     library = ctypes.CDLL(str(LIBRARY))
