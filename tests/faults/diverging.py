@@ -54,7 +54,7 @@ def _logging(rank):
 
 
 class _AnotherOrder(Sampler):
-    """Yield the same first batch on every rank, and then a different one on one rank."""
+    """Yields the same first batch on every rank, and then a different one on one rank."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -94,7 +94,7 @@ def _overwriting(options):
 
 
 class _Changing(nn.Linear):
-    """Change itself in each call, according to its batch."""
+    """Changes itself in each call, according to its batch."""
 
     def __init__(self, change):
         super().__init__(3, 1)

@@ -14,7 +14,7 @@ from nano_loop import NanoWarning, nano
 
 
 class Rows(Dataset):
-    """Call `do` for one row, in the processes of one rank's loader."""
+    """Calls `do` for one row, in the processes of one rank's loader."""
 
     def __init__(self, do, rank):
         self.do, self.rank, self.mine = do, rank, None
@@ -43,7 +43,7 @@ def _loaded(rank, do, processes=1, **settings):
 
 
 class NextRows(Dataset):
-    """Return the next row, whatever the index."""
+    """Returns the next row, whatever the index."""
 
     def __init__(self):
         self.row = 0

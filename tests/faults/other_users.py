@@ -52,7 +52,7 @@ def _other_user(act):
 
 
 class _Attack:
-    """Record, when unpickled, that another user's code has run."""
+    """Records, when unpickled, that another user's code has run."""
 
     def __init__(self, mark):
         self.mark = mark

@@ -26,7 +26,7 @@ FAR = {"bf16": 0.1, "bf16-products": 2**-6}
 
 
 class Operator(nn.Module):
-    """Call a function; a given dtype is applied to its first tensor."""
+    """Calls a function; a given dtype is applied to its first tensor."""
 
     def __init__(self, dtype=None):
         super().__init__()

@@ -34,7 +34,7 @@ REFUSED = re.compile(
 
 
 class Calling(nn.Module):
-    """Call one operator."""
+    """Calls one operator."""
 
     def __init__(self):
         super().__init__()

@@ -122,7 +122,7 @@ def test_code_that_was_not_set_up_gets_what_torch_gives(net):
 
 
 class Product(torch.autograd.Function):
-    """Multiply a saved bf16 tensor by an fp32 gradient in the backward."""
+    """Multiplies a saved bf16 tensor by an fp32 gradient in the backward."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -145,7 +145,7 @@ def test_custom_function_that_saves_bf16_has_its_backward(net):
 
 
 class Counted(Product):
-    """Record the dtype of each backward, in which an operation succeeds before the products."""
+    """Records the dtype of each backward, in which an operation succeeds before the products."""
 
     calls: ClassVar[list] = []
 

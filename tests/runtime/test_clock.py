@@ -101,7 +101,7 @@ def test_lbfgs_calls_its_closure_often_and_steps_once(clock, told):
 
 
 class OwnStep(torch.optim.SGD):
-    """Call the base class's step, whose hooks torch also calls once an SGD exists."""
+    """Calls the base class's step, whose hooks torch also calls once an SGD exists."""
 
     def step(self, closure=None):
         return super().step(closure)

@@ -17,7 +17,7 @@ def settings(**options):
 
 
 class Noting(Step):
-    """Record its method calls; a subclass may fail in one of them."""
+    """Records its method calls; a subclass may fail in one of them."""
 
     notes: list
     fails_at = None

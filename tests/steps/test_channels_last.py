@@ -18,7 +18,7 @@ def is_nhwc(tensor):
 
 
 class Nested(nn.Module):
-    """Expect an image in a dict."""
+    """Expects an image in a dict."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Nested(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Create the input of the next convolution in `forward`."""
+    """Creates the input of the next convolution in `forward`."""
 
     def __init__(self):
         super().__init__()

@@ -119,7 +119,7 @@ OUTSIDE = nn.Conv2d(3, 3, 1)
 
 
 class Scaled(Images):
-    """Call a module that belongs to neither the model nor the optimizer."""
+    """Calls a module that belongs to neither the model nor the optimizer."""
 
     def forward(self, x):
         return super().forward(OUTSIDE(x))

@@ -195,7 +195,7 @@ def test_rate_that_the_step_itself_sets_stays(ramped):
 
 
 class Fails(torch.optim.SGD):
-    """Raise in its step, once."""
+    """Raises in its step, once."""
 
     failed = False
 

@@ -296,7 +296,7 @@ class Record:
 
 
 class Writing(nn.Module):
-    """Write to its caller's inputs, and return its own tensors."""
+    """Writes to its caller's inputs, and returns its own tensors."""
 
     def __init__(self):
         super().__init__()

@@ -23,7 +23,7 @@ SLOW = ("avx2",)
 
 
 class Net(nn.Module):
-    """Record the dtype of its inner layer's output."""
+    """Records the dtype of its inner layer's output."""
 
     def __init__(self):
         super().__init__()

@@ -480,7 +480,7 @@ def test_kernels_come_back_with_a_model_that_is_set_up_later(precision):
 
 
 def trained_by(clock, precision, seconds, models=1):
-    """Train with rounded products; return their number of users by step, which `seconds` maps to a time, and the report."""
+    """Train with rounded products; return the number of users per step, which sets its time, and the report."""
 
     class Waiting(TorchNano):
         def train(self):

@@ -17,7 +17,7 @@ two = nano(**small.OPTIONS)
 
 
 class Cached(Dataset):
-    """Cache each sample in a file at its first access, and return whether the file existed."""
+    """Caches each sample in a file at its first access, and returns whether the file existed."""
 
     def __init__(self, folder):
         self.folder = folder

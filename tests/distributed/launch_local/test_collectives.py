@@ -168,7 +168,7 @@ def sum_of_lists(lists):
 
 
 class Loop(TorchNano):
-    """Record the findings of a loop of two ranks."""
+    """Records the findings of a loop of two ranks."""
 
     def __init__(self, power):
         super().__init__(**small.OPTIONS)

@@ -109,7 +109,7 @@ def test_run_in_the_environment_of_a_launcher_gives_back_rank_0_s_and_leaves_the
 
 
 class Caching(nn.Linear):
-    """Register a buffer with the length of the rank's batch, and resize another buffer."""
+    """Registers a buffer with the length of the rank's batch, and resizes another buffer."""
 
     def __init__(self):
         super().__init__(3, 1)
@@ -168,7 +168,7 @@ def test_patch_of_cuda_holds_in_workers_and_model_and_optimizer_are_freed_withou
 
 
 class Adjoint(torch.autograd.Function):
-    """Call a model inside a custom backward, as solvers of differential equations do."""
+    """Calls a model inside a custom backward, as solvers of differential equations do."""
 
     @staticmethod
     def forward(ctx, model, x, *parameters):
@@ -260,7 +260,7 @@ def test_report_says_what_a_copy_of_the_arguments_takes_and_a_mapped_file_takes_
 
 
 class Dropping(nn.Module):
-    """Save its dropout's output."""
+    """Saves its dropout's output."""
 
     def __init__(self):
         super().__init__()
@@ -345,7 +345,7 @@ def test_each_rank_is_on_its_own_cpus_with_all_its_threads(given):
 
 
 class Several(TorchNano):
-    """Train several models in turn, each beside a first one that stays alive."""
+    """Trains several models in turn, each beside a first one that stays alive."""
 
     def train(self, count):
         alive = []

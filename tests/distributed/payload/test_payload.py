@@ -313,7 +313,7 @@ def test_same_objects_and_tied_weights_stay_one_and_stay_the_optimizers(send):
 
 
 class Locked(nn.LSTM):
-    """Omit attributes that cannot be pickled, as the base class does."""
+    """Omits attributes that cannot be pickled, as the base class does."""
 
     def __init__(self, *args):
         super().__init__(*args)

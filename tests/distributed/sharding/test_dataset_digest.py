@@ -27,7 +27,7 @@ class Files:
 
 
 class Opening:
-    """Omit open files and caches from the pickled state."""
+    """Omits open files and caches from the pickled state."""
 
     def __init__(self, path, handle=None):
         self.path, self.handle = path, handle

@@ -90,7 +90,7 @@ def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(tea
 
 
 class Caching(Dataset):
-    """Cache loaded samples."""
+    """Caches loaded samples."""
 
     def __init__(self):
         self.cache = {}
@@ -115,7 +115,7 @@ def test_what_a_dataset_has_cached_on_each_rank_counts_for_nothing(team):
 
 
 class Looking(Dataset):
-    """Iterate over a loader for each of its items."""
+    """Iterates over a loader for each of its items."""
 
     def __len__(self):
         return 4

@@ -25,7 +25,7 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 
 
 class OfRank(Sampler):
-    """Yield this rank's indices, and ask for the rank only when iterated."""
+    """Yields this rank's indices, and asks for the rank only when iterated."""
 
     def __iter__(self):
         rank = torch.distributed.get_rank()
@@ -47,7 +47,7 @@ class Rows(Dataset):
 
 
 class Asking(IterableDataset):
-    """Ask for the rank at each read, in a loader's worker, too."""
+    """Asks for the rank at each read, in a loader's worker, too."""
 
     def __iter__(self):
         return iter(range(torch.distributed.get_rank(), 20, 2))
@@ -174,7 +174,7 @@ def test_sampler_for_rank_0_that_each_rank_has_a_copy_of_is_for_each_rank(team):
 
 
 class Hidden(Sampler):
-    """Draw from a generator that cannot be found."""
+    """Draws from a generator that cannot be found."""
 
     def __init__(self, rank):
         self.drawn = (random.Random(seed).sample(range(20), 20) for seed in itertools.count(10 * rank))

@@ -45,7 +45,7 @@ class Numbers(Dataset):
 
 
 class Drawing(Sampler):
-    """Draw each position when it is requested, as a curriculum does."""
+    """Draws each position when it is requested, as a curriculum does."""
 
     def __init__(self, draw, count=23):
         self.draw = draw
@@ -71,7 +71,7 @@ class Endless(Sampler):
 
 
 class OneList(BatchSampler):
-    """Reuse the list that it has yielded."""
+    """Reuses the list that it has yielded."""
 
     def __iter__(self):
         batch = []
@@ -156,7 +156,7 @@ LOADERS = {
 
 
 class Stream(IterableDataset):
-    """Draw during iteration; endless without a count."""
+    """Draws random numbers during iteration; endless without a count."""
 
     def __init__(self, count=23, draws=True):
         self.count = count

@@ -138,7 +138,7 @@ def sentences():
 
 
 class Tagger(nn.Module):
-    """Score the classes of each word."""
+    """Scores the classes of each word."""
 
     def __init__(self, classes=3, dropout=0.0, batch_first=True):
         super().__init__()
@@ -349,7 +349,7 @@ def by_workers(run):
 
 
 class Ahead(DataLoader):
-    """Read a batch ahead, as Accelerate's loaders do."""
+    """Reads a batch ahead, as Accelerate's loaders do."""
 
     def __iter__(self):
         batches = super().__iter__()
@@ -506,7 +506,7 @@ def evaluated_alone(run):
 
 
 class Augmented(TensorDataset):
-    """Draw random numbers for each sample without using them, so that the samples equal the plain loop's."""
+    """Draws random numbers for each sample without using them, so that the samples equal the plain loop's."""
 
     def __getitem__(self, index):
         random.random(), torch.rand(index % 3)

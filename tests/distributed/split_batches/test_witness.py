@@ -184,7 +184,7 @@ def sampling_of_equal_shares(run):
 
 
 class Noise(nn.Module):
-    """Draw by the number of samples, and again in a checkpoint, where the samples are the last dimension."""
+    """Draws by the number of samples, and again in a checkpoint, where the samples are the last dimension."""
 
     def forward(self, x):
         return checkpoint(self._noisy, x, use_reentrant=False)

@@ -157,7 +157,7 @@ GROUP, LAYER = ("group_norm", "group_norm_backward"), ("layer_norm", "layer_norm
 
 
 class Images(nn.Module):
-    """Classify images; the features go through a norm."""
+    """Classifies images; the features go through a norm."""
 
     def __init__(self, norm):
         super().__init__()
@@ -272,7 +272,7 @@ IN_BF16, IN_FP32 = ["cross_entropy_bf16", "gradient_bf16_to_bf16"], ["cross_entr
 
 
 class Words(nn.Module):
-    """Predict words; `loss` computes the loss from the logits."""
+    """Predicts words; `loss` computes the loss from the logits."""
 
     def __init__(self, loss=None):
         super().__init__()

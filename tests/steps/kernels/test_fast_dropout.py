@@ -40,7 +40,7 @@ def test_masks_are_the_plain_loops_during_the_run_and_drawn_fast(step, filled, o
 
 
 class Calls(nn.Module):
-    """Call a function that does not occur in its code."""
+    """Calls a function that does not occur in its code."""
 
     def __init__(self, function):
         super().__init__()
