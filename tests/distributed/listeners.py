@@ -13,7 +13,7 @@ LISTENS = "0A"
 
 
 class Watched:
-    """Collects new listening sockets: after ``with Watched() as found:``, `found.listened` has their kinds and addresses."""
+    """Collects the new sockets: after ``with Watched() as found:``, `found.listened` has their kinds and addresses."""
 
     def __enter__(self):
         self.listened, self._ended = set(), threading.Event()

@@ -19,7 +19,7 @@ from nano_loop import nano
 
 ROOT = Path(nano_loop.__file__).parents[1]
 LAST_STEP = 7  # of a run of two ranks
-OPTIONS = small.OPTIONS | {"timeout": 30}  # fails if an error is found only by the default timeout
+OPTIONS = small.OPTIONS | {"timeout": 30}  # an error found only at this timeout is too late
 
 
 def run(each_step=lambda rank, step: None, *arguments, **options):

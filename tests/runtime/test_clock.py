@@ -65,7 +65,7 @@ def test_hooks_of_the_user_before_the_setup_come_before_it_and_later_ones_after_
 
 
 def test_arguments_pass_from_one_function_to_the_next(clock):
-    """Like closures that each function wraps."""
+    """Each function wraps the closure of the one before."""
     optimizer, calls = made(), []
     clock.add([optimizer])
 

@@ -163,7 +163,7 @@ def test_what_an_earlier_run_has_found_holds_at_once_until_steps_take_longer(mad
 
 
 def test_one_setting_is_tried_at_a_time_and_given_up_when_its_optimizer_steps_no_more(loop):
-    """As when a program continues with another model."""
+    """This happens if a program continues with another model."""
     taken, clock = [], StepClock()
     second = StepTrial("x", ("a", "b"), taken.append, Budget(clock), None)
     clock.add([loop.other])

@@ -23,7 +23,7 @@ from nano_loop.storage.cache_folder import inductor_folder
 
 
 class Net(nn.Module):
-    """A user-defined class: torch does not compile a single layer of its own."""
+    """A user-defined class, because torch does not compile a single layer of `torch.nn`."""
 
     def __init__(self):
         super().__init__()
@@ -251,7 +251,7 @@ print(*os.listdir(folder))
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("has_home", [True, False])
 def test_nothing_is_opened_or_made_in_the_folder_of_inductor_that_others_may_have_made(monkeypatch, tmp_path, has_home):
-    """It contains headers that each compilation would include."""
+    """The folder has headers that each compilation would include."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" if has_home else "/dev/null/none"))

@@ -32,7 +32,7 @@ def nearest(wide):
 
 
 class ByHand:
-    """A manual optimizer of fp32 masters of a model's bf16 weights."""
+    """Keeps fp32 masters of a model's bf16 weights, written out by hand."""
 
     def __init__(self, model, make):
         self.weights = [*model.parameters()]
@@ -68,7 +68,7 @@ class ByHand:
 
 
 class Narrow(nn.Module):
-    """A model with manual bf16 weights."""
+    """Keeps its weights in bf16, converted by hand."""
 
     def __init__(self, model):
         super().__init__()

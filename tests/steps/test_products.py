@@ -378,7 +378,7 @@ def test_small_products_and_models_are_fp32(rounded):
 
 @here
 def test_odd_calls_are_torchs(every_product, rounded):
-    """Calls that torch refuses raise, overlapping memory is copied, and only plain matrices are not left to torch."""
+    """Calls that torch refuses raise, overlapping memory is copied, and torch computes all but plain matrices."""
     a, b = (torch.randn(64, 64) for _ in range(2))
     calls = [
         lambda: torch.mm(a[:, ::2], b[::2]),

@@ -213,7 +213,7 @@ def statistics_after(norm, x):
 
 
 def test_rows_that_all_ranks_have_count_once(team):
-    """Batches of an undivided loader are such rows: `update_bn` iterates over it without gradients."""
+    """An undivided loader has such rows: `update_bn` iterates over it without gradients."""
     x = torch.randn(5, 3, dtype=torch.float64)
 
     def on_rank(ranks):
