@@ -181,6 +181,7 @@ def denominator(target: Tensor, weight: Tensor | None, ignored: int, reduction: 
     """Return by what the sum of losses is divided, or None for no reduction."""
     if reduction == "none":
         return None
+    target = target.long()  # torch accepts uint8, with which a weight would be indexed by a mask
     counts = target.ne(ignored)
     if reduction == "sum":
         return torch.ones((), dtype=torch.float32, device="cpu")

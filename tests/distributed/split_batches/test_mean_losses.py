@@ -45,6 +45,8 @@ MEANS = {
     "nll_loss": lambda x, y: F.nll_loss(x.log_softmax(1), y, weight=torch.tensor([0.5, 0.0, 1.0]).double()),
     "another padding": lambda x, y: F.cross_entropy(x, y.clamp(min=0), ignore_index=0),
     "imported before": lambda x, y: cross_entropy(x, y) + nll_loss(x.log_softmax(1), y),
+    "bytes": lambda x, y: nll_loss(x, y.clamp(min=0).byte(), weight=torch.tensor([0.5, 1.0, 2.0]).double()),
+    "padded bytes": lambda x, y: cross_entropy(x, y.clamp(min=0).byte(), ignore_index=0),
     "of 1-d samples": lambda x, y: cross_entropy(x.unsqueeze(2).expand(-1, -1, 4), y.unsqueeze(1).expand(-1, 4)),
     "probabilities": lambda x, y: cross_entropy(x, x.detach().softmax(1)),
     "in a function": lambda x, y: F.cross_entropy(x, y).exp() + x.square().mean(),
