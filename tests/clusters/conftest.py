@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this host, started once: each start takes ten seconds."""
+"""A Ray cluster of two nodes on this host, started only once because a start takes ten seconds."""
 
 import logging
 import os
@@ -12,19 +12,19 @@ import pytest
 import nano_loop
 
 ROOT = Path(nano_loop.__file__).parents[1]
-STORE = 100 << 20  # bytes, the least that Ray takes
+STORE = 100 << 20  # in bytes, Ray's minimum
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns of a change to come
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # avoids Ray's warning about a future change
     "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",  # for the actors
-    "PYTHONBREAKPOINT": "0",  # which Ray would set
+    "PYTHONBREAKPOINT": "0",  # Ray would set this
 }
 
 
 @pytest.fixture(scope="session")
 def environment():
-    """What Ray's processes inherit."""
+    """Return the environment of Ray's processes."""
     patch = pytest.MonkeyPatch()
     for name, value in ENVIRONMENT.items():
         patch.setenv(name, value)
@@ -34,12 +34,12 @@ def environment():
 
 @pytest.fixture(scope="session")
 def cluster(environment):
-    """Two nodes, of two CPUs and of one; no process is connected to them."""
+    """A cluster of a node with two CPUs and one with one CPU; no process is connected to it."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     options = {"object_store_memory": STORE, "include_dashboard": False}
-    config = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}  # Ray forgets a lost node sooner
+    config = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}  # detects a lost node sooner
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "_system_config": config, **options})
     made.add_node(num_cpus=1, object_store_memory=STORE)
     made.wait_for_nodes()
@@ -50,7 +50,7 @@ def cluster(environment):
 
 @pytest.fixture(scope="session")
 def connected(cluster):
-    """This process is connected to the two nodes, by its own `ray.init`."""
+    """Connect this process to the two nodes with `ray.init`."""
     import ray
 
     ray.init(cluster.address, log_to_driver=True, logging_level=logging.WARNING)
@@ -61,9 +61,9 @@ def connected(cluster):
 
 @pytest.fixture
 def nothing_left_on_the_cluster(connected):
-    """Fail a test after which there are actors, placement groups, folders, CPUs in use, or threads of ours."""
+    """Fail a test that leaves actors, placement groups, folders, CPUs in use, or threads of nano_loop."""
     yield
-    deadline = time.monotonic() + 10  # Ray gives back a moment later
+    deadline = time.monotonic() + 10  # Ray releases them a moment later
     while (left := _left()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, f"the test left {left}"
@@ -83,6 +83,6 @@ def _left():
 
 
 def _is_left(path):
-    """Whether a folder is this process's, or that of a process that has ended; others belong to other runs."""
+    """Whether a folder belongs to this process or to one that has exited; others belong to other runs."""
     process = int(path.name.split("-")[1])
     return process == os.getpid() or not os.path.exists(f"/proc/{process}")

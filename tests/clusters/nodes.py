@@ -1,4 +1,4 @@
-"""What the tests of a Ray cluster share: how a loop is run on it, and how nodes become hosts."""
+"""Helpers for tests of a Ray cluster: run a loop on it, and treat nodes as hosts."""
 
 import os
 import subprocess
@@ -13,14 +13,14 @@ OPTIONS = {"num_processes": 3, "distributed_backend": "ray", "auto_lr": False, "
 
 
 def on_ray(function, **options):
-    """Run a loop on the parts of `small`, and return what it returns, and the weights."""
+    """Run a loop with the objects of `small`, and return its result and the weights."""
     model, optimizer, loader = small.parts()
     returned = nano(**OPTIONS | options)(function)(model, optimizer, loader)
     return returned, small.weights(model)
 
 
 def apart():
-    """Let this process, an actor, be on another host where it is not on the first node."""
+    """Make this process, an actor, appear on another host, unless it is on the first node."""
     import ray
 
     from nano_loop.distributed.launch_external import launcher
@@ -33,7 +33,7 @@ def apart():
 
 
 def processes_of(command, **variables):
-    """Run a program to its end, and return its exit code, its output and its errors."""
+    """Run a program until it exits, and return its exit code, its output and its errors."""
     environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     return done.returncode, done.stdout, done.stderr

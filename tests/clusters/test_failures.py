@@ -1,4 +1,4 @@
-"""Whatever ends a rank on a Ray cluster, an error names rank, node and cause, and nothing is left."""
+"""If a rank ends on a Ray cluster, an error names rank, node and cause, and nothing is left behind."""
 
 import os
 import re
@@ -22,20 +22,20 @@ ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected", "nothing_left_on_the_cluster")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SOON = 10.0  # seconds in which the end of a process is to be known
-LATEST = 30.0  # and that of a node
-FAILED = f"/dev/shm/nano_loop-test-failed-{os.getpid()}"  # which is the real file on every rank
+SOON = 10.0  # seconds until the exit of a process is detected
+LATEST = 30.0  # seconds until the loss of a node is detected
+FAILED = f"/dev/shm/nano_loop-test-failed-{os.getpid()}"  # real on every rank
 
 
 @pytest.fixture(autouse=True)
 def no_failure_yet():
-    """Take away the mark of an earlier failure."""
+    """Remove the mark of an earlier failure."""
     yield
     Path(FAILED).unlink(missing_ok=True)
 
 
 def failing(fail, rank=1):
-    """Return a loop in which one rank fails after some steps, and the others go on."""
+    """Return a loop in which one rank fails after some steps, and the others continue."""
 
     def loop(model, optimizer, loader):
         small.fit(model, optimizer, loader, epochs=1)
@@ -48,7 +48,7 @@ def failing(fail, rank=1):
 
 
 def refused(loop, kind=NanoWorkerError, **options):
-    """Return the error of a run, which is raised soon after the failure."""
+    """Return the error of a run, raised soon after the failure."""
     with pytest.raises(kind) as caught:
         on_ray(loop, **options)
     if os.path.exists(FAILED):
@@ -127,7 +127,7 @@ def test_exception_of_rank_0_is_raised_as_it_is():
         raise KeyError("mine")
 
     assert refused(failing(fail, rank=0), KeyError).args == ("mine",)
-    assert ray.is_initialized()  # the caller's own
+    assert ray.is_initialized()  # initialized by the caller
 
 
 def test_interrupt_ends_the_run():
@@ -136,7 +136,7 @@ def test_interrupt_ends_the_run():
         time.sleep(30)
 
     refused(failing(interrupt, rank=0), KeyboardInterrupt)
-    assert on_ray(small.fit, num_processes=2)[0] == 8  # the cluster has not been interrupted
+    assert on_ray(small.fit, num_processes=2)[0] == 8  # the cluster itself was not interrupted
 
 
 KILLED = """
@@ -185,9 +185,9 @@ def test_rank_that_is_late_is_named_with_the_line_that_it_is_in():
     def sleep():
         time.sleep(60)
 
-    # On a busy machine, joining takes some seconds.
+    # On a busy machine, joining may take some seconds.
     error = refused(failing(sleep, rank=2), timeout=12, worker_init=apart)
-    assert re.match("rank [01] has waited 12 seconds", str(error))  # who waits first is who says so
+    assert re.match("rank [01] has waited 12 seconds", str(error))  # the first one to wait reports it
     assert "time.sleep(60)" in str(error)
 
 
@@ -209,7 +209,7 @@ def test_node_without_nano_loop_is_an_error_that_names_runtime_env(connected, tm
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nano_loop'] = None")
     code, out, err = processes_of([sys.executable, "-c", BROKEN, connected.address, str(tmp_path)])
     assert code == 0, err
-    assert re.search(r"rank [12] on node .* could not import nano_loop \(", out)  # the one that says so first
+    assert re.search(r"rank [12] on node .* could not import nano_loop \(", out)  # the first one to report it
     assert "Every node needs the same Python environment as the caller's: install it there" in out
     assert 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})' in out
 

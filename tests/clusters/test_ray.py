@@ -1,7 +1,7 @@
-"""Ray starts the ranks, on one node and on two; what comes out is what nano_loop's own workers compute.
+"""Ray starts the ranks, on one or two nodes; the results equal those of nano_loop's own workers.
 
-Two nodes of a test's cluster share this host, so their ranks share memory. With `apart`, those of the second node take
-themselves to be on another host, and gloo connects them.
+Two nodes of a test's cluster share this host, so their ranks share memory. With `apart`, ranks of the second node
+appear to be on another host, and gloo connects them.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Mine:
-    """An object of the script, which travels between hosts."""
+    """An object of the script that is sent between hosts."""
 
     def __init__(self, value):
         self.value = value
@@ -39,14 +39,14 @@ def fit(model, optimizer, loader):
     with open("written by every rank", "w") as file:
         file.write(str(own))
     os.mkdir("made by every rank")
-    if nano_loop.global_rank():  # compiled code may not change the caller's
+    if nano_loop.global_rank():  # compiled code may not change the caller's files
         assert ctypes.CDLL(None).open(b"written by every rank", os.O_WRONLY | os.O_CREAT, 0o600) == -1
     values = [nano_loop.broadcast(Mine(own), rank).value for rank in range(nano_loop.world_size())]
     return steps, values, nano_loop.all_gather(small.weights(model))
 
 
 def expected(count):
-    """What one process computes of `count` times the batch."""
+    """Return the result of one process with batches of `count` times the size."""
     model, optimizer, loader = small.parts(batch_size=4 * count)
     small.fit(model, optimizer, loader)
     return small.weights(model)
@@ -60,14 +60,14 @@ def test_two_ranks_of_one_node_compute_what_subprocesses_do_to_the_bit(tmp_path,
     assert weights.equal(small.weights(model))
     assert ranks == [[0, 0, 1], [1, 1, 1]]
     assert all(each.equal(weights) for each in everywhere)
-    assert (tmp_path / "written by every rank").read_text() == "[0, 0, 1]"  # rank 1's lies in its private folder
+    assert (tmp_path / "written by every rank").read_text() == "[0, 0, 1]"  # rank 1's is in its private folder
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_three_ranks_of_two_nodes_compute_what_one_process_of_three_batches_does(tmp_path, monkeypatch, hosts):
     monkeypatch.chdir(tmp_path)
     (_, ranks, everywhere), weights = on_ray(fit, worker_init=apart if hosts == 2 else None)
-    # 32 samples make 8 batches: the last group of three is filled up.
+    # 32 samples make 8 batches, so the last group of three is filled up.
     assert [local for _, local, _ in ranks] == ([0, 1, 0] if hosts == 2 else [0, 1, 2])
     assert all(each.equal(weights) for each in everywhere)
     model, optimizer, loader = small.parts(samples=36)
@@ -94,7 +94,7 @@ def test_large_arguments_are_mapped_once_on_each_node():
         small.fit(model, optimizer, loader)
         with open("/proc/self/maps") as rows:
             mapped = [row.split()[5] for row in rows if "/sent/" in row or "/payload/" in row]
-        data[nano_loop.global_rank()] = -1.0  # copied on write: no other rank sees it
+        data[nano_loop.global_rank()] = -1.0  # copied on write: other ranks do not see it
         nano_loop.barrier()
         found = float(data.sum()), sorted({path.split("/")[3] for path in mapped if path})
         return [nano_loop.broadcast(found, rank) for rank in range(nano_loop.world_size())]
@@ -103,7 +103,7 @@ def test_large_arguments_are_mapped_once_on_each_node():
     total = float(data.double().sum())
     assert [abs(each - total + rank) < total * 1e-6 for rank, (each, _) in enumerate(found)] == [True] * 3
     assert [len(folders) for _, folders in found] == [0, 1, 1]
-    assert found[1][1] != found[2][1]  # rank 1 shares the caller's node, rank 2 has the copy of its own
+    assert found[1][1] != found[2][1]  # rank 1 shares the caller's node; rank 2 has its own node's copy
 
 
 def test_torch_nano_runs_on_ray_and_one_step_gives_a_quarter():
@@ -131,7 +131,7 @@ def test_output_and_warnings_of_ranks_are_shown_with_the_rank(capfd):
         warnings.simplefilter("default")
         assert on_ray(speak, num_processes=2)[0] == 5
     out, err = capfd.readouterr()
-    deadline = time.monotonic() + 20  # Ray shows what a process has written a moment later
+    deadline = time.monotonic() + 20  # Ray shows a process's output a moment later
     while "of rank 1 alone" not in err and time.monotonic() < deadline:
         time.sleep(0.1)
         out, err = map("".join, zip((out, err), capfd.readouterr(), strict=True))

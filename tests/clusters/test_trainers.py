@@ -1,4 +1,4 @@
-"""Lightning's Trainer trains on Ray's actors, and a loop in processes that Ray Train has started joins them."""
+"""Lightning's Trainer trains on Ray actors, and a loop joins the processes that Ray Train has started."""
 
 import datetime
 import os
@@ -61,11 +61,11 @@ def test_trainer_trains_on_ray_as_in_subprocesses(connected, package, kind):
     on_ray, in_subprocesses = out.splitlines()[-2:]
     assert on_ray == in_subprocesses
     assert on_ray.startswith("2 [[")
-    assert str([0.5] * 8) not in on_ray  # where it began
+    assert str([0.5] * 8) not in on_ray  # the initial weights
 
 
 def train_here(rank, size, address, port, has_group):
-    """Train as in the function of a `TorchTrainer`: with Ray Train's variables, its process group, and in a thread."""
+    """Train as in a `TorchTrainer`'s function: with Ray Train's variables and process group, and in a thread."""
     own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "NODE_RANK": 0}
     os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR=address, MASTER_PORT=str(port))
     if has_group:
@@ -79,13 +79,13 @@ def train_here(rank, size, address, port, has_group):
     def train_func():
         model, optimizer, loader = small.parts()
         train = nano(auto_lr=False, verbose=False, timeout=60)(loop)
-        counts = [train(model, optimizer, loader) for _ in range(2)]  # a loop that is called once an epoch
+        counts = [train(model, optimizer, loader) for _ in range(2)]  # a loop that is called once per epoch
         return counts, small.weights(model), train.report["threads"].status
 
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(train_func).result()
     left = distributed.is_initialized()
-    if left:  # by Ray Train, which uses it after the function
+    if left:  # Ray Train uses its process group after the function
         ones = torch.ones(1)
         distributed.all_reduce(ones)
         left = int(ones) == size
@@ -105,5 +105,5 @@ def test_loop_inside_ray_train_joins_the_processes_that_are_there(has_group):
     for counts, weights, threads, left in found:
         assert counts == [2, 2]
         torch.testing.assert_close(weights, small.weights(model), rtol=1e-6, atol=1e-6)
-        assert threads == "applied"  # Ray's OMP_NUM_THREADS is nobody's choice, and no less than a rank's share
+        assert threads == "applied"  # Ray's OMP_NUM_THREADS is not the user's choice, nor below a rank's share
         assert left == has_group

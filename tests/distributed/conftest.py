@@ -1,4 +1,4 @@
-"""A watch over what a run of several ranks leaves."""
+"""Check that a run of several ranks leaves nothing behind."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ from nano_loop.distributed.launch_local import server as servers
 def nothing_left():
     """Fail a test after which there are more processes, threads, descriptors, folders or runs than before."""
     before = belongings()
-    gc.freeze()  # or the look afterwards would go through all that tests before have imported
+    gc.freeze()  # # keep gc.collect() from traversing everything that earlier tests imported
     yield
     after = belongings()
     left = {name: [after[name][key] for key in sorted(after[name].keys() - before[name].keys())] for name in after}
@@ -25,8 +25,8 @@ def nothing_left():
 
 
 def belongings():
-    """What this process has at work: of each kind, the things by what tells them apart."""
-    gc.collect()  # an exception's frames hold what was at work when it was raised
+    """Return the resources of this process: by kind, each resource under its identity."""
+    gc.collect()  # a live exception keeps the resources in its frames alive
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("nano_loop")]
     places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
     folders = [str(path) for place in places for path in place.glob(f"nano_loop-{os.getpid()}-*")]
@@ -43,12 +43,12 @@ def belongings():
 
 
 def runs_that_have_the_process():
-    """What the runs do that keep runs in other threads out."""
+    """Return the descriptions of the runs that keep runs in other threads from starting."""
     return [holder.what for holder in active_runs._holders]
 
 
 def _processes():
-    # Workers are children of the process that is kept to fork them, which is no child of this one.
+    # Workers are forked by the kept server process, which is not a child of this process.
     roots = (os.getpid(), *(server.pid for server in servers.kept()))
     for child in [child for root in roots for child in _below(root)]:
         try:
@@ -57,7 +57,7 @@ def _processes():
             command = "ended, and nobody waited for it"
         except psutil.NoSuchProcess:
             continue
-        # torch.compile keeps them, and those of torch 2.8 fork more of them seconds after the test that compiled.
+        # torch.compile keeps these processes; torch 2.8 forks more of them seconds after the test that compiled.
         if "_inductor/compile_worker" not in command:
             yield child.pid, f"{child.pid} {command}"
 
@@ -65,7 +65,7 @@ def _processes():
 def _below(pid):
     try:
         return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:  # the kept process ends by itself after a minute
+    except psutil.NoSuchProcess:  # the kept process exits after an idle minute
         return []
 
 

@@ -1,4 +1,4 @@
-"""Watches this process and its children for new sockets that another process of the host could connect to."""
+"""Watch this process and its children for new sockets that other processes of the host could connect to."""
 
 import glob
 import os
@@ -13,11 +13,11 @@ LISTENS = "0A"
 
 
 class Watched:
-    """``with Watched() as found:`` and afterwards `found.listened` are the kinds and addresses of such sockets."""
+    """Collects the new sockets: after ``with Watched() as found:``, `found.listened` has their kinds and addresses."""
 
     def __enter__(self):
         self.listened, self._ended = set(), threading.Event()
-        # An earlier test in this process may have used gloo, which listens until its groups are garbage.
+        # An earlier test in this process may have used gloo, which listens until its groups are collected.
         before = {address for _, address in listening()}
         self._thread = threading.Thread(target=self._watch, args=(before,))
         self._thread.start()
@@ -35,7 +35,7 @@ class Watched:
 
 
 def listening():
-    """Give the inode and the address of each socket of this host that accepts connections."""
+    """Yield the inode and the address of each socket of this host that accepts connections."""
     for name in ("tcp", "tcp6"):
         for fields in rows(name):
             if fields[3] == LISTENS:
@@ -51,7 +51,7 @@ def rows(name):
 
 
 def inodes():
-    """The sockets of this process and of all that it has started, workers' process among them."""
+    """Return the sockets of this process and of its descendants, including the kept process and its workers."""
     found, roots = set(), [psutil.Process(), *(psutil.Process(server.pid) for server in servers.kept())]
     for process in [each for root in roots for each in (root, *root.children(recursive=True))]:
         links = [link_of(entry) for entry in glob.glob(f"/proc/{process.pid}/fd/*")]
@@ -62,5 +62,5 @@ def inodes():
 def link_of(path):
     try:
         return os.readlink(path)
-    except OSError:  # it is closed by now
+    except OSError:  # closed meanwhile
         return ""

@@ -1,4 +1,4 @@
-"""The small models, data and loops that the tests of several ranks run."""
+"""Small models, data and loops for tests of several ranks."""
 
 import os
 
@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def cores():
-    """Lists of CPUs that swap the first two cores, for the second of pytest's workers; None for the other.
+    """Return CPU lists that swap the first two cores for pytest's second worker, or None for other workers.
 
-    A rank is on its core from its start, and imports torch there for seconds. Of two runs at once, both second ranks
-    would share the second core, and the first would idle.
+    A rank runs on its core from the start, and spends seconds there importing torch. With two concurrent runs, both
+    second ranks would share the second core, and the first core would idle.
     """
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     swaps = os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and len(cpus) > 1
@@ -22,7 +22,7 @@ OPTIONS = {"num_processes": 2, "auto_lr": False, "verbose": False, "timeout": 60
 
 
 def parts(samples=32, batch_size=4):
-    """A linear model, its optimizer and a loader, the same at every call."""
+    """Return a linear model, its optimizer and a loader, equal at every call."""
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(samples, 3, generator=generator)
     model = nn.Linear(3, 1)
@@ -34,7 +34,7 @@ def parts(samples=32, batch_size=4):
 
 
 def fit(model, optimizer, loader, each_step=lambda rank, step: None, epochs=2):
-    """Train, calling ``each_step(rank, step)`` before each step; gives the number of steps."""
+    """Train, with a call of ``each_step(rank, step)`` before each step, and return the number of steps."""
     step = 0
     for _ in range(epochs):
         for x, y in loader:
@@ -51,7 +51,7 @@ def rank():
 
 
 def everywhere(value):
-    """The values of both ranks, on each."""
+    """Return the values of both ranks, on each rank."""
     gathered = [None, None]
     distributed.all_gather_object(gathered, value)
     return gathered

@@ -1,6 +1,6 @@
-"""Processes that form one process group and run functions together, for tests of what ranks do with each other.
+"""Processes that form one process group and run functions together, for tests of communication between ranks.
 
-They are started once, since each takes seconds to import torch. A team that a test has broken is not used again.
+They start once, because each needs seconds to import torch. A team is not reused after a test has broken it.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 
 TESTS = Path(__file__).parents[1]
 START = "from distributed.team import serve; serve({fd}, {rank}, {size}, {store!r})"
-TIMEOUT = 60.0  # seconds that a rank waits for another
+TIMEOUT = 60.0  # seconds that a rank waits for another one
 
 
 class Team:
-    """`size` processes, each with one thread, and between them a channel through shared memory and a gloo group."""
+    """`size` processes of one thread each, connected by a shared-memory channel and a gloo group."""
 
     def __init__(self, size):
         self.size = size
@@ -39,10 +39,10 @@ class Team:
     def __call__(self, function, *args):
         """Call ``function(ranks, *args)`` in every process, and return the results by rank.
 
-        `args` are the same for all. Raises an AssertionError with the traceback of each rank that raised.
+        All processes get the same `args`. Raises an AssertionError with the traceback of each rank that raised.
         """
         call = cloudpickle.dumps((function, args))
-        self.broken = True  # unless all answer: one that is interrupted would read these answers as its own
+        self.broken = True  # until all answer: after an interrupt, the next call would read these answers
         for pipe in self._pipes:
             pipe.send_bytes(call)
         answers = [self._answer(rank) for rank in range(self.size)]
@@ -90,7 +90,7 @@ class _Pipe:
 
 
 def serve(fds, rank, size, store):
-    """What each process of a team does."""
+    """Serve calls in one process of a team."""
     torch.set_num_threads(1)
     pipe = _Pipe(*fds)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

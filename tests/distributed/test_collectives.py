@@ -1,4 +1,4 @@
-"""The collectives for decorated functions: right in several processes, in one, outside of all runs and in threads."""
+"""The collectives for decorated functions work in several processes, in one, outside of runs, and in threads."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ from nano_loop import TorchNano, is_global_zero, nano
 
 
 def everything():
-    """What each function gives here."""
+    """Return the result of each function."""
     rank = nano_loop.global_rank()
     reduced = nano_loop.all_reduce({"mean": torch.tensor([rank, 3.0]), "number": float(rank)})
     return {
@@ -83,7 +83,7 @@ def test_arguments_that_no_ranks_can_take_are_refused_in_one_process_too(call, g
 
 
 def numbers():
-    """Numbers that neither int32 nor float32 has, and means of integers."""
+    """Return numbers that int32 and float32 cannot represent, and means of integers."""
     rank = nano_loop.global_rank()
     reduced = [
         nano_loop.all_reduce(3_000_000_001 + 2 * rank),
@@ -112,7 +112,7 @@ def loss_s_gradient(reduce):
     return weight.grad.item()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")  # which Fabric calls to sync_grads
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")  # called by Fabric for sync_grads
 @pytest.mark.usefixtures("nothing_left")
 def test_ranks_of_a_run_reach_each_other():
     inner = nano(num_processes=1, verbose=False)(lambda model: nano_loop.world_size())

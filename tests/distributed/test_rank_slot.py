@@ -1,4 +1,4 @@
-"""The ranks of a host get even shares of it, or the lists that are theirs."""
+"""The ranks of a host get equal parts of it, or the CPUs of their lists."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Values that travel between ranks arrive whole, everywhere."""
+"""Values exchanged between ranks arrive complete on all of them."""
 
 import time
 
@@ -59,7 +59,7 @@ def test_rank_that_is_late_is_named_also_where_gloo_notices_first(team):
                 time.sleep(2)
                 return None
             work = distributed.all_reduce(torch.ones(4), group=ranks.context.gradient_group, async_op=True)
-            time.sleep(0.2)  # the rest of a backward, while gradients travel
+            time.sleep(0.2)  # the rest of a backward, during the exchange of gradients
             try:
                 return ranks.finish(work)
             except RankLateError as error:

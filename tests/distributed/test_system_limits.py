@@ -1,4 +1,4 @@
-"""What the system refuses for want of something is an error that names the limit and what helps."""
+"""If the system refuses a resource, the error names the limit and the remedy."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""All ranks of a run compute in the ways that rank 0 has measured."""
+"""All ranks of a run use the kernels that rank 0 has selected by measurement."""
 
 import gc
 

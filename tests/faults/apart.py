@@ -1,4 +1,4 @@
-"""Commits a fault in a process that does nothing else: the fault may end it, or change what it has for good."""
+"""Commit a fault in a dedicated process, because the fault may end it or change it permanently."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from faults.runs import ROOT
 
-_LIMIT = 100.0  # seconds for all of it
+_LIMIT = 100.0  # seconds in total
 
 
 def verdict_apart(fault, folder):
-    """Commit `fault` in a process of Python, with files in `folder`; return what `faults.verdict.verdict` returns."""
+    """Commit `fault` in a new Python process, with files in `folder`; return the result of `faults.verdict.verdict`."""
     folder = Path(tempfile.mkdtemp(dir=folder))
     temporary, answer = folder / "temporary", folder / "verdict"
     temporary.mkdir()

@@ -1,4 +1,4 @@
-"""Faults: where a run is started from, and what becomes of the process that has started it."""
+"""Faults: the place from which a run is started, and the fate of the process that starts it."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from nano_loop.distributed.launch_local import server as servers
 
 
 def _in_a_thread(do):
-    """Return what calls `do` in a thread, and raises what that raises."""
+    """Return a function that calls `do` in a thread, and raises its exception."""
 
     def commit():
         raised = []
@@ -74,7 +74,7 @@ def _in_a_handler():
 
 
 def _program(text, *expected):
-    """Return what runs a program, which ends with 0, leaves no error behind, and prints the expected words."""
+    """Return a function that runs a program, and checks its exit code 0, the absence of errors, and its output."""
 
     def commit():
         shown = python(text)
@@ -85,7 +85,7 @@ def _program(text, *expected):
 
 
 def _killed(body, number=signal.SIGKILL):
-    """Return what kills a program once its worker has written a file; the worker and its memory are gone soon."""
+    """Return a function that kills a program once its worker has written a file; the worker's memory is soon freed."""
 
     def commit():
         path, variables = script(body)
@@ -118,7 +118,7 @@ def _all_killed():
     path, variables = script(_ASLEEP)
     with line_from("pids") as (place, line), subprocess.Popen([sys.executable, path, place], env=variables) as program:
         _, server = map(int, line().split())
-        program.send_signal(signal.SIGSTOP)  # it would clean up
+        program.send_signal(signal.SIGSTOP)  # it would clean up otherwise
         assert [*_folders(program.pid)]
         os.kill(server, signal.SIGKILL)
         program.kill()
@@ -127,7 +127,7 @@ def _all_killed():
 
 
 def _folders(pid):
-    """What a process has made for a run, in memory and on disk."""
+    """Return the folders that a process has made for a run, in memory and on disk."""
     for parent in ("/dev/shm", os.environ["TMPDIR"]):
         yield from Path(parent).glob(f"nano_loop-{pid}-*")
 
@@ -259,7 +259,7 @@ def _between_runs(number):
 
 
 def _in_a_run(number, then=lambda rank: None):
-    """Return what signals the process that workers are forked from in a run, which then calls ``then(rank)``."""
+    """Return a function that signals the process that forks workers during a run, which then calls ``then(rank)``."""
 
     def do(rank):
         if rank == 1:

@@ -1,4 +1,4 @@
-"""Faults: files that earlier processes have left, or that options name, are damaged, or are no files."""
+"""Faults: files of earlier processes, or files named by options, are damaged or not regular files."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def _folder():
 
 
 def _library(damage):
-    """Train, where the cache has a kernel that is damaged."""
+    """Train with a damaged kernel in the cache."""
 
     def commit():
         with _folder() as folder, environ(XDG_CACHE_HOME=str(folder), NANO_LOOP_KERNELS="compile"):
@@ -48,7 +48,7 @@ def _library(damage):
 
 
 def _entry(damage):
-    """Read and write a folder for images that is damaged."""
+    """Read and write a damaged folder for images."""
 
     def commit():
         with _folder() as folder:

@@ -1,4 +1,4 @@
-"""Faults: ranks that part: they take other steps, or have other models, rates and data."""
+"""Faults: ranks that diverge: in their steps, models, learning rates or data."""
 
 import os
 from contextlib import nullcontext, suppress
@@ -16,7 +16,7 @@ from nano_loop import NanoWarning, TorchNano, nano
 
 
 def _loop(change, *, parts=small.parts):
-    """Return what trains, after ``change(rank, model, optimizer)``."""
+    """Return a function that trains after ``change(rank, model, optimizer)``."""
 
     def fit(model, optimizer, loader):
         change(small.rank(), model, optimizer)
@@ -26,7 +26,7 @@ def _loop(change, *, parts=small.parts):
 
 
 def _leaving(rank, step, **options):
-    """Return what trains, with one rank that leaves the loop before a step."""
+    """Return a function that trains, with one rank that leaves the loop before a step."""
 
     def fit(*parts):
         def each_step(*place):
@@ -40,7 +40,7 @@ def _leaving(rank, step, **options):
 
 
 def _logging(rank):
-    """Return what trains on shared batches, and computes a loss of its part on one rank alone."""
+    """Return a function that trains on shared batches, and computes a loss of its part on one rank alone."""
 
     def fit(model, optimizer, loader):
         for x, y in loader:
@@ -54,7 +54,7 @@ def _logging(rank):
 
 
 class _AnotherOrder(Sampler):
-    """Yields the same first batch on every rank, and then another one on one of them."""
+    """Yields the same first batch on every rank, and then a different one on one rank."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -83,7 +83,7 @@ class _Leaving(TorchNano):
 
 
 def _overwriting(options):
-    """Return what trains for some epochs, with a rank that has lost its weights."""
+    """Return a function that trains for some epochs, with a rank that has lost its weights."""
 
     def fit(model, optimizer, loader):
         if small.rank() == 1:
@@ -94,7 +94,7 @@ def _overwriting(options):
 
 
 class _Changing(nn.Linear):
-    """Changes itself in each call, by its batch."""
+    """Changes itself in each call, according to its batch."""
 
     def __init__(self, change):
         super().__init__(3, 1)
@@ -108,7 +108,7 @@ class _Changing(nn.Linear):
 
 
 def _changed_in_calls(change, warned=None):
-    """Return what trains a model that changes itself in calls, with a warning that matches `warned`."""
+    """Return a function that trains a model that changes in its calls, with a warning that matches `warned`."""
 
     def commit():
         model = _Changing(change)
@@ -140,7 +140,7 @@ def _gradients_by_hand(in_place):
 
 
 def _without_averaging(update):
-    """Return what trains by gradients that `update` takes and applies itself."""
+    """Return a function that trains with gradients that `update` computes and applies."""
 
     def fit(model, optimizer, loader):
         for x, y in loader:
@@ -166,7 +166,7 @@ def _by_functions(model, x, y):
 
 
 def _trained_in_a_forked_child(model, optimizer, loader):
-    """Train, with a child of rank 0 that trains by itself before."""
+    """Train, after a child of rank 0 has trained on its own."""
     if small.rank() == 0:
         child = os.fork()
         if child == 0:
@@ -185,7 +185,7 @@ def _one_step_more(rank):
 
 
 def _iterating_alone(rank, *, gradients=True, then=lambda: None):
-    """Return what trains, and then iterates a shuffled loader on one rank."""
+    """Return a function that trains, and then iterates over a shuffled loader on one rank."""
 
     def fit(model, optimizer, loader):
         steps = small.fit(model, optimizer, loader, epochs=1)
@@ -202,7 +202,7 @@ def _iterating_alone(rank, *, gradients=True, then=lambda: None):
 
 
 def _evaluating(rank):
-    """Return what trains, and lets one rank alone evaluate in mid-epoch, with gradients on."""
+    """Return a function that trains while one rank alone evaluates in mid-epoch, with gradients enabled."""
 
     def fit(model, optimizer, loader):
         held_out = DataLoader(loader.dataset, 4, shuffle=True)
@@ -217,7 +217,7 @@ def _evaluating(rank):
 
 
 def _loaders_in_another_order():
-    """Let ranks iterate loaders of different lengths."""
+    """Let ranks iterate over loaders of different lengths."""
 
     def fit(model, optimizer, short, long):
         for loader in (short, long) if small.rank() == 0 else (long, short):

@@ -1,4 +1,4 @@
-"""Faults: a worker raises, whatever the exception is like."""
+"""Faults: a worker raises exceptions of all kinds."""
 
 import builtins
 import os
@@ -10,7 +10,7 @@ from faults.fault import Fault
 from faults.runs import LAST_STEP, Arriving, at, collective, on, raising, with_argument
 from nano_loop import NanoError, NanoWorkerError
 
-# Of Python 3.11 and later.
+# For Python 3.11 and later.
 _Group = getattr(builtins, "ExceptionGroup", None) or type("ExceptionGroup", (Exception,), {})
 
 
@@ -20,7 +20,7 @@ class StubbornError(Exception):
 
 
 class OneWayError(Exception):
-    """Comes back in the process that raised it, and nowhere else."""
+    """Can be unpickled only in the process that raised it."""
 
     def __init__(self, words, home=None, do=None):
         super().__init__(words)
@@ -80,7 +80,7 @@ def _local():
 
 
 def _joining(do):
-    """Return what has `do` called in the worker once it has reported that it is ready."""
+    """Return a function that calls `do` in the worker after it has reported that it is ready."""
 
     def patch():
         from nano_loop.distributed.launch import worker
@@ -91,7 +91,7 @@ def _joining(do):
 
 
 class _InterruptedError(Exception):
-    """A process of this one ends while the exception is shown."""
+    """Exits the process that formats it."""
 
     @property
     def __notes__(self):

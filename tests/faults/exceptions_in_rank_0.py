@@ -11,7 +11,7 @@ from faults.runs import LAST_STEP, at, collective, on, on_each, raising, run
 
 
 class MineError(Exception):
-    """Of the user's."""
+    """An exception of the user."""
 
 
 def _everywhere(make, *arguments):

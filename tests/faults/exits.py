@@ -1,4 +1,4 @@
-"""Faults: a worker's process ends, is killed or stands still."""
+"""Faults: a worker's process exits, is killed or hangs."""
 
 import ctypes
 import faulthandler
@@ -34,7 +34,7 @@ def _abort():
 
 
 def _overflow():
-    """Use up the stack of C."""
+    """Overflow the C stack."""
     comparing = ctypes.CFUNCTYPE(ctypes.c_int)
 
     def deeper():
@@ -61,7 +61,7 @@ def _fork_and(leave):
 
 
 def _leave_child_behind():
-    """Commit it, and end the child, which is the loop's own to end."""
+    """Commit the fault, and end the child, for which the loop is responsible."""
     with line_from("child") as (path, line):
 
         def do():

@@ -1,4 +1,4 @@
-"""What a row of the table of faults says: what happens, and what it may take. The page says what is seen of it."""
+"""A row of the table of faults: the fault and its limits. docs/faults.md has its visible result."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from dataclasses import dataclass
 class Fault:
     """A row of the table.
 
-    After each, nothing is left behind and the process trains again at once, so no row says that.
+    Nothing may be left behind after a fault, and the process must train again at once; rows do not repeat this.
 
     Parameters
     ----------
     what : str
-        What happens, as a noun clause; the row's name here and on the page.
+        The event as a noun clause; the row's name here and on the page.
     commit : callable
-        Does it: raises what the user sees, or returns where training goes on.
+        Commits the fault: raises the user's exception, or returns if training continues.
     seconds : float
-        How long all of it may take, from the call to the error.
+        Limit for the whole fault, from the call to the error.
     begins : bool
-        Whether Python is started and imports torch in that time, which takes long where a machine is busy.
+        Whether this includes the start of Python and the import of torch, which takes long on a busy machine.
     travels : bool
-        Whether the exception that a worker raises is the cause of the error; not if it cannot be sent.
+        Whether the worker's exception is the cause of the error; False if it cannot be sent.
     leaves : tuple of str
-        What it leaves behind, which one process would leave as well: beginnings of `verdict`'s words.
+        Leftovers that one process would leave as well: prefixes of `verdict`'s descriptions.
     apart : bool
-        Whether it takes a process that does nothing else.
+        Whether it needs a dedicated process.
     as_root : bool
-        Whether only root can bring it about.
+        Whether only root can cause it.
     quick : bool
-        Whether it is in ``make test``.
+        Whether it is part of ``make test``.
     """
 
     what: str
@@ -47,5 +47,5 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """The row's name as a command line can hold it."""
+        """The row's name, usable on a command line."""
         return re.sub(r"[^a-z0-9]+", "-", self.what.lower()).strip("-")

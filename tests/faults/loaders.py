@@ -1,4 +1,4 @@
-"""Faults: processes of a loader die, raise or hang, on one rank."""
+"""Faults: processes of one rank's loader exit, raise or hang."""
 
 import os
 import time
@@ -29,7 +29,7 @@ class Rows(Dataset):
 
 
 def _loaded(rank, do, processes=1, **settings):
-    """Return what trains from a loader with processes, of which those of `rank` call `do`."""
+    """Return a function that trains with loader processes, in which `rank` calls `do`."""
 
     def fit(model, optimizer, loader):
         loader.dataset.mine = small.rank()
@@ -43,7 +43,7 @@ def _loaded(rank, do, processes=1, **settings):
 
 
 class NextRows(Dataset):
-    """Returns the next row of what it reads, whatever the index."""
+    """Returns the next row, whatever the index."""
 
     def __init__(self):
         self.row = 0
@@ -63,23 +63,23 @@ def _next_rows():
 
 
 def _ended(end):
-    """Return what ends a loader's process while its owner waits for it.
+    """Return a function that ends a loader's process while its owner waits for it.
 
-    torch reads a tensor from the process that has sent it. Where that dies meanwhile, its handler of the signal raises
-    at any place, and leaves processes and threads, also in a plain loop.
+    torch reads a tensor from the process that sent it. If that process dies meanwhile, torch's signal handler raises
+    anywhere, and leaves processes and threads behind, even in a plain loop.
     """
 
     def do():
-        time.sleep(0.5)  # until the batches before this one have been read
+        time.sleep(0.5)  # until the earlier batches have been read
         end()
 
     return do
 
 
-# The folder for sockets that torch leaves where the process of a loader is ended, also in a plain loop.
+# torch leaves this folder of sockets if a loader's process is killed, even in a plain loop.
 _TORCHS = ("temporary pymp-",)
-# torch opens ten temporary files to see whether descriptors are used up. The signal that a process has died can come
-# while it makes one, and its handler raises there: the file stays, also in a plain loop.
+# torch opens ten temporary files to check for free descriptors. The signal of a child's death can arrive during this;
+# the handler then raises, and the file stays, even in a plain loop.
 _TORCHS_FILE = ("temporary tmp", "descriptors ")
 
 FAULTS = [

@@ -1,4 +1,4 @@
-"""Faults: other users of the host, who replace what this user's processes have written."""
+"""Faults: other users of the host replace files of this user's processes."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ _OTHER = 65534
 
 @contextlib.contextmanager
 def _open_to_all():
-    """Give a folder that every user can write to, without the sticky bit, and a path that is there after an attack."""
+    """Yield a folder writable by every user, without the sticky bit, and a path that exists after an attack."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o777)
     mark = folder / "attacked"
@@ -36,7 +36,7 @@ def _open_to_all():
 
 @contextlib.contextmanager
 def _other_user(act):
-    """Let a process of another user call `act` again and again."""
+    """Let a process of another user call `act` repeatedly."""
     process = os.fork()
     if process == 0:
         os.setgid(_OTHER)
@@ -52,7 +52,7 @@ def _other_user(act):
 
 
 class _Attack:
-    """What notes, when it is unpickled, that code of another user has run."""
+    """Records, when unpickled, that another user's code has run."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -62,7 +62,7 @@ class _Attack:
 
 
 def _put_payload(folder, mark):
-    """Put a folder with a payload in the place of each run's."""
+    """Replace the folder of each run by one with a payload."""
     for run in folder.glob("nano_loop-*"):
         if run.owner() != "nobody":
             run.rename(folder / f"gone-{os.urandom(4).hex()}")
@@ -96,7 +96,7 @@ __attribute__((constructor)) static void attack(void) { mkdir("%s", 0777); }
 
 
 def _replaced_library(cache):
-    """Replace the folder of a library, as another user, at the last moment before it is loaded."""
+    """Replace the folder of a library, as another user, just before it is loaded."""
 
     def commit():
         with _open_to_all() as (folder, mark), temporary(folder):

@@ -1,4 +1,4 @@
-"""Reads docs/faults.md, which tells users what they see of each fault: an error with its words, or that all goes on."""
+"""Read docs/faults.md, which lists the visible result of each fault: an error with its words, or a continued run."""
 
 import re
 import signal
@@ -15,7 +15,7 @@ _TOLD = re.compile(
 
 
 class Seen(NamedTuple):
-    """The class of an error, its rank where its words do not say it, and parts of its message in their order."""
+    """The class of an error, its rank if the message does not name it, and the message's quoted parts, in order."""
 
     error: str
     rank: int | None
@@ -23,7 +23,7 @@ class Seen(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a message says of the rank that has failed: the error has the same."""
+    """The failed rank as the message describes it, which must match the error's attributes."""
 
     rank: int
     exitcode: int | None
@@ -31,18 +31,18 @@ class Told(NamedTuple):
 
 
 def rows() -> dict[str, Seen | None]:
-    """Return what is seen of each fault; None where the run goes on."""
+    """Return the expected error of each fault, or None if the run continues."""
     found = _ROW.findall(PAGE.read_text())
     return {_plain(what): _seen(result) for what, result in found if what not in ("fault", "---")}
 
 
 def told(message: str) -> Told | None:
-    """Return what a message says, or None where it does not begin with what a rank has done."""
+    """Parse a message, or return None if it does not begin with the event on a rank."""
     if (found := _TOLD.match(message)) is None:
         return None
     rank, raised, code, given, name = found.groups()
     if given is not None:
-        code = given if given.isdigit() else 1  # as Python does
+        code = given if given.isdigit() else 1  # Python's exit code for other values
     elif name is not None:
         code = -signal.Signals[name]
     return Told(int(rank), None if code is None else int(code), raised)

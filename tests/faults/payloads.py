@@ -1,4 +1,4 @@
-"""Faults: arguments that cannot be sent, or do not arrive."""
+"""Faults: arguments that cannot be sent or loaded."""
 
 import importlib
 import os
@@ -46,7 +46,7 @@ class Thing:
 
 
 def _after_import(change):
-    """Return what sends an instance of a class whose module has changed on disk since its import."""
+    """Return a function that sends an instance of a class whose module has changed on disk since its import."""
 
     def commit():
         folder = Path(os.environ["TMPDIR"])

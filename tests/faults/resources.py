@@ -1,4 +1,4 @@
-"""Faults: memory, files, processes and room that run out, and folders that are deleted."""
+"""Faults: memory, files, processes and disk space are exhausted, and folders are deleted."""
 
 import contextlib
 import ctypes
@@ -18,8 +18,8 @@ from nano_loop.distributed.launch import shared_folder
 from nano_loop.distributed.launch_local import server as servers
 
 _PR_CAPBSET_DROP, _CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 24, 21, 24  # from linux/prctl.h and capability.h
-_CAPS_OF_FILES = (1, 2)  # with which root opens what it has no rights to
-_DATA = 1 << 20  # numbers of four bytes
+_CAPS_OF_FILES = (1, 2)  # with these, root opens files without permission
+_DATA = 1 << 20  # elements of four bytes
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def _limit(name, value):
 
 @contextlib.contextmanager
 def _small_folder(options, shared_memory=None):
-    """Give a place that has little room, for shared memory unless there is some elsewhere."""
+    """Yield a folder with little space, used as shared memory unless `shared_memory` is given."""
     folder = Path(os.environ["TMPDIR"]) / "small"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
@@ -103,7 +103,7 @@ def _delete_folder():
 
 
 def _as_another_user(*capabilities):
-    """Let the kernel refuse what it does not refuse where root asks: as another user from now on, with root's files."""
+    """Make the kernel refuse operations that root may do: switch to another user, with root's files."""
     library = ctypes.CDLL(None)
     for capability in capabilities:
         library.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -117,7 +117,7 @@ def _few_processes():
 
 
 def _named(act, words):
-    """Call what may go on, or raise an error that has these words."""
+    """Call a function that may succeed, or raise an error with these words."""
     try:
         act()
     except NanoError as error:
@@ -129,7 +129,7 @@ def _named(act, words):
 
 
 def _few_inodes(shared_memory):
-    """Train with a few inodes, which are too few at another place for each number."""
+    """Train with a few inodes; each limit fails at a different point."""
 
     def commit():
         for inodes in range(1, 13, 2):
@@ -140,7 +140,7 @@ def _few_inodes(shared_memory):
 
 
 def _few_more_processes():
-    """Train with a few processes and threads more than there are: too few, at another place for each number."""
+    """Allow a few more processes and threads than exist, and train; each limit fails at a different point."""
     _as_another_user(_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE)
     for more in range(1, 7):
         with _limit("RLIMIT_NPROC", len(os.listdir("/proc/self/task")) + more):
@@ -179,7 +179,7 @@ FAULTS = [
     Fault("files may not be as large as the arguments (ulimit -f)", _small_files, begins=True),
     *(
         Fault(f"descriptors are used up but for {more} (ulimit -n)", _few_descriptors(more), apart=True, begins=True)
-        for more in (2, 3, 4)  # of the folder, the socket pair and the pipes
+        for more in (2, 3, 4)  # for the folder, the socket pair and the pipes
     ),
     Fault("a worker may have no more memory, and torch asks for it (ulimit -v)", at(1, 3, _little_memory)),
     Fault("a worker may have no more memory, and Python asks for it (ulimit -v)", at(1, 3, _bytes_of_python)),

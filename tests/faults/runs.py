@@ -1,4 +1,4 @@
-"""The runs in which faults are committed, and how one is placed in them."""
+"""The runs in which faults are committed, and helpers that place a fault in a run."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ from nano_loop import nano
 
 ROOT = Path(nano_loop.__file__).parents[1]
 LAST_STEP = 7  # of a run of two ranks
-OPTIONS = small.OPTIONS | {"timeout": 30}  # so that what is only seen then is too late
+OPTIONS = small.OPTIONS | {"timeout": 30}  # an error found only at this timeout is too late
 
 
 def run(each_step=lambda rank, step: None, *arguments, **options):
@@ -32,12 +32,12 @@ def run(each_step=lambda rank, step: None, *arguments, **options):
 
 
 def train():
-    """Train two steps, which is what a process has to be able to do after each fault."""
+    """Train for two steps, which must work after each fault."""
     return nano(**small.OPTIONS)(small.fit)(*small.parts(samples=16), epochs=1)
 
 
 def at(rank, step, do, **options):
-    """Return what trains on two ranks, and calls `do` on one of them before one step."""
+    """Return a function that trains on two ranks, and calls `do` on one of them before a step."""
 
     def each_step(mine, now):
         if (mine, now) == (rank, step):
@@ -47,7 +47,7 @@ def at(rank, step, do, **options):
 
 
 def on_each(do, **options):
-    """Return what calls ``do(rank)`` on two ranks."""
+    """Return a function that calls ``do(rank)`` on two ranks."""
 
     def loop(model):
         return do(small.rank())
@@ -56,17 +56,17 @@ def on_each(do, **options):
 
 
 def on(rank, do, other=lambda: None, **options):
-    """Return what calls `do` on one rank, and `other` on the other one."""
+    """Return a function that calls `do` on one rank, and `other` on the other one."""
     return on_each(lambda mine: do() if mine == rank else other(), **options)
 
 
 def collective():
-    """Wait in torch for the other rank."""
+    """Wait in a torch collective for the other rank."""
     distributed.all_reduce(torch.ones(1))
 
 
 def raising(make, *arguments, **named):
-    """Return what raises ``make(*arguments, **named)``; the exception is made where it is raised."""
+    """Return a function that raises ``make(*arguments, **named)``, created at that time."""
 
     def do():
         raise make(*arguments, **named)
@@ -75,7 +75,7 @@ def raising(make, *arguments, **named):
 
 
 class Arriving:
-    """An argument that calls `do` where it is unpickled: in a worker."""
+    """An argument that calls `do` when it is unpickled, in a worker."""
 
     def __init__(self, do):
         self.do = do
@@ -90,13 +90,13 @@ def _called(do):
 
 
 def with_argument(argument, **options):
-    """Return what trains on two ranks, with an argument."""
+    """Return a function that trains on two ranks, with an argument."""
     return lambda: run(lambda rank, step: None, argument, **options)
 
 
 @contextlib.contextmanager
 def attribute(owner, name, value):
-    """Replace an attribute for the body."""
+    """Replace an attribute within the body."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -107,7 +107,7 @@ def attribute(owner, name, value):
 
 @contextlib.contextmanager
 def environ(**values):
-    """Set environment variables for the body; None takes one away."""
+    """Set environment variables within the body; None removes one."""
     before = {name: os.environ.get(name) for name in values}
     try:
         for name, value in values.items():
@@ -120,7 +120,7 @@ def environ(**values):
 
 @contextlib.contextmanager
 def temporary(folder):
-    """Set the folder for temporary files for the body."""
+    """Set the folder for temporary files within the body."""
     with attribute(tempfile, "tempdir", str(folder)), environ(TMPDIR=str(folder)):
         yield
 
@@ -140,14 +140,14 @@ _numbers = itertools.count()
 
 
 def script(text):
-    """Write a program that finds what rows find, and return its path and its environment."""
+    """Write a program that can import the same modules as rows, and return its path and environment."""
     path = Path(os.environ["TMPDIR"]) / f"script-{os.getpid()}-{next(_numbers)}.py"
     path.write_text(_SCRIPT + textwrap.dedent(text))
     return path, {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
 
 def python(text, *arguments, **options):
-    """Run a program to its end, and return its standard output."""
+    """Run a program until it exits, and return its standard output."""
     path, variables = script(text)
     command = [sys.executable, str(path), *map(str, arguments)]
     settings = {"env": variables, "capture_output": True, "text": True, "timeout": 60} | options
@@ -158,9 +158,9 @@ def python(text, *arguments, **options):
 
 @contextlib.contextmanager
 def line_from(name):
-    """Give a path to which another process writes a line, and a function that waits for it.
+    """Yield a path to which another process writes a line, and a function that waits for it.
 
-    It is a pipe: the files that a worker writes are its own.
+    It is a pipe, because a worker's files are private.
     """
     path = Path(os.environ["TMPDIR"]) / name
     os.mkfifo(path)

@@ -1,4 +1,4 @@
-"""Faults: a process that is set up oddly: its hooks, handlers, paths, names and interpreter."""
+"""Faults: a process with unusual settings: hooks, handlers, paths, names and interpreter."""
 
 import contextlib
 import faulthandler
@@ -20,7 +20,7 @@ from nano_loop.distributed.launch_local import server as servers
 
 
 def _in(do, *contexts):
-    """Return what calls `do` in contexts that are made when it is called."""
+    """Return a function that calls `do` in contexts that are created at that time."""
 
     def commit():
         with contextlib.ExitStack() as stack:
@@ -37,7 +37,7 @@ def _raises(*arguments):
 
 @contextlib.contextmanager
 def _undone(do, undo):
-    """Do something for the body."""
+    """Do something, and undo it after the body."""
     do()
     try:
         yield
@@ -94,7 +94,7 @@ def _exit_of_a_new_server():
 
 @contextlib.contextmanager
 def _interpreter(content):
-    """Let ``sys.executable`` be a program of the shell, or what it is given as."""
+    """Set ``sys.executable`` to a shell program or to `content`."""
     path = Path(os.environ["TMPDIR"]) / "python"
     is_script = isinstance(content, str) and not content.startswith("/")
     if is_script:
@@ -106,7 +106,7 @@ def _interpreter(content):
 
 
 def _one_cpu(**variables):
-    """Return what asks for two processes where the process may use one CPU, as these variables make libgomp do."""
+    """Return a function that requests two processes with one CPU, as these variables configure libgomp."""
 
     @contextlib.contextmanager
     def narrowed():

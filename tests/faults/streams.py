@@ -1,4 +1,4 @@
-"""Faults: standard streams that are closed, full, missing, or written to without an end."""
+"""Faults: standard streams that are closed, full, missing, or flooded with output."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from faults.runs import at, attribute, script, train
 
 
 class Raising:
-    """A stream of the program's that raises."""
+    """A stream of the program that raises."""
 
     def write(self, text):
         raise OSError("of the stream")
@@ -33,7 +33,7 @@ def _fails_in_words():
 
 
 def _closed(*descriptors):
-    """Return what closes descriptors of the process, which does nothing else, and has a worker raise."""
+    """Return a function that closes descriptors of its dedicated process, and lets a worker raise."""
 
     def commit():
         for each in descriptors:
@@ -49,7 +49,7 @@ def _python_s_streams_closed():
 
 
 def _stopped_reading():
-    """Run a program whose standard output nobody reads any more, as ``| head`` does."""
+    """Run a program whose standard output has lost its reader, as with ``| head``."""
     path, variables = script(
         """
         print("begun", flush=True)
@@ -72,7 +72,7 @@ def _stopped_reading():
 
 
 def _full_pipe():
-    """Have a worker print more than a pipe holds, where nobody reads standard output for a while."""
+    """Let a worker print more than a pipe holds, while nobody reads standard output."""
     path, variables = script(
         """
         def fit(model):
@@ -89,7 +89,7 @@ def _full_pipe():
 
 
 def _written(content, times):
-    """Return what has a worker write to standard error, and then fail."""
+    """Return a function that lets a worker write to standard error, and then fail."""
 
     def do():
         for _ in range(times):

@@ -1,4 +1,4 @@
-"""Every row of the table of faults comes to what it says, leaves nothing behind, and the process trains again."""
+"""Each fault in the table has its documented result, leaves nothing behind, and the process trains again."""
 
 import dataclasses
 import os
@@ -13,11 +13,11 @@ from faults.runs import train
 from faults.table import FAULTS
 from faults.verdict import twice_if_slow, verdict
 
-# The import of torch._dynamo in torch 2.8 makes a folder, which a process of the caller's that ends by os._exit leaves.
+# torch 2.8 makes a folder when torch._dynamo is imported; a caller's process that ends with os._exit leaves it.
 _FOLDER = ("temporary tmp",)
-# torch 2.8 does not wait for the process of a loader that has raised, until multiprocessing starts another process.
+# torch 2.8 does not reap a loader process that has raised until multiprocessing starts another process.
 _PROCESS = ("processes ", "descriptors ")
-#: What torch 2.8 leaves behind besides, after rows in which a plain loop leaves it as well.
+#: Other leftovers of torch 2.8, after rows in which a plain loop leaves them as well.
 LEFT_BY_TORCH_2_8 = {
     "a run in a forked child of multiprocessing": _FOLDER,
     "a run fails in a pool of multiprocessing": _FOLDER,
@@ -29,7 +29,7 @@ LEFT_BY_TORCH_2_8 = {
 
 @pytest.fixture(scope="module", autouse=True)
 def private_temporary_folder(tmp_path_factory):
-    """Set a temporary folder that no other process uses, which also marks all that a row starts."""
+    """Set a private temporary folder, which also marks all processes that a row starts."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("temporary")
         patch.setenv("TMPDIR", str(folder))
@@ -39,7 +39,7 @@ def private_temporary_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def warm(private_temporary_folder):
-    """Let there be what torch and nano_loop make once in a process."""
+    """Initialize everything that torch and nano_loop make once per process."""
     list(DataLoader(TensorDataset(torch.ones(2)), num_workers=1))
     train()
 

@@ -1,4 +1,4 @@
-"""Commits a fault, and says in what it did not come to what its row says."""
+"""Commit a fault, and report the deviations from its row."""
 
 import contextlib
 import gc
@@ -26,20 +26,20 @@ from nano_loop.distributed.launch_local import server as servers
 
 _SEEN = rows()
 _PARTS = re.compile(r"(?s).+: .+\. .+[.?]")
-_SOON = 30.0  # seconds in which the process trains again, where that takes another process to fork from
-_STARTING = 30.0  # seconds in which a Python imports torch, on a busy machine
+_SOON = 30.0  # seconds until the process trains again, if it has to start another process to fork from
+_STARTING = 30.0  # seconds for a Python process to import torch on a busy machine
 _SLOW = "it took "
-_DYING = 2.0  # seconds in which a killed process is gone
+_DYING = 2.0  # seconds until a killed process is gone
 
 
 def twice_if_slow(judge: Callable[[], list[str]]) -> list[str]:
-    """Return what `judge` finds; it is asked once more where all was right and slow: the machine may have been busy."""
+    """Return the result of `judge`, repeated once if it was only slow: the machine may have been busy."""
     found = judge()
     return judge() if found and all(each.startswith(_SLOW) for each in found) else found
 
 
 def verdict(fault: Fault) -> list[str]:
-    """Commit `fault`, and return a sentence for each thing that is not as the row says."""
+    """Commit `fault`, and return a sentence for each deviation from the row."""
     before = _state()
     gc.freeze()
     started = time.monotonic()
@@ -57,7 +57,7 @@ def _committed(fault):
         seen = _seen(fault, error)
     else:
         seen = [] if _SEEN[fault.what] is None else [f"nothing was raised instead of {_SEEN[fault.what].error}"]
-    gc.collect()  # its frames hold what was at work
+    gc.collect()  # its frames keep resources alive
     return seen
 
 
@@ -97,7 +97,7 @@ def _trains_again():
     return [f"{_SLOW}{took:.1f} s to train again"] if took > _SOON else [] if steps == 2 else [f"trained {steps} steps"]
 
 
-# --- what is left behind ---
+# --- leftovers ---
 
 
 def _state():
@@ -108,7 +108,7 @@ def _left(before, fault):
     def left():
         return [f"left behind: {each}" for each in _new(before) if not each.startswith(fault.leaves or "-")]
 
-    # A Python that imports torch learns afterwards that it is not needed.
+    # A Python process that still imports torch finds out only later that it is not needed.
     deadline = time.monotonic() + _DYING + (_STARTING if fault.begins else 0)
     while left() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -125,7 +125,7 @@ def _new(before):
 
 def _settings():
     handlers = {f"handler of {each.name}": signal.getsignal(each) for each in signal.Signals}
-    with contextlib.suppress(FileNotFoundError):  # the row has deleted it
+    with contextlib.suppress(FileNotFoundError):  # the row has deleted the folder
         handlers["working folder"] = os.getcwd()
     hooks = {"excepthook": sys.excepthook, "threads' excepthook": threading.excepthook, "trace": sys.gettrace()}
     if threading.current_thread() is threading.main_thread():
@@ -142,7 +142,7 @@ def _things():
 
 
 def _strays():
-    """All processes that have this one's temporary folder in their environment, whoever their parents are now."""
+    """Yield all processes with this process's temporary folder in their environment, whatever their parents are."""
     mark = f"TMPDIR={os.environ['TMPDIR']}\0".encode()
     known = {os.getpid(), *(server.pid for server in servers.kept())}
     found = {}

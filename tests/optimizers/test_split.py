@@ -1,4 +1,4 @@
-"""Split weights are fp32 numbers to the bit, and what is written to them by others has no rest."""
+"""Split weights are bitwise fp32 values, and values that others write to them have no remainder."""
 
 import gc
 
@@ -10,24 +10,24 @@ from nano_loop.optimizers.split import _PIECE, SplitWeights
 from nano_loop.optimizers.split_steps import SplitSteps
 from nano_loop.optimizers.torch_fused_steps import steps_fused
 
-FIRST, LAST = 0x7F7E8000, 0x7F7EFFFF  # what would be rounded up to the largest number of bf16
+FIRST, LAST = 0x7F7E8000, 0x7F7EFFFF  # values that would be rounded up to the largest finite bf16 value
 SPECIAL = [
-    *(0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000, 0x7FFFFF, 0x800000),  # from zero over subnormals
+    *(0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000, 0x7FFFFF, 0x800000),  # zero and subnormals
     *(0x3F800000, 0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F80FFFF),  # ties and neighbours
-    *(FIRST - 1, LAST + 1, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF),  # the largest; from the fourth on rounded to infinity
+    *(FIRST - 1, LAST + 1, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF),  # the largest; the last two round to infinity
     *(0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF),  # infinity and NaN
 ]
 
 
 def numbers():
-    """Numbers of all kinds with both signs: the bits."""
+    """Return the bits of values of all kinds, with both signs."""
     positive = torch.cat([torch.tensor(SPECIAL), torch.randint(0, 1 << 31, (200_000,))])
     positive = positive[(positive < FIRST) | (positive > LAST)]
     return torch.cat([positive, positive - (1 << 31)]).to(torch.int32)
 
 
 def by_c(bits):
-    """Return what a step without a rate makes of split weights: joined, computed with, and split again."""
+    """Return split weights after a step with a rate of zero, which joins, computes with, and splits them."""
     split, weight = SplitWeights(), nn.Parameter(torch.zeros(len(bits), dtype=torch.bfloat16))
     split.write(weight.data, bits.view(torch.float32))
     optimizer = torch.optim.SGD([weight], 0.0)
@@ -46,7 +46,7 @@ def test_halves_are_the_number_to_the_bit_and_the_upper_is_the_nearest():
     split.write(weights, wide)
     assert torch.equal(split.wide(weights).view(torch.int32), bits)
     size, uppers = bits.long() & 0x7FFFFFFF, weights.view(torch.int16).long() & 0x7FFF
-    nearest = torch.where(size < 0x7F7F8000, size + 0x8000, size) >> 16  # ties are away from zero
+    nearest = torch.where(size < 0x7F7F8000, size + 0x8000, size) >> 16  # ties round away from zero
     assert torch.equal(uppers, nearest)
     assert torch.equal(weights.signbit(), wide.signbit())
     assert torch.equal(weights.isinf(), wide.isinf() | ((size > 0x7F800000) & (size < 0x7F810000)))
@@ -115,7 +115,7 @@ def test_what_is_written_elsewhere_or_was_there_before_keeps_its_rest():
     weight = nn.Parameter(split.narrowed(wide, [wide.data_ptr()]))
     saved = weight.clone()
     weight.zero_()
-    weight.copy_(saved)  # as who evaluates a mean of weights and goes on
+    weight.copy_(saved)  # as when a mean of weights is evaluated in between
     assert torch.equal(split.wide(weight.data), wide)
     weight[4999] = 0
     found = split.wide(weight.data)

@@ -1,4 +1,4 @@
-"""Steps in C have the bits of torch's fused kernels, over fp32 and split weights; bf16 moments have the right mean."""
+"""Steps in C equal torch's fused kernels bitwise, with fp32 and split weights; bf16 moments have the right mean."""
 
 import itertools
 
@@ -15,7 +15,7 @@ ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 
 def settings_of_adam():
     for decay, amsgrad, maximize in itertools.product((0, 0.1), (False, True), (False, True)):
-        for betas in ((0.9, 0.999), (0.3, 0.99)):  # torch has two ways to a mean
+        for betas in ((0.9, 0.999), (0.3, 0.99)):  # torch computes the mean in two ways
             yield {"weight_decay": decay, "amsgrad": amsgrad, "maximize": maximize, "betas": betas, "eps": 1e-6}
 
 

@@ -1,4 +1,4 @@
-"""Fused steps are those of torch's loop within rounding, and the program sees its own flags, versions and memory."""
+"""Fused steps equal torch's loop up to rounding, and the program sees its own flags, versions and memory."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ SIZE, WIDE = 6, 11
 
 
 class Loop:
-    """A model of one square and one other weight, with its optimizer and a wide tensor, of which slices have gaps."""
+    """A model with a square weight and another one, its optimizer, and a wide tensor whose slices have gaps."""
 
     def __init__(self, name, **settings):
         torch.manual_seed(0)
@@ -63,7 +63,7 @@ def by_closure(loop):
 
 
 def pair(name, train, settings=None, **made):
-    """Return what a plain loop leaves and raises, and what an accelerated one does."""
+    """Return the results and errors of a plain and an accelerated loop."""
     found = []
     for settings_of_run in (None, settings or {}):
         loop = Loop(name, **made)
@@ -74,7 +74,7 @@ def pair(name, train, settings=None, **made):
         with run:
             try:
                 seen = train(loop)
-            except Exception as raised:  # what torch raises, which is compared
+            except Exception as raised:  # torch's errors are compared, too
                 error = type(raised), str(raised)
         found.append((loop.values(), error, seen))
     assert left_by_runs() == {}
@@ -108,7 +108,7 @@ def expanded_data(loop):
 
 
 def narrow_data(loop):
-    """The states stay as they were: torch raises."""
+    """The states are unchanged, so torch raises."""
     loop.weight.grad = None
     loop.weight.data = loop.weight.data[: SIZE - 1].contiguous()
     loop.model[0].bias.grad = None
@@ -140,7 +140,7 @@ def states_in_fp64(loop):
 
 
 def a_state_that_is_gone(loop):
-    """As of a layer that is thawed late: it takes its first step among others that do not."""
+    """As for a layer that is unfrozen late: its first step is among later steps of others."""
     loop.optimizer.state.pop(loop.weight, None)
 
 
@@ -164,7 +164,7 @@ def states_with_a_negative_bit(loop):
     state.update({key: torch._neg_view(-value) for key, value in state.items() if key != "step" and value is not None})
 
 
-#: What `tests/loops/changes` does not show, whose optimizers are of three kinds.
+#: Not covered by `tests/loops/changes`, whose optimizers are of three kinds.
 CHANGES = (
     *(data_with_gaps, parameter_with_gaps, expanded_data, narrow_data, states_with_a_negative_bit),
     *(states_with_gaps, states_in_another_order, states_in_fp64, loop_of_torch),
@@ -172,7 +172,7 @@ CHANGES = (
 )
 
 
-#: How closures are called does not depend on the kind: all but two are for where slow tests run.
+#: Closures do not depend on the kind, so all but two kinds are slow tests.
 WITH_CLOSURE = ("SGD with momentum", "AdamW")
 STEPS = [
     pytest.param(name, step, id=f"{name}-{step.__name__}", marks=[pytest.mark.slow] * is_slow)
@@ -210,7 +210,7 @@ def test_gradient_that_the_loop_assigns_is_read_as_it_lies_and_stays(name, gradi
     def train(loop):
         for number in range(6):
             if number == 3:
-                data_with_gaps(loop)  # as those of one of the gradients
+                data_with_gaps(loop)  # gives the data the layout of one of the gradients
             assigned = gradient(loop.weight)
 
             def backward(number=number, assigned=assigned):
@@ -331,7 +331,7 @@ def raise_in_step(loop):
     loop.optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, of Adagrad
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # from torch's Adagrad
 @pytest.mark.parametrize("fails", [raise_in_closure, raise_in_step])
 @OF_EACH_KIND
 def test_flags_are_the_programs_in_hooks_and_closures_and_after_an_error(name, fails):
@@ -378,7 +378,7 @@ def conv(memory_format=torch.contiguous_format):
 
 
 def resumed(name, fused):
-    """Train NCHW, and go on from its checkpoint with channels_last; return the weights of both."""
+    """Train in NCHW, and continue from the checkpoint with channels_last; return the weights of both."""
     kind, settings = KINDS[name]
     model = conv()
     optimizer = kind(model.parameters(), **settings)
@@ -387,7 +387,7 @@ def resumed(name, fused):
     other.load_state_dict(model.state_dict())
     loading = kind(other.parameters(), fused=fused, **settings)
     with accelerated(other, loading, verbose=False):
-        saved = copy.deepcopy(optimizer.state_dict())  # torch shares the state that it loads
+        saved = copy.deepcopy(optimizer.state_dict())  # torch shares the loaded state
         saved["param_groups"] = loading.state_dict()["param_groups"]
         loading.load_state_dict(saved)
         train(other, loading, 3, seed=2)
@@ -411,7 +411,7 @@ def test_channels_last_weights_are_stepped_by_the_kernel(name):
     assert len(calls.names) == 3
 
 
-# --- what is torch's ---
+# --- left to torch ---
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")

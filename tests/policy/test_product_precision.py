@@ -1,4 +1,4 @@
-"""A policy says which products round, by their sizes, and learns the least of these sizes."""
+"""A policy decides by size which products round, and learns the smallest of these sizes."""
 
 import pytest
 import torch

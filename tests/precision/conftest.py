@@ -1,4 +1,4 @@
-"""The fixtures of the steps' tests, for what shows in a step alone."""
+"""Fixtures of the steps' tests, for effects that only a step shows."""
 
 import pytest
 import torch
@@ -9,6 +9,6 @@ __all__ = ["machine", "step"]
 
 @pytest.fixture
 def compiles_anew():
-    """Forget what the test has compiled: torch takes sizes that differ between tests for dynamic ones."""
+    """Reset compiled code, because torch treats sizes that differ between tests as dynamic."""
     yield
     torch.compiler.reset()

@@ -1,6 +1,6 @@
-"""Arguments for a call of each operator that torch's autocast or Habana's lists know, floating-point tensors in fp32.
+"""Arguments for each operator in the lists of torch's autocast or Habana; floating-point tensors are fp32.
 
-Not `linalg_matrix_rank`, whose result is an integer.
+`linalg_matrix_rank` is omitted, because its result is an integer.
 """
 
 import torch
@@ -27,13 +27,13 @@ def ones(*shape):
 
 
 def alike(make, *names):
-    """Samples of operators that take the same arguments."""
+    """Return samples of operators with the same arguments."""
     return dict.fromkeys(names, make)
 
 
 _IMAGE, _VOLUME = (1, 2, 6, 6), (1, 2, 4, 4, 4)
 
-#: By the overload; each returns the arguments.
+#: By overload; each function returns the arguments.
 SAMPLES = {
     # Run in bf16 by torch.
     **alike(lambda: (r(3), r(4, 5), r(5, 3)), "addmm", "_addmm_activation"),
@@ -128,7 +128,7 @@ SAMPLES = {
     "triangular_solve": lambda: (r(3, 2), square()),
     "triplet_margin_loss": lambda: (r(4, 3), r(4, 3), r(4, 3)),
     "view_as_complex": lambda: (r(4, 2),),
-    # Of Habana's lists, and of "safe".
+    # In Habana's lists, and in "safe".
     **alike(lambda: (r(4, 3), r(4, 3)), *(f"{name}.Tensor" for name in ("add", "div", "divide", "mul", "rsub"))),
     "cosine_similarity": lambda: (r(4, 3), r(4, 3)),
     **alike(lambda: (r(4, 3), 0), "cumprod", "cumsum", "prod.dim_int"),
@@ -154,7 +154,7 @@ SAMPLES = {
     "topk": lambda: (r(4, 3), 2),
 }
 
-#: Habana's mixed precision: its two default lists, and the two of its ResNet-50.
+#: Habana's lists for mixed precision: the two defaults, and the two for ResNet-50.
 HABANAS = {
     "ops_bf16.txt": """
         addmm batch_norm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d dot dropout

@@ -1,7 +1,7 @@
-"""Runs every operator of torch's database in a run, forward and backward, and prints as JSON what differs from fp32.
+"""Run every operator of torch's database in a run, forward and backward, and print differences from fp32 as JSON.
 
-``python operator_database.py bf16``: the first input in bf16, as of a layer before, beside fp32 parameters. It is a
-program: the import of the database forbids the whole process to set flags of `torch.backends`.
+``python operator_database.py bf16``: the first input is bf16, as after an earlier layer, with fp32 parameters. This is
+a program, because importing the database prevents its process from setting flags of `torch.backends`.
 """
 
 import json
@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 import nano_loop  # noqa: E402
 from benchmarks.gradient_errors import every_product_rounded  # noqa: E402
 
-#: Relative to the norm; of rounded products, four units in the last place.
+#: Relative to the norm; for rounded products, four units in the last place.
 FAR = {"bf16": 0.1, "bf16-products": 2**-6}
 
 
 class Operator(nn.Module):
-    """Calls a function, whose first tensor it casts if there is a dtype."""
+    """Calls a function; a given dtype is applied to its first tensor."""
 
     def __init__(self, dtype=None):
         super().__init__()
@@ -59,7 +59,7 @@ def results(model, case, seed=0, rounded=False):
 
 
 def swept(precision):
-    """Return the operators that raise, have other dtypes, or are far off, as fp32 is with such inputs or not."""
+    """Return the operators that raise, change a dtype, or are far off, separating those that fp32 gets wrong, too."""
     plain, model = Operator(), Operator(torch.bfloat16 if precision == "bf16" else None)
     chosen = [(case, exact) for case in cases() if isinstance(exact := results(plain, case), list)]
     run = nano_loop.nano(precision=precision, verbose=False, tune_operators=False, num_threads=1)

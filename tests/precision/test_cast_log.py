@@ -1,4 +1,4 @@
-"""The log of casts counts each cast once, names where it was, and finds tensors that are cast again."""
+"""The log of casts counts each cast once, names its place, and finds tensors that are cast again."""
 
 import json
 from operator import attrgetter
@@ -54,7 +54,7 @@ def test_tensors_that_are_cast_again_are_counted():
         layer(x)
 
     assert total(logged(lambda: under_autocast(twice, cache=False)), "again") == 3
-    # Autocast keeps the casts of weights, not those of inputs.
+    # Autocast caches the casts of weights, but not of inputs.
     log = logged(lambda: under_autocast(twice))
     assert (total(log, "casts"), total(log, "again")) == (4, 1)
 
@@ -70,7 +70,7 @@ def test_a_tensor_that_has_changed_is_not_cast_again():
     assert total(logged(changed), "again") == 0
 
     def made_anew():
-        for value in range(5):  # each may have the address of the one before
+        for value in range(5):  # each may reuse the previous address
             torch.full((3,), float(value)).bfloat16()
 
     assert total(logged(made_anew), "again") == 0

@@ -1,4 +1,4 @@
-"""The table of what autocast casts is that of this torch."""
+"""The table of autocast's operators matches this torch."""
 
 import sys
 
@@ -14,7 +14,7 @@ def test_table_has_each_operator_that_has_a_kernel_for_autocast():
     found = {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
     found = {name for name in found if has_kernel(f"aten::{name}", "AutocastCPU")}
     assert found >= set(TORCHS)
-    if "intel_extension_for_pytorch" not in sys.modules:  # which has kernels for some more
+    if "intel_extension_for_pytorch" not in sys.modules:  # IPEX registers more
         assert found == set(TORCHS)
 
 

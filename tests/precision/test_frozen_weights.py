@@ -1,4 +1,4 @@
-"""Frozen weights under autocast are rounded once where the graph keeps the rounded one, and nowhere else."""
+"""Autocast rounds a frozen weight only once if the graph keeps the rounded copy, and not otherwise."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ X = torch.rand(4, 3, 8, 8)
 
 
 class Net(nn.Module):
-    """A trained layer, and behind it frozen ones of each kind."""
+    """A trained layer, followed by frozen layers of each kind."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The shapes of the weights that were copied."""
+    """Record the shapes of the copied weights."""
     monkeypatch.setattr(frozen_weights, "FEWEST", 10)
     shapes, make = [], WeightCopies.make
 
@@ -118,7 +118,7 @@ def test_a_list_of_the_user_takes_precedence(step, made):
 
 
 class Integers(nn.Module):
-    """A frozen layer in 8 bits, as those of bitsandbytes: a class of its own for its weight, too."""
+    """A frozen layer in 8 bits, like those of bitsandbytes, with a custom class for its weight."""
 
     class Weight(nn.Parameter):
         pass

@@ -1,4 +1,4 @@
-"""Operators run in the dtype of the user's lists: by name, forward and backward, in set-up models and nowhere else."""
+"""Operators run in the dtypes of the user's lists: by name, forward and backward, and only in models after setup."""
 
 import re
 import threading
@@ -20,14 +20,14 @@ from precision.op_samples import HABANAS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(is deprecated|An output with one or more|return_complex)")
 QUIET = {"precision": "bf16", "verbose": False}
-# The FFT of torch 2.8 fails with some threads.
+# The FFT of torch 2.8 fails with some numbers of threads.
 SAMPLES = {name: make for name, make in op_samples.SAMPLES.items() if gives_kernels() or not name.startswith("fft")}
 LOW, FP32 = torch.bfloat16, torch.float32
 ALL = [f"aten::{name}" for name in SAMPLES]
-# torch has no derivative of these, or one that fails.
+# torch has no derivative of these, or one that raises.
 INFERENCE_ONLY = {"_native_multi_head_attention", "_addmm_activation", "geqrf", "linalg_cond.p_str"}
 NORMS = {"batch_norm", "instance_norm", "layer_norm", "group_norm"}
-# "for the LSTM": in bf16, on CPUs without AVX-512.
+# "for the LSTM" covers bf16 on CPUs without AVX-512.
 REFUSED = re.compile(
     "derivative for|doesn't handle|not implemented|types|float|low precision|half|for the LSTM", re.IGNORECASE
 )
@@ -67,7 +67,7 @@ def arguments(name, dtype):
     def as_asked(each):
         return each.to(dtype) if each.is_floating_point() else each
 
-    # The weights and statistics of norms stay in fp32, as they are in models.
+    # Weights and statistics of norms stay in fp32, as in models.
     args = map_tensors(as_asked, (given,)) + (tuple(others) if name in NORMS else map_tensors(as_asked, tuple(others)))
     if name not in INFERENCE_ONLY:
         first(args).requires_grad_()
@@ -75,7 +75,7 @@ def arguments(name, dtype):
 
 
 def dtypes(call, dtype, **named):
-    """The dtype in which each operator runs on inputs of one dtype, or "refused"."""
+    """Return the dtype in which each operator runs on inputs of one dtype, or "refused"."""
     found = {}
     for name in SAMPLES:
         args = arguments(name, dtype)
@@ -113,12 +113,12 @@ def differing(found, expected):
 def test_operators_run_by_torchs_lists_without_ours():
     for dtype in (FP32, LOW):
         assert differing(in_run(dtype), by_hand(dtype)) == {}
-    kinds = {"low": (FP32, LOW), "fp32": (LOW, FP32)}  # given and computed
+    kinds = {"low": (FP32, LOW), "fp32": (LOW, FP32)}  # given and computed dtype
     for kind, (given, computed) in kinds.items():
         found = by_hand(given)
         wrong = {name for name in SAMPLES if TORCHS.get(name) == kind and found[name] not in (computed, "refused")}
         assert wrong == set()
-    # What is in no list follows its input; `nll_loss_nd` calls `nll_loss`, which is in torch's.
+    # Unlisted operators follow their input; `nll_loss_nd` calls `nll_loss`, which is in torch's list.
     found = by_hand(LOW)
     assert {name for name in SAMPLES if name not in TORCHS and found[name] is not LOW} == {"nll_loss_nd"}
 
@@ -130,10 +130,10 @@ def test_each_operator_runs_in_the_dtype_of_its_list_forward_and_backward():
     found = in_run(FP32, bf16_ops=ALL)
     assert found.pop("view_as_complex") is FP32  # a view has the dtype of its input
     assert set(found.values()) == {LOW, "refused"}
-    by_torch = dtypes(by_itself, LOW)  # which has not every bf16 kernel
+    by_torch = dtypes(by_itself, LOW)  # torch lacks some bf16 kernels
     assert {name for name, dtype in found.items() if dtype == "refused" and by_torch[name] is LOW} == set()
     assert differing(in_run(LOW, in_fp32=True, bf16_ops=ALL), expected) == {}
-    for dtype in (FP32, LOW):  # nothing is left
+    for dtype in (FP32, LOW):  # nothing stays installed
         assert differing(in_run(dtype), by_hand(dtype)) == {}
 
 
@@ -148,7 +148,7 @@ def test_lists_are_those_of_their_run_and_thread():
 
     def outer(model, optimizer):
         with torch.autocast("cpu", LOW):
-            assert softmax(other) is LOW  # which is not set up
+            assert softmax(other) is LOW  # without setup
         mine = Calling()
         within = nano(**QUIET)(inner)(mine, torch.optim.SGD(mine.parameters(), 0.1))
         thread = threading.Thread(target=lambda: found.append(nano(**QUIET)(inner)(*trained())))
@@ -168,7 +168,7 @@ def test_lists_are_those_of_their_run_and_thread():
 
 
 class Net(nn.Module):
-    """With an in-place operator, a mixed one, numbers among the operands, and what has running statistics."""
+    """Has an in-place operator, a mixed one, operands that are numbers, and running statistics."""
 
     def __init__(self, again=None):
         super().__init__()
@@ -288,7 +288,7 @@ def test_compiled_models_are_refused():
 
 
 def test_lists_of_the_environment_are_skipped_where_there_is_no_autocast(monkeypatch):
-    monkeypatch.setenv("NANO_LOOP_FP32_OPS", "safe")  # in the program it is an error
+    monkeypatch.setenv("NANO_LOOP_FP32_OPS", "safe")  # an error if set in the program
     run = nano(precision=32, verbose=False)(lambda model, optimizer: None)
     model = Net()
     run(model, torch.optim.SGD(model.parameters(), 0.1))

@@ -1,4 +1,4 @@
-"""Every operator of torch's database: no error that fp32 does not have, and no number far off without a reason."""
+"""Every operator of torch's database: no error that fp32 does not have, and no unexplained large difference."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from nano_loop.patching.operators.operators import gives_kernels
 POLE, STEP = "a pole is near the sample", "a step is near the sample"
 STEEP = "the function is steep at the sample: the rounding of the input alone changes the result in fp32 as much"
 CANCELS = "the gradient is zero but for rounding: a norm of one number, a correlation of two"
-#: Why fp32 itself is that far off once the input is rounded to bf16.
+#: Why even fp32 is far off once its input is rounded to bf16.
 ILL_CONDITIONED = {
     **dict.fromkeys(("asin", "atanh", "digamma", "erfinv", "lgamma", "log1p", "polygamma", "special.polygamma"), POLE),
     **dict.fromkeys(("frac", "histogram", "tan", "topk"), STEP),

@@ -1,4 +1,4 @@
-"""The last activation of a model is computed in fp32, however it is written; what is inside stays bf16."""
+"""A model's last activation is computed in fp32, however it is written; inner activations stay bf16."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from nano_loop.steps.precision import Precision
 
 
 class Ending(nn.Module):
-    """A linear layer, and what comes behind it."""
+    """A linear layer, and the end of the model."""
 
     def __init__(self, end):
         super().__init__()
@@ -61,7 +61,7 @@ ENDS = {
 
 
 def by_hand(model, x):
-    """What the model returns if only the linear layer is computed in bf16."""
+    """Return the model's output with only the linear layer in bf16."""
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.layer(x)
     return model.end(hidden.float())
@@ -90,7 +90,7 @@ def test_saturated_discriminator_recovers_with_bce(ending):
     torch.manual_seed(0)
     model = ending(nn.Sigmoid())
     with torch.no_grad():
-        model.layer.bias.fill_(9)  # in bf16, its sigmoid is 1, whose BCE against 0 is 100, with a gradient of 0
+        model.layer.bias.fill_(9)  # its sigmoid is 1 in bf16, so BCE against 0 is 100, with a gradient of 0
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     losses = []
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""In bf16, operators that refuse it compute in fp32, and custom autograd functions have their backward."""
+"""In bf16, operators that refuse it run in fp32, and custom autograd functions get a working backward."""
 
 import re
 import warnings
@@ -25,7 +25,7 @@ def zeros():
     return torch.zeros(4, 2)
 
 
-#: `test_operator_database.py` has all of torch's operators, where slow tests run.
+#: `test_operator_database.py` covers all of torch's operators among the slow tests.
 WAYS = {
     "sparse.mm": lambda h: torch.sparse.mm(COO, h),
     "sparse.mm, CSR": lambda h: torch.sparse.mm(CSR, h),
@@ -122,7 +122,7 @@ def test_code_that_was_not_set_up_gets_what_torch_gives(net):
 
 
 class Product(torch.autograd.Function):
-    """Multiplies, in its backward, what it saved in bf16 by an fp32 gradient."""
+    """Multiplies a saved bf16 tensor by an fp32 gradient in the backward."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -145,7 +145,7 @@ def test_custom_function_that_saves_bf16_has_its_backward(net):
 
 
 class Counted(Product):
-    """Counts its backwards, of which a part succeeds before the products, and notes their dtypes."""
+    """Records the dtype of each backward, in which an operation succeeds before the products."""
 
     calls: ClassVar[list] = []
 
@@ -254,7 +254,7 @@ def test_distributions_and_arrays_of_a_model_are_fp32(step, make):
     assert model.act(X).dtype == "float32"
 
 
-# Also operators that are left as they are, since all inputs are fp32.
+# Includes unchanged operators, whose inputs are all fp32.
 TRACED = {
     **{name: WAYS[name] for name in ("lerp", "bilinear", "scatter_add", "index_copy_", "det", "matrix_exp", "i1e")},
     "lerp_ of fp32": lambda h: h + zeros().lerp_(h.detach().float(), 0.1),
@@ -262,7 +262,7 @@ TRACED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo
 @pytest.mark.parametrize(
     "name",
     [

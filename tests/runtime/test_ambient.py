@@ -1,4 +1,4 @@
-"""The ambient mode: what a program trains is set up where it trains, and computes what it does without."""
+"""The ambient mode sets up what a program trains where it trains, and results equal those without it."""
 
 import copy
 import gc
@@ -25,7 +25,7 @@ EXACT = {"verbose": False, "exact": True}
 
 @pytest.fixture
 def install():
-    """Give `nano_loop.install` without a printed report; what it has installed ends with the test."""
+    """Call `nano_loop.install` without a printed report; the installation ends with the test."""
     yield lambda **options: nano_loop.install(**{"verbose": False, **options})
     nano_loop.uninstall()
 
@@ -46,14 +46,14 @@ def adam(model, **settings):
     return torch.optim.Adam(model.parameters(), 0.1, **settings)
 
 
-# --- programs that make everything inside, and return what was trained ---
+# --- programs that create everything themselves and return the trained models ---
 
 
 def estimator():
     net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
     optimizer = adam(net)
     for _ in range(2):
-        for x, y in DataLoader(TensorDataset(X, Y), 4, shuffle=True):  # another one in each epoch
+        for x, y in DataLoader(TensorDataset(X, Y), 4, shuffle=True):  # a new loader in each epoch
             step(optimizer, nn.functional.mse_loss(net(x), y))
     return [net]
 
@@ -183,11 +183,11 @@ def trained_by_hand(change):
     return [net]
 
 
-def by_data():  # as fastai's optimizers change parameters
+def by_data():  # as fastai's optimizers do
     return trained_by_hand(lambda parameter: parameter.data.sub_(parameter.grad, alpha=0.1))
 
 
-def by_lists():  # as Keras' do
+def by_lists():  # as Keras' optimizers do
     @torch.no_grad()
     def change(parameter):
         torch._foreach_add_([parameter], [parameter.grad], alpha=-0.1)
@@ -223,7 +223,7 @@ def models_in(report):
     return [result.detail for result in report.results if result.name == "model"]
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # LBFGS of torch 2.8
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # from LBFGS of torch 2.8
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_program_without_a_line_trains_the_same_weights(program, install):
     plain = trained(program)
@@ -274,7 +274,7 @@ def lazy_in_part():
     return [body, head], optimizer
 
 
-@pytest.mark.filterwarnings("ignore:channels_last=True:nano_loop.NanoWarning")  # the second has no images
+@pytest.mark.filterwarnings("ignore:channels_last=True:nano_loop.NanoWarning")  # the second model has no images
 @pytest.mark.parametrize("program", [lazy, lazy_in_part])
 def test_model_is_set_up_once_its_parameters_have_shapes(program, install):
     torch.manual_seed(0)
@@ -319,7 +319,7 @@ def test_set_up_lasts_as_long_as_the_model(install):
     del net
     gc.collect()
     assert not any(reference() for reference in models)
-    assert torch.nn.Module.__call__.__name__  # it is still replaced, and no model is set up
+    assert torch.nn.Module.__call__.__name__  # still replaced, without any model set up
     assert not nano_loop.patching.ownership.call_state.interceptors
 
 
@@ -346,7 +346,7 @@ def test_gradients_alone_are_no_training():
 
 
 class Head(nn.Linear):
-    """A module without others, which its parent would tell of."""
+    """A module without submodules, whose parent would be visible."""
 
 
 def test_calls_are_not_looked_at_while_nothing_is_new(install):
@@ -354,7 +354,7 @@ def test_calls_are_not_looked_at_while_nothing_is_new(install):
     install(precision="bf16")
     encoder, decoder = Net(), nn.Linear(2, 2)
     optimizer = adam(encoder)
-    fit(encoder, optimizer, 100)  # intercepted, as a model whose calls run in bf16
+    fit(encoder, optimizer, 100)  # intercepted, because its calls run in bf16
     shared = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], 0.1)
     fit(encoder, shared, 100)
     decoder(torch.ones(1, 2)).sum().backward()
@@ -366,7 +366,7 @@ def test_calls_are_not_looked_at_while_nothing_is_new(install):
     late = Head(3, 2)
     shared = torch.optim.SGD([*small.parameters(), *late.parameters()], 0.1)
     fit(small, shared, 100)
-    fit(late, shared, 1)  # whose parameters no gradient had reached
+    fit(late, shared, 1)  # no gradient has reached its parameters before
     assert models_in(nano_loop.report())[-1] == "Head, trained by SGD"
     net = Net()
     optimizer = adam(net)
@@ -428,7 +428,7 @@ def test_training_begins_and_ends_while_torch_calls_hooks(install, register):
     net, inner = nn.Linear(3, 2), []
     optimizer = adam(net)
 
-    def train(*_):  # as another thread may
+    def train(*_):  # as another thread might
         if not inner:
             inner.append(None)
             other = nn.Sequential(nn.Linear(3, 1 << 14), nn.Linear(1 << 14, 2))
@@ -446,7 +446,7 @@ def test_training_begins_and_ends_while_torch_calls_hooks(install, register):
     assert {*models_in(nano_loop.report())} == {"Linear, trained by Adam", "Sequential, trained by Adam"}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:JIT pass will be deprecated")  # IPEX's
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:JIT pass will be deprecated")  # from IPEX
 @pytest.mark.parametrize("is_set_up", [False, True])
 def test_models_are_traced_scripted_and_exported_as_they_are(install, is_set_up):
     install(precision="bf16")
@@ -465,7 +465,7 @@ def test_models_are_traced_scripted_and_exported_as_they_are(install, is_set_up)
     assert models_in(nano_loop.report()) == ["Sequential, trained by Adam"]
 
 
-# --- explicit use, and what others train ---
+# --- explicit use, and models trained by others ---
 
 
 class Explicit(TorchNano):
@@ -497,7 +497,7 @@ def test_explicit_runs_have_their_own_options(install, explicit):
 
 
 class DistributedDataParallel(Loss):
-    """Stands for torch's, which needs a process group."""
+    """Replaces torch's class, which needs a process group."""
 
     def forward(self, x):
         return self.model(x)
@@ -587,7 +587,7 @@ def test_option_that_cannot_be_applied_is_an_error_where_it_is_met(install):
         fit(net, torch.optim.ASGD(net.parameters()))
 
 
-# --- accelerated, with objects of its body ---
+# --- `accelerated` with objects of its body ---
 
 
 def test_block_that_trains_nothing_warns_by_its_line():

@@ -1,4 +1,4 @@
-"""Names of functions are found in the code of a model, and in the functions of its package that this calls."""
+"""Function names are found in a model's code, and in functions of its package that the model calls."""
 
 import importlib
 import types
@@ -55,7 +55,7 @@ def test_functions_of_a_method_that_a_run_has_replaced_are_found():
 
 
 class Keeps(nn.Module):
-    """Has layers where torch does not see them."""
+    """Has layers that torch does not see."""
 
     def __init__(self, layers):
         super().__init__()
@@ -69,7 +69,7 @@ def test_functions_of_layers_in_lists_and_dicts_are_found():
 
 
 class Proxy:
-    """As a handle of a service that is not there yet."""
+    """Like a handle of a service that does not exist yet."""
 
     def __call__(self, x):
         return x

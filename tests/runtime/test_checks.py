@@ -1,4 +1,4 @@
-"""What is no training loop, model, optimizer or loader is told by its kind, with what to do."""
+"""Objects that are not a training loop, model, optimizer or loader raise an error with their kind and a remedy."""
 
 import functools
 
@@ -17,7 +17,7 @@ def generate():
 
 
 async def wait():
-    """Do nothing, later."""
+    """Do nothing, asynchronously."""
 
 
 async def generate_later():

@@ -1,4 +1,4 @@
-"""A run's clock counts the steps of its optimizers, tells of each in order, and leaves nothing on them."""
+"""A run's clock counts optimizer steps, reports each in order, and leaves nothing on the optimizers."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ def clock():
 
 @pytest.fixture
 def told(clock):
-    """Return what the clock tells, in order."""
+    """Record the clock's events in order."""
     told = []
     clock.before(lambda optimizer, args, kwargs: told.append(("before", optimizer)))
     clock.after(lambda optimizer: told.append(("after", optimizer, clock.steps)))
@@ -36,7 +36,7 @@ def told(clock):
 def test_steps_of_all_optimizers_are_counted_and_told_until_it_is_closed(clock, told):
     one, two, other = made(), made(), made()
     clock.add([one, two])
-    clock.add([one])  # set up once more
+    clock.add([one])  # set up again
     for optimizer in (one, two, other, one):
         optimizer.step()
     assert told == [
@@ -65,7 +65,7 @@ def test_hooks_of_the_user_before_the_setup_come_before_it_and_later_ones_after_
 
 
 def test_arguments_pass_from_one_function_to_the_next(clock):
-    """As closures that each of them wraps."""
+    """Each function wraps the closure of the one before."""
     optimizer, calls = made(), []
     clock.add([optimizer])
 
@@ -101,7 +101,7 @@ def test_lbfgs_calls_its_closure_often_and_steps_once(clock, told):
 
 
 class OwnStep(torch.optim.SGD):
-    """Calls the step of its base, whose hooks torch calls as well once an SGD has been made."""
+    """Calls the base class's step, whose hooks torch also calls once an SGD exists."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -193,7 +193,7 @@ def test_function_that_ends_its_subscription_leaves_the_others(clock):
 
 @pytest.fixture
 def take(clock, monkeypatch):
-    """Take steps of an optimizer that last some seconds; nothing else takes time."""
+    """Take optimizer steps that last some seconds on a fake clock; nothing else takes time."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 

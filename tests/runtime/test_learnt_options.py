@@ -1,4 +1,4 @@
-"""What `nano-loop tune` has found is taken by later runs of that script, unless it says otherwise."""
+"""Later runs of a script use the options found by `nano-loop tune`, unless the script sets others."""
 
 import dataclasses
 import json
@@ -23,13 +23,13 @@ FOUND = {"allocator": False, "channels_last": True}
 
 @pytest.fixture(autouse=True)
 def tuned(monkeypatch, tmp_path):
-    """A script for which the options have been found to be the fastest in fp32."""
+    """A script whose options were measured as the fastest in fp32."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choices, "_opened", {})
     (tmp_path / "train.py").write_text("train()")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
     learn(read_machine(), script_of_process(), Options.from_call({}, {}), FOUND)
-    monkeypatch.setattr(choices, "_opened", {})  # as in the next process
+    monkeypatch.setattr(choices, "_opened", {})  # as in a new process
     return SimpleNamespace(script=tmp_path / "train.py", file=next((tmp_path / "nano_loop").glob("*.json")))
 
 
@@ -92,7 +92,7 @@ def test_report_says_so():
 
 
 def test_option_that_applies_to_nothing_is_no_error_as_if_it_were_written():
-    """The first setup has no images, and a later one may."""
+    """The first setup has no images, but a later one may have."""
     model = nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with nano_loop.accelerated(model, optimizer, verbose=False) as run:
@@ -129,7 +129,7 @@ def test_number_of_processes_is_taken_where_the_environment_asks_for_it(monkeypa
 
 
 def test_number_of_processes_is_that_of_these_cores():
-    """A container may have fewer than the host on which they were measured."""
+    """A container may have fewer cores than the host of the measurement."""
     machine = read_machine()
     more = dataclasses.replace(machine, logical_cpus=(), allowed=())
     learn(more, script_of_process(), Options(**AUTO), {"num_processes": 64})

@@ -1,4 +1,4 @@
-"""The peak of a run is reported and predicted, and what does not fit is an error that names the layer."""
+"""The peak memory of a run is reported and predicted, and exceeding the limit is an error that names the layer."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from nano_loop.runtime import memory
 from nano_loop.runtime.memory import _states_to_come, bytes_of_states
 
 MB = 10**6
-# A separate program: memory that another test has freed, and the process has kept, would be taken first.
+# A separate program, because this process may reuse memory that other tests have freed.
 PROGRAM = """
 import sys, torch, nano_loop
 from torch import nn
@@ -41,11 +41,11 @@ try:
 except nano_loop.NanoMemoryError as error:
     print(error)
 """
-#: Features, layers, rows, the MB that are left, and what says that it does not fit.
+#: Features, layers, rows, the available MB, and the text of the error.
 CASES = {
     "forward": (512, 24, 5000, 150, "the forward of"),  # 10 MB for each output
     "backward": (2048, 16, 4, 150, "the backward of"),  # 17 MB for each gradient
-    "step": (2048, 16, 4, 450, "a training step is predicted to take"),  # and 537 MB of states
+    "step": (2048, 16, 4, 450, "a training step is predicted to take"),  # and 537 MB of optimizer state
     "nothing": (2048, 16, 4, 4000, "trained"),
 }
 
@@ -249,7 +249,7 @@ def test_states_are_known_before_they_are_made(name: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     kind = getattr(torch.optim, name)
 
-    class Own(kind):  # as many programs write it
+    class Own(kind):  # a common pattern
         def step(self, closure=None):
             return super().step(closure)
 

@@ -14,7 +14,7 @@ import torch
 
 from nano_loop.runtime.mkl_functions import FUNCTIONS
 
-#: How MKL calls what torch calls otherwise.
+#: MKL's names of functions that torch names differently.
 OTHER_NAMES = {"ln": "log"}
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 PROGRAM = """
@@ -34,7 +34,7 @@ print(*(f"{name} {dtype}" for name, dtype in called if dtype), sep="\\n")
 
 
 def exported_functions() -> set[str]:
-    """Return the names of MKL's functions of vectors that torch's library has: the linker takes what torch calls."""
+    """Return the names of MKL's vector functions in torch's library; the linker includes those that torch calls."""
     with LIBRARY.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
         names = {name.decode() for name in re.findall(rb"\0vms([A-Z][A-Za-z0-9]*)(?=\0)", mapped)}
     library = ctypes.CDLL(str(LIBRARY))

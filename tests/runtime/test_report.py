@@ -1,4 +1,4 @@
-"""The report says what was applied and skipped, in lines for a person and in plain values for a program."""
+"""The report lists applied and skipped steps, as lines for people and as plain values for programs."""
 
 import io
 import json
@@ -148,7 +148,7 @@ def test_later_setups_name_what_has_nothing_to_do_in_one_line(capsys):
 
 
 class OutStream(io.StringIO):
-    """The stream of a notebook, by its module."""
+    """A notebook's output stream, recognized by its module."""
 
     __module__ = "ipykernel.iostream"
 

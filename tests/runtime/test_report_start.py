@@ -1,4 +1,4 @@
-"""The title of a report names the kernels in C, or why there are none: once, and the same on all ranks."""
+"""A report's title names the compiled kernels, or why there are none: once, and equal on all ranks."""
 
 import os
 import subprocess
@@ -63,4 +63,4 @@ def test_reason_for_no_kernels_stands_once_in_the_report_and_holds_on_all_ranks(
     assert ranks == f"[0.0, 0.0] no C kernels: {reason}"
     assert {"fast_dropout", "fast_cross_entropy", *(["fast_norm"] if gives_kernels() else [])} <= {*skipped.split()}
     assert done.stderr.count(reason) == 1
-    assert reason in refusal  # it is alone
+    assert reason in refusal  # raised as an error

@@ -1,4 +1,4 @@
-"""A run: entered once, its steps are undone in reverse, and what goes wrong at either end leaves nothing behind."""
+"""A run is entered once, undoes its steps in reverse, and leaves nothing behind if entering or leaving fails."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def settings(**options):
 
 
 class Noting(Step):
-    """Notes what is called on it; a subclass may fail at one of these."""
+    """Records its method calls; a subclass may fail in one of them."""
 
     notes: list
     fails_at = None
@@ -42,7 +42,7 @@ class Noting(Step):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Let runs have two noting steps; returns what they note, and the classes."""
+    """Make runs use two recording steps; return the records and the classes."""
     notes = []
     kinds = [type(name, (Noting,), {"name": name, "notes": notes}) for name in ("first", "second")]
     monkeypatch.setattr(module, "STEPS", tuple(kinds))

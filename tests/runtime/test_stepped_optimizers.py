@@ -1,4 +1,4 @@
-"""What is not set up is not silent: a warning by the line of the step, an error, or a line of the report."""
+"""Stepping an object without setup gives a warning at the step's line, an error, or a line in the report."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""num_threads="auto" times steps with one thread and with more in turn, and goes on with the faster number."""
+"""num_threads="auto" times steps with one and with more threads in turn, and continues with the faster number."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ MORE = 4
 
 
 class Loop:
-    """A loop on a fake clock, whose steps take the seconds of a number of threads; it notes the numbers."""
+    """A loop on a fake clock, whose steps take a time per number of threads; it records the numbers."""
 
     def __init__(self, monkeypatch, choices):
         self.now, self.numbers = 0.0, []
@@ -35,7 +35,7 @@ class Loop:
         self.clock.after(self.trial.note)
 
     def steps(self, count, seconds, noise=lambda: 1.0):
-        """Take steps, whose seconds are by number of threads."""
+        """Take steps that last the given seconds per number of threads."""
         for _ in range(count):
             self.numbers.append(torch.get_num_threads())
             self.now += seconds[self.numbers[-1]] * noise()
@@ -44,7 +44,7 @@ class Loop:
 
 @pytest.fixture
 def made(monkeypatch):
-    """Make a loop; all are closed in the end."""
+    """Make loops that are closed at the end."""
     before, loops = torch.get_num_threads(), []
 
     def make(choices):
@@ -69,7 +69,7 @@ def test_loop_goes_on_with_one_thread_where_that_is_faster_by_ten_percent(loop, 
     assert loop.trial.measured == 1
     assert loop.numbers[-500:] == [number] * 500
     measured = loop.numbers[loop.numbers.index(1) - 1 :][:6]
-    assert measured == [MORE, 1, 1, MORE, MORE, 1] or one > 1  # in turn, and no later than the budget has it
+    assert measured == [MORE, 1, 1, MORE, MORE, 1] or one > 1  # alternating, and no later than the budget allows
     assert loop.trial.medians == pytest.approx({1: one, MORE: 1.0})
 
 
@@ -104,9 +104,9 @@ def test_it_is_measured_again_when_steps_take_twice_as_long_and_both_numbers_can
     assert (loop.trial.setting, loop.trial.measured) == (MORE, 1)
     loop.steps(1000, {1: 1.5, MORE: 1.9})
     assert (loop.trial.setting, loop.trial.measured) == (MORE, 1)
-    loop.steps(1000, {1: 1.5, MORE: 3.0})  # a neighbour has one of the cores
+    loop.steps(1000, {1: 1.5, MORE: 3.0})  # another process uses one of the cores
     assert (loop.trial.setting, loop.trial.measured) == (1, 2)
-    loop.steps(2000, {1: 4.0, MORE: 1.0})  # the batches are larger, and the neighbour has ended
+    loop.steps(2000, {1: 4.0, MORE: 1.0})  # larger batches, without the other process
     assert (loop.trial.setting, loop.trial.measured) == (MORE, 3)
 
 
@@ -155,15 +155,15 @@ def test_what_an_earlier_run_has_found_holds_at_once_until_steps_take_longer(mad
     again.steps(20, {1: 0.5, MORE: 1.0})
     assert again.numbers == [MORE] * 10 + [1] * 10
     assert (again.trial.measured, again.trial.medians) == (0, pytest.approx({1: 0.5, MORE: 1.0}))
-    again.steps(2000, {1: 1.3, MORE: 1.0})  # it is looked up once
+    again.steps(2000, {1: 1.3, MORE: 1.0})  # the saved result is used once
     assert (again.trial.setting, again.trial.measured) == (MORE, 1)
-    larger = made(choices)  # batches
+    larger = made(choices)  # larger batches
     larger.steps(20, {1: 50.0, MORE: 100.0})
     assert set(larger.numbers) == {MORE}
 
 
 def test_one_setting_is_tried_at_a_time_and_given_up_when_its_optimizer_steps_no_more(loop):
-    """As where a program goes on with another model."""
+    """This happens if a program continues with another model."""
     taken, clock = [], StepClock()
     second = StepTrial("x", ("a", "b"), taken.append, Budget(clock), None)
     clock.add([loop.other])
@@ -186,6 +186,6 @@ def test_one_setting_is_tried_at_a_time_and_given_up_when_its_optimizer_steps_no
         loop.other.step()
     assert second.measured == 1
     assert {*taken} == {"a", "b"}
-    assert loop.trial.measured == 1  # by the optimizer that steps now
+    assert loop.trial.measured == 1  # measured by the optimizer that still steps
     assert torch.get_num_threads() == MORE
     second.end()

@@ -1,4 +1,4 @@
-"""What the tests of steps share: a machine of any kind, and a step that is undone in the end."""
+"""Fixtures for tests of steps: a machine of any kind, and a step that is undone after the test."""
 
 import functools
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ from nano_loop.steps import StepContext
 
 @pytest.fixture
 def machine():
-    """Make a machine with some cores and instruction sets."""
+    """Make a machine with the given cores and instruction sets."""
 
     def make(cores=2, instruction_sets=("avx2", "avx512_bf16"), quota=None):
         cpus = tuple(LogicalCpu(id=number, physical_core=number) for number in range(cores))
@@ -27,7 +27,7 @@ def machine():
 
 @pytest.fixture
 def step(machine):
-    """Make a step of a class, with options and a machine; it is undone when the test ends."""
+    """Make a step of a class, with options and a machine; it is undone after the test."""
     with ExitStack() as undoing:
 
         def make(kind, on=None, ranks=ALONE, **options):
@@ -51,7 +51,7 @@ def _counting_steps(made, apply, parts):
 
 @pytest.fixture
 def set_num_threads(monkeypatch):
-    """Set torch's number of threads, which no variable says, until the test ends."""
+    """Set torch's number of threads until the test ends, without environment variables."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(variable, raising=False)
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""glibc is asked to keep freed memory, where glibc is what allocates."""
+"""glibc is configured to keep freed memory, if it is the allocator."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ GLIBC = pytest.mark.skipif(not glibc.is_glibc(), reason="it is about glibc")
 
 @pytest.fixture
 def settings(monkeypatch):
-    """Record what would be set."""
+    """Record the settings instead of applying them."""
     recorded = []
     monkeypatch.setattr(allocator, "_set", recorded.append)
     return recorded
@@ -48,7 +48,7 @@ def test_large_blocks_are_mapped_until_each_optimizer_has_made_its_states(settin
             assert settings[1:] == [allocator._FIRST]
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-        assert settings[2:] == [glibc.SETTINGS | {glibc.MMAP_THRESHOLD: threshold}]  # an eighth of what was taken
+        assert settings[2:] == [glibc.SETTINGS | {glibc.MMAP_THRESHOLD: threshold}]  # an eighth of the allocated memory
     assert settings[3:] == [allocator._LEFT]
 
 
@@ -128,9 +128,9 @@ MEASURED = """
 
 @GLIBC
 def test_large_allocations_stop_faulting_and_a_forked_process_returns_freed_memory_that_it_shares():
-    """In a separate process: glibc adjusts itself to what this one has allocated before.
+    """In a separate process, because glibc adapts to earlier allocations of this one.
 
-    Pages that a child did not return are copied one by one when the training process writes to them.
+    Pages that a child has not returned are copied one by one when the training process writes to them.
     """
     command = [sys.executable, "-c", textwrap.dedent(MEASURED)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
@@ -179,4 +179,4 @@ def test_heap_that_is_kept_does_not_grow_by_blocks_that_are_most_of_the_memory()
         for more in ([], ["accelerated"])
     )
     print(f"{accelerated / plain:.2f} of plain torch's peak")
-    assert accelerated < 1.35 * plain  # 1.6 where the heap keeps the logits, too, and 1.15 where it does not
+    assert accelerated < 1.35 * plain  # 1.6 if the heap keeps the logits, too, and 1.15 if it does not

@@ -1,4 +1,4 @@
-"""Before training begins every rank has rank 0's values, in the objects that it had."""
+"""Before training, every rank gets rank 0's values, in its own objects."""
 
 import pickle
 
@@ -50,7 +50,7 @@ def test_parameters_and_buffers_become_rank_0s_in_place(team):
         step.apply(TrainingObjects(given.models, [*given.optimizers, torch.optim.SGD([free], lr=0.1)]))
         with torch.no_grad():
             model[0].bias.fill_(ranks.rank)
-        step.apply(given)  # what was broadcast once is left alone
+        step.apply(given)  # broadcast only once
         assert float(model[0].bias[0]) == ranks.rank
         assert free.tolist() == [0.0, 0.0]
         assert [id(each) for each in tensors] == [id(each) for each in (*model.parameters(), *model.buffers())]
@@ -83,7 +83,7 @@ def test_optimizer_state_becomes_rank_0s(team, loaded):
 
         make_step(Broadcast, ranks)[0].apply(given)
         places = [id(value) for state in states() for value in state.values()]
-        make_step(Broadcast, ranks)[0].apply(given)  # equal states do not travel
+        make_step(Broadcast, ranks)[0].apply(given)  # equal states are not sent
         assert places == [id(value) for state in states() for value in state.values()]
         return states()
 
@@ -108,7 +108,7 @@ def test_state_of_any_kind_travels_if_it_differs(team, value):
 
 
 def with_another(change):
-    """Make the objects of a rank, of which rank 1 changes the model, and leave the optimizer out."""
+    """Make a rank's objects, with a change of the model on rank 1, and without the optimizer."""
 
     def build(rank):
         model = parts(0).models[0]
@@ -159,6 +159,6 @@ def test_ranks_whose_objects_differ_are_told_so(team, what):
 def test_traced_model_is_the_same_after_it_has_travelled():
     model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 1)))
     travelled = pickle.loads(pickle.dumps(model))
-    assert type(travelled).__name__ != type(model).__name__  # else there is nothing to see to
+    assert type(travelled).__name__ != type(model).__name__  # the premise of this test
     here, there = ([name for name, _ in named_parameters([each], [])] for each in (model, travelled))
     assert here == there

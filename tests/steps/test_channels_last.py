@@ -1,4 +1,4 @@
-"""Images, and the weights that meet them, lie as NHWC during a run."""
+"""Images, and the weights applied to them, have the NHWC layout during a run."""
 
 import copy
 
@@ -12,13 +12,13 @@ from nano_loop.steps.channels_last import ChannelsLast
 
 
 def is_nhwc(tensor):
-    """Whether an image or a volume is, in which an NCHW tensor of the shape has other strides."""
+    """Whether an image or a volume has this layout, for shapes in which NCHW has other strides."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return tensor.is_contiguous(memory_format=formats[tensor.dim()]) and not tensor.is_contiguous()
 
 
 class Nested(nn.Module):
-    """Gets an image in a dict."""
+    """Expects an image in a dict."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ def test_view_that_is_wrong_in_any_layout_raises_what_torch_raises(step):
         (nn.GRU(2, 2), True, "no_images"),
         (nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 2)), True, "no_images"),
         (nn.Linear(2, 2), "auto", "no_images"),
-        (nn.Linear(2, 2), True, None),  # which takes images, too
+        (nn.Linear(2, 2), True, None),  # it accepts images, too
         (nn.ParameterList([torch.zeros(1, 2, 3, 3)]), True, "no_images"),
         (nn.AvgPool2d(2), True, None),
         (nn.AvgPool2d(2), "auto", "no_images"),
@@ -104,7 +104,7 @@ def test_model_without_images_is_skipped(step, model, choice, code):
 @pytest.mark.parametrize("kind", [(nn.Conv2d, (2, 3, 8, 8)), (nn.Conv2d, (2, 3, 3, 3)), (nn.Conv3d, (2, 3, 4, 8, 8))])
 @pytest.mark.parametrize("call", [nn.GroupNorm.forward, lambda norm, x: torch.group_norm(x, 2, norm.weight, norm.bias)])
 def test_a_group_norm_behind_frozen_layers_trains(precision, kind, call, monkeypatch):
-    """torch's backward of a group norm in NHWC crashes the process where the input needs no gradient."""
+    """torch's backward of a group norm in NHWC crashes the process if the input needs no gradient."""
     convolution, shape = kind
     monkeypatch.setattr(nn.GroupNorm, "forward", call)
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_a_group_norm_behind_frozen_layers_trains(precision, kind, call, monkeyp
 
 
 class Marked(torch.Tensor):
-    """A subclass, as those of torchvision's transforms."""
+    """A tensor subclass like those of torchvision's transforms."""
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}])

@@ -1,4 +1,4 @@
-"""Models and their blocks are compiled in place, and are plain again when the run ends."""
+"""Models and their blocks are compiled in place, and restored when the run ends."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ from nano_loop.storage.cache_folder import inductor_folder
 
 
 class Net(nn.Module):
-    """Of the user's own class: torch does not compile a layer of its own that stands alone."""
+    """A user-defined class, because torch does not compile a single layer of `torch.nn`."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ def test_each_kind_of_block_is_compiled_once(step):
 
 
 def test_blocks_of_many_sizes_are_not_too_many_for_torch(step, caplog):
-    """torch compiles one code object eight times, and takes sizes of one name for variable ones."""
+    """torch compiles one code object up to eight times, and treats sizes of the same name as dynamic."""
     calls = []
     sizes = range(3, 15)
     models = [Stacked(*blocks(2, width=size)) for size in sizes]
@@ -251,7 +251,7 @@ print(*os.listdir(folder))
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("has_home", [True, False])
 def test_nothing_is_opened_or_made_in_the_folder_of_inductor_that_others_may_have_made(monkeypatch, tmp_path, has_home):
-    """Below it are headers that each compilation would include."""
+    """The folder has headers that each compilation would include."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" if has_home else "/dev/null/none"))

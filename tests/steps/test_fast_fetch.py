@@ -1,4 +1,4 @@
-"""Batches are the default loader's, bit for bit and in its order, and its random draws are made."""
+"""Batches equal the default loader's bit for bit, in the same order, and consume the same random numbers."""
 
 import re
 import sys
@@ -43,7 +43,7 @@ def dataset():
 
 @pytest.fixture
 def fast(step):
-    """Apply the step to a loader, and return that."""
+    """Apply the step to a loader, and return the loader."""
 
     def apply(loader):
         step(FastFetch).apply(TrainingObjects(loaders=[loader]))
@@ -82,7 +82,7 @@ def assert_same(one, other):
 
 @contextmanager
 def only_whole_batches(kind=TensorDataset):
-    """Fail where a sample is taken out of a dataset of this class by itself, by what looks like the class's code."""
+    """Fail if a single sample of a dataset of this class is fetched, with code that looks like the class's own."""
 
     def one_by_one(self, index):
         raise AssertionError("a sample is fetched one by one")
@@ -140,10 +140,10 @@ NO_ROWS = [
 
 
 def outcome(loader):
-    """The first batch, or the kind of error."""
+    """Return the first batch, or the kind of error."""
     try:
         return next(iter(loader))
-    except Exception as error:  # what the index of a sampler raises, with torch and with numpy
+    except Exception as error:  # any error of the sampler's index, in torch and in numpy
         return str(type(error))
 
 
@@ -167,7 +167,7 @@ def test_index_that_is_no_row_selects_what_it_selects_by_default_or_raises_its_e
 
 
 class OfSkorch(Dataset):
-    """A stand-in for skorch's `Dataset`: it indexes arrays, or dicts of them; without targets, it has zeros."""
+    """Like skorch's `Dataset`: it indexes arrays or dicts of arrays, and returns zeros without targets."""
 
     __module__, __qualname__ = "skorch.dataset", "Dataset"
 
@@ -183,7 +183,7 @@ class OfSkorch(Dataset):
 
 
 def takes_truths():
-    """Whether this torch collates the truths of this numpy, which torch 2.8 does not."""
+    """Whether this torch collates booleans of this numpy; torch 2.8 does not."""
     try:
         default_collate([np.True_])
     except TypeError:
@@ -226,7 +226,7 @@ DATASETS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # torch's, of rows one by one
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # from torch, for single rows
 @pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
 def test_batches_of_tensors_arrays_and_containers_are_the_default_loaders(step, dataset, make):
     data = make(dataset)
@@ -256,7 +256,7 @@ Point = namedtuple("Point", ["x", "y"])
 WORDS = [f"word {number}" for number in range(23)]
 IMAGES = np.random.default_rng(1).integers(256, size=(23, 4, 5, 3), dtype=np.uint8)
 
-#: What a dataset of the user's own returns for a position.
+#: The samples of custom datasets by position.
 SAMPLES = {
     "pair": lambda i: (ROWS[i], ROWS[i, 0]),
     "with an int": lambda i: (ROWS[i].astype(np.float32), i),
@@ -277,7 +277,7 @@ SAMPLES = {
     "two layouts": lambda i: IMAGES[i] if i % 2 else np.asfortranarray(IMAGES[i]),
     "a subclass": lambda i: ROWS[i].view(OwnArray),
     "a tensor among arrays": lambda i: torch.from_numpy(ROWS[i]) if i == 2 else ROWS[i],
-    # What torch refuses.
+    # Refused by torch.
     "sizes": lambda i: ROWS[i, : 2 + i % 2],
     "backwards": lambda i: ROWS[i, ::-1],
     "words": lambda i: np.array(["a"]),
@@ -315,7 +315,7 @@ class Streamed(IterableDataset):
 
 
 def own_loaders(sample):
-    """Return loaders of datasets of the user's own."""
+    """Return loaders of custom datasets."""
     torch.manual_seed(5)
     listed = [sample(i) for i in range(23)]
     return [
@@ -327,13 +327,13 @@ def own_loaders(sample):
     ]
 
 
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # torch's, the first time in a process
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # from torch, once per process
 @pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
 def test_samples_of_other_datasets_are_collated_as_by_torch_or_have_its_errors(step, sample):
     for plain, loader in zip(own_loaders(sample), own_loaders(sample), strict=True):
         try:
             expected = epochs(plain)
-        except Exception as error:  # any that torch raises
+        except Exception as error:  # any error of torch
             expected = error
         made = step(FastFetch)
         assert made.skip_reason(TrainingObjects(loaders=[loader])) is None
@@ -446,7 +446,7 @@ def test_it_keeps_its_hands_off_what_is_the_users_own(step, dataset, make, code)
 
 
 class Rows(Dataset):
-    """The base of datasets of the user's own."""
+    """The base of custom datasets."""
 
     def __init__(self, x, y):
         self.x, self.y, self.shifted, self.names = x, y, x + 1, WORDS
@@ -457,7 +457,7 @@ class Rows(Dataset):
 
 
 def rows(getitem, **attributes):
-    """A class of datasets with a ``__getitem__``."""
+    """A dataset class with a ``__getitem__``."""
     return type("Indexing", (Rows,), {"__getitem__": getitem, **attributes})
 
 

@@ -1,4 +1,4 @@
-"""The step, as a loop sees it: what the report says, what stays between runs, and several ranks."""
+"""The step from a loop's view: the report, the cache between runs, and several ranks."""
 
 import os
 import random
@@ -71,7 +71,7 @@ def test_report_names_what_was_left_alone(folder):
 
 
 class Listed(torch.utils.data.Dataset):
-    """A list of samples, with a pipeline."""
+    """A list of samples with a transform pipeline."""
 
     def __init__(self, samples, transform):
         self.samples, self.transform = samples, transform
@@ -145,7 +145,7 @@ def test_scaled_decoding_differs_little_and_keeps_the_size(folder):
 
 
 def seen_by_all_ranks(model, loader):
-    reading.SETTLED = -1e9  # in rank 1 too, which is another process
+    reading.SETTLED = -1e9  # on rank 1 too, which is another process
     random.seed(3)
     torch.manual_seed(3)
     batches = [images for _ in range(3) for images, _ in loader]
@@ -157,7 +157,7 @@ def seen_by_all_ranks(model, loader):
 @pytest.mark.filterwarnings("ignore:.*worker")
 def test_ranks_share_a_cache(folder, workers):
     options = {"num_processes": 2, "verbose": False}
-    torch.manual_seed(0)  # from the caller's state the other ranks draw their own numbers
+    torch.manual_seed(0)  # the other ranks derive their random numbers from the caller's state
     plain, _ = nano(fast_images=False, **options)(seen_by_all_ranks)(
         nn.Conv2d(3, 2, 1), loader_of(folder, None, workers)
     )

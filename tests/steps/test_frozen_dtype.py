@@ -1,4 +1,4 @@
-"""Frozen weights of which the bf16 numbers alone are kept seem to be in fp32, to whatever a program does with them."""
+"""Frozen weights that are stored in bf16 only appear as fp32 to all uses in a program."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ X = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 class Net(nn.Module):
-    """Frozen weights of each kind, and a trained layer before and behind them."""
+    """Frozen weights of each kind, with a trained layer before and after them."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ LARGE = ("convolution.weight", "down.weight", "linear.weight", "factor", "table.
 
 
 def rounded(model):
-    """Return a model whose frozen weights have bf16's numbers, but for an LSTM's, to which the layer has references."""
+    """Round a model's frozen weights to bf16 values, except for an LSTM's, which the layer references; return it."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and parameter.dim() > 1 and "lstm" not in name:
             parameter.data = parameter.data.bfloat16().float()
@@ -86,7 +86,7 @@ def trained(model, steps=3, autocast=False):
 
 
 def narrow_names(model):
-    """Return the names of the weights of which there are the bf16 numbers alone."""
+    """Return the names of the weights that are stored in bf16 only."""
     weights = model.named_parameters()
     return {name for name, weight in weights if isinstance(weight, NarrowWeight) and weight.numbers.wide is None}
 

@@ -1,4 +1,4 @@
-"""Optimizers that have fused CPU kernels use them; the rest, and what the user chose, stays."""
+"""Optimizers with fused CPU kernels use them; other optimizers and the user's settings stay unchanged."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def flags(optimizer):
 
 
 def kernels(optimizer):
-    """Return the fused kernels that a step calls, for each of the groups that one steps."""
+    """Return the fused kernels that a step calls, for each group that uses one."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
@@ -83,7 +83,7 @@ def test_checkpoint_shows_the_users_flags_and_steps_are_fused_after_loading_one_
     given = parts(torch.optim.Adam)
     (optimizer,) = given.optimizers
     made = step(FusedOptimizer)
-    assert made.apply(given) == made.apply(given) == "Adam"  # which is switching once
+    assert made.apply(given) == made.apply(given) == "Adam"  # it enables the fused step once
     assert made.skip_reason(given) is None
     saved = optimizer.state_dict()
     assert saved["param_groups"][0]["fused"] is None

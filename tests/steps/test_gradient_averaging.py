@@ -1,4 +1,4 @@
-"""The step chooses how gradients travel; `tests/distributed/data_parallel` holds what becomes of them."""
+"""The step chooses how gradients are exchanged; `tests/distributed/data_parallel` covers the results."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def test_ranks_take_the_steps_of_one_process_and_are_on_their_own_after_the_run(
         ranks.folder = Path(folder or tmp_path)
         try:
             with step.without_averaging(given.models):
-                pass  # before anything was set up
+                pass  # before any setup
             assert step.enabled
             assert step.skip_reason(given) is None
             assert step.apply(given) == detail

@@ -1,4 +1,4 @@
-"""channels_last="auto" times both layouts on copies, touches nothing of the loop, and goes on in the faster one."""
+"""channels_last="auto" times both layouts on copies, leaves the loop unchanged, and continues in the faster layout."""
 
 import copy
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*no bf16 instructions")
 
 
 class Images(nn.Module):
-    """A network with dropout and batch norm; it notes whether its convolution computes in NHWC."""
+    """A network with dropout and batch norm; it records whether its convolution computes in NHWC."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ def parts(kind=Images, steps=3):
 
 
 def run(made, loop=fit, **options):
-    """Train with "auto"; return the results of the step."""
+    """Train with "auto", and return the results of the step."""
     decorated = nano(channels_last="auto", verbose=False, **options)(loop)
     decorated(*made)
     return [result for result in decorated.report.results if result.name == "channels_last"]
@@ -56,7 +56,7 @@ def run(made, loop=fit, **options):
 
 @pytest.fixture
 def takes(monkeypatch):
-    """Call copies, and let NHWC take some seconds in ``takes(seconds)``, where NCHW takes one."""
+    """Call the copies; then ``takes(seconds)`` fakes the time of NHWC, with one second for NCHW."""
     timed = LayoutTrial._times
 
     def of(seconds):
@@ -85,7 +85,7 @@ def test_measurement_beside_other_programs_is_marked(takes, monkeypatch, share, 
 
 
 def test_first_step_draws_and_keeps_what_the_plain_one_does(takes):
-    """Copies have been called by then, with dropout and batch norm."""
+    """The copies have been called by then, with dropout and batch norm."""
 
     def after_a_step(train):
         torch.manual_seed(0)
@@ -107,7 +107,7 @@ def test_first_step_draws_and_keeps_what_the_plain_one_does(takes):
 
 
 class SharedHead(Images):
-    """A copy has the head of its original."""
+    """Its copies share the head."""
 
     def __deepcopy__(self, memo):
         duplicate = Images()
@@ -119,7 +119,7 @@ OUTSIDE = nn.Conv2d(3, 3, 1)
 
 
 class Scaled(Images):
-    """Calls a module that neither it nor the optimizer holds."""
+    """Calls a module that belongs to neither the model nor the optimizer."""
 
     def forward(self, x):
         return super().forward(OUTSIDE(x))

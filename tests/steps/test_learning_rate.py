@@ -1,4 +1,4 @@
-"""Inside a step the learning rate is scaled for the ranks; everywhere else it is the user's very own."""
+"""Within a step the learning rate is scaled for the ranks; everywhere else it is the user's."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ from nano_loop.steps.learning_rate import LearningRate
 
 
 class Alike(Ranks):
-    """One of several ranks that have the same values, without the others."""
+    """One of several ranks with equal values, without the others."""
 
     def broadcast(self, value, source=0):
         return value
@@ -29,7 +29,7 @@ FOUR = Alike(0, 4)
 
 @pytest.fixture
 def of_four(step):
-    """Apply the step to an optimizer, as one of four ranks."""
+    """Apply the step to an optimizer on one of four ranks."""
 
     def apply(optimizer):
         made = step(LearningRate, ranks=FOUR)
@@ -44,7 +44,7 @@ def weight():
 
 
 def moved(optimizer, parameter):
-    """Take a step with a gradient of 1, and return how far plain SGD has moved: the learning rate in force."""
+    """Take a step with a gradient of 1, and return the update by plain SGD: the effective learning rate."""
     before = float(parameter.detach())
     parameter.grad = torch.ones(())
     optimizer.step()
@@ -52,7 +52,7 @@ def moved(optimizer, parameter):
 
 
 def at_step(optimizer, step):
-    """Let the optimizer be one that has taken `step` steps."""
+    """Make the optimizer's count of steps `step`."""
     state = optimizer.state_dict()
     state["param_groups"][0]["auto_lr_step"] = step
     optimizer.load_state_dict(state)
@@ -60,7 +60,7 @@ def at_step(optimizer, step):
 
 @pytest.fixture
 def ramped(of_four):
-    """Make an optimizer of one of four ranks that has taken some steps; return it, its weight and the step."""
+    """Make an optimizer of one of four ranks after some steps; return it, its weight and the step."""
 
     def make(taken=1000, lr=0.5, kind=torch.optim.SGD, **options):
         one = weight()
@@ -278,7 +278,7 @@ def test_copies_and_what_is_left_are_plain(ramped):
     assert "auto_lr_step" not in optimizer.state_dict()["param_groups"][0]
 
 
-# --- from call to call ---
+# --- across calls ---
 
 
 def test_ramp_goes_on_in_the_next_run_of_the_optimizer(of_four, ramped, monkeypatch):

@@ -1,4 +1,4 @@
-"""log_casts logs one step of the loop, which computes the same with it, and leaves nothing behind."""
+"""log_casts logs one step of the loop without changing its results, and leaves nothing behind."""
 
 import json
 
@@ -122,4 +122,4 @@ def test_two_optimizers_count_by_the_first():
 
     two = Two(log_casts=True, precision="bf16", verbose=False)
     two.train(Net(), Net())
-    assert rows(two.report)["fp32", "bf16", "forward", "first"].casts == 6  # of both models, and of one step
+    assert rows(two.report)["fp32", "bf16", "forward", "first"].casts == 6  # for both models, in one step

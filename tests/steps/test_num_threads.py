@@ -1,4 +1,4 @@
-"""num_threads="auto" is fixed where results have to be equal, said in the report, and undone."""
+"""num_threads="auto" is constant if results must be equal, is reported, and is undone."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ OPTIONS = {"num_threads": "auto", "verbose": False}
 
 @pytest.mark.parametrize("medians", [{}, {1: 0.001, 2: 0.002}, {1: 0.002, 2: 0.001}])
 def test_report_says_what_was_measured_and_the_number_is_put_back(monkeypatch, medians):
-    """A run that ends with one thread."""
+    """The run ends with one thread."""
 
     def settled(trial, *_):
         trial.medians = medians
@@ -78,7 +78,7 @@ def test_deterministic_algorithms_and_one_thread_leave_nothing_to_measure(step):
 
 @pytest.mark.parametrize("first_ends_first", [True, False])
 def test_runs_that_overlap_put_the_number_back_in_any_order(step, machine, first_ends_first):
-    """As those of the ambient mode: the second begins while the first has settled on one thread."""
+    """As in the ambient mode, the second run begins after the first has settled on one thread."""
     torch.set_num_threads(4)
     runs = []
     for _ in range(2):

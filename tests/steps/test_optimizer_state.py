@@ -1,4 +1,4 @@
-"""bf16 weights train as an fp32 master of them does by hand, to the bit; moments in bf16 as those in fp32."""
+"""bf16 weights train bitwise as with a manual fp32 master; moments in bf16 train as those in fp32."""
 
 import copy
 import itertools
@@ -27,12 +27,12 @@ def loss_of(model, step):
 
 
 def nearest(wide):
-    """fp32 in bf16, where ties are away from zero."""
+    """Round fp32 to bf16, with ties away from zero."""
     return ((wide.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 class ByHand:
-    """An optimizer of fp32 masters of a model's weights, which are bf16."""
+    """Keeps fp32 masters of a model's bf16 weights, written out by hand."""
 
     def __init__(self, model, make):
         self.weights = [*model.parameters()]
@@ -68,7 +68,7 @@ class ByHand:
 
 
 class Narrow(nn.Module):
-    """A model with bf16 weights by hand."""
+    """Keeps its weights in bf16, converted by hand."""
 
     def __init__(self, model):
         super().__init__()
@@ -186,7 +186,7 @@ def assert_equal(mine, others):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_weights_and_states_are_those_of_fp32_masters_to_the_bit(kind):
-    # torch's fused SGD raises for momenta of which only some exist.
+    # torch's fused SGD raises if only some momenta exist.
     for loop in LOOPS if kind == "adamw" else LOOPS[:4] if kind == "momentum" else LOOPS[:1]:
         plain = network()
         by_hand = ByHand(plain, OPTIMIZERS[kind])
@@ -236,7 +236,7 @@ def test_checkpoints_are_torch_s_and_load_on_both_sides(options, moments, make):
         ends.append(nn.utils.parameters_to_vector(other.parameters()).detach())
     torch.testing.assert_close(*ends, rtol=0, atol=0.05)
     optimizer.load_state_dict(saved["optimizer"])
-    plainly(model, optimizer)  # and plain torch goes on with both
+    plainly(model, optimizer)  # plain torch continues with both
     with accelerated(model, optimizer, **options, optimizer_state=moments, **QUIET):
         plainly(model, optimizer)
 
@@ -263,7 +263,7 @@ def test_moments_are_bf16_in_the_run_and_seeds_give_equal_runs():
 def test_weights_that_the_program_writes_begin_anew():
     def loop(model, optimizer):
         plainly(model, optimizer)
-        model[2].weight.data.mul_(0)  # a rest below zero of a zero would be NaN
+        model[2].weight.data.mul_(0)  # a negative remainder of a zero would become NaN
         model[0].weight.data = model[0].weight.data * 2
         return model[0].weight.float(), model[2].weight.float()
 
@@ -317,7 +317,7 @@ def test_other_dtypes_and_sparse_gradients_are_errors_too():
 
     with pytest.raises(NanoConfigError, match="dense"):
         nano(optimizer_state="bf16", **QUIET)(loop)(table, SGD(table.parameters(), 0.1, momentum=0.9))
-    nano(precision="bf16-true", **QUIET)(loop)(table, SGD(table.parameters(), 0.1))  # without it, torch steps
+    nano(precision="bf16-true", **QUIET)(loop)(table, SGD(table.parameters(), 0.1))  # no state without momentum
 
 
 def test_the_report_says_what_is_in_c():

@@ -1,4 +1,4 @@
-"""precision="64" and "bf16-true": what the loop sees, what its optimizers compute, and what is there afterwards."""
+"""precision="64" and "bf16-true": the loop's view, the optimizers' results, and the state afterwards."""
 
 import dataclasses
 import sys
@@ -50,7 +50,7 @@ def test_parameters_have_the_dtype_in_the_run_and_outputs_are_fp32(precision, dt
     assert {each.grad.dtype for each in model.parameters()} == {torch.float32}
     state = [each for values in optimizer.state.values() for each in values.values()]
     assert {each.dtype for each in state} == {torch.float32}
-    train(model, optimizer, 2)  # plain, with what the run has left
+    train(model, optimizer, 2)  # plain, with the objects left by the run
 
 
 def a_new_layer(model, optimizer):
@@ -194,7 +194,7 @@ def test_scripted_models_train_in_each_precision(precision, cast):
         pytest.skip("an earlier test has imported IPEX, whose passes make TorchScript's backward fail, by hand too")
     torch.manual_seed(0)
     model = torch.jit.script(nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1)))
-    if cast:  # as some tutorials write it
+    if cast:  # as in some tutorials
         model = model.to(torch.bfloat16)
     before = {each.dtype for each in model.parameters()}
     loss = nano(precision=precision, **QUIET)(train)(model, torch.optim.AdamW(model.parameters(), 0.01), 200)
@@ -203,7 +203,7 @@ def test_scripted_models_train_in_each_precision(precision, cast):
 
 
 class Tied(nn.Module):
-    """Its two weights share memory, and so does a view of one of them that it does not know."""
+    """Its two weights share memory, and a buffer is a view of one of them."""
 
     def __init__(self):
         super().__init__()
@@ -237,7 +237,7 @@ def test_parameters_that_share_memory_share_it_in_the_run_and_after_it(precision
 
 
 def flat_weights(model):
-    """Let all parameters lie in one tensor, as programs do that send or perturb them at once."""
+    """Put all parameters into one tensor, as programs do to send or perturb them together."""
     flat, begin = nn.utils.parameters_to_vector(model.parameters()).detach(), 0
     for each in model.parameters():
         each.data = flat[begin : begin + each.numel()].view(each.shape)
@@ -296,7 +296,7 @@ class Record:
 
 
 class Writing(nn.Module):
-    """Writes into what its caller passes, and lends what it keeps."""
+    """Writes to its caller's inputs, and returns its own tensors."""
 
     def __init__(self):
         super().__init__()

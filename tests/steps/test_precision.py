@@ -1,4 +1,4 @@
-"""What `tests/loops` does not see of autocast in bf16: how often it casts, which models it leaves, what is said."""
+"""bf16 autocast beyond `tests/loops`: the number of casts, the skipped models, and the report."""
 
 import argparse
 import copy
@@ -23,7 +23,7 @@ SLOW = ("avx2",)
 
 
 class Net(nn.Module):
-    """Records the dtype that comes out of its inner layer."""
+    """Records the dtype of its inner layer's output."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ X = torch.rand(4, 3)
 
 @dataclass
 class Output:
-    """What a model returns, of its program's own class."""
+    """A model's output in a class of the program."""
 
     logits: object
 
@@ -167,10 +167,10 @@ def test_recurrent_layers_cast_their_weights_once_a_call(step, kind):
     assert sum(shape == [*model.weight_hh_l0.shape] for shape in casts) == 2, "of the input and of the state"
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # by the plain loop
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # from the plain loop
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 def test_encoder_with_a_padding_mask_is_evaluated_past_torch_s_fast_path(step, grad):
-    """Attention of its own asks the same switch."""
+    """A separate attention layer checks the same switch."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.ModuleDict({"net": nn.TransformerEncoder(layer, 2), "attention": nn.MultiheadAttention(8, 2)}).eval()
@@ -222,7 +222,7 @@ def test_lstms_that_torch_cannot_train_in_bf16_are_fp32(step, monkeypatch, can):
 
 
 class Listed(nn.Module):
-    """Its layer is in a plain list, so it is not a part of the model for torch."""
+    """Has its layer in a plain list, so torch does not see it as a submodule."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +257,7 @@ def test_model_without_parameters_is_said_to_have_none(step):
 
 
 class Prediction:
-    """An object of a program's own class."""
+    """An object of a custom class."""
 
     def __init__(self, hidden):
         self.hidden = hidden
@@ -300,7 +300,7 @@ def test_precision_of_a_run_inside_another_one_holds_until_it_ends_if_it_is_not_
 
 
 class Adapted(Net):
-    """Has methods beside its forward."""
+    """Has other methods than forward."""
 
     def merge(self, names=("a", "b"), scale=1.0):
         self.merged = (self.outer.weight @ self.inner.weight * scale).dtype

@@ -1,4 +1,4 @@
-"""Large products alone round their inputs, to bf16 or fp16: what a user sees is fp32, and so is all that is small."""
+"""Only large products round their inputs, to bf16 or fp16: all visible tensors and small products stay fp32."""
 
 import statistics
 import time
@@ -48,7 +48,7 @@ class Attending(nn.Module):
 
 
 class Batched(nn.Module):
-    """Products of batches, with a tensor that is added, and factors."""
+    """Batched products, with added tensors and factors."""
 
     def __init__(self):
         super().__init__()
@@ -80,8 +80,8 @@ def perceptron():
 
 
 IMAGES = {"channels_last": True}
-#: Those that round to fp16's numbers where they are others: convolutions in groups do, and the products of all steps of
-#: a recurrence, but not those in it.
+#: The products that round to fp16, if they differ from bf16's: grouped convolutions round, and so do the products over
+#: all steps of a recurrence, but not those within it.
 IN_FP16 = {"convolutional": {"convolution": 8, "product": 3}, "lstm": {"product": 16}}
 #: A model, the shape of its input, options, and the kinds of products that round to bf16.
 MODELS = {
@@ -105,7 +105,7 @@ def every_product(monkeypatch):
 
 @pytest.fixture
 def rounded(monkeypatch):
-    """The products that have rounded their inputs, by their kind."""
+    """The number of products that have rounded their inputs, by kind."""
     counts, note = Counter(), Policy.note
 
     def counting(self, kind, *numbers):
@@ -120,12 +120,12 @@ def built(name):
     torch.manual_seed(0)
     build, shape, *_ = MODELS[name]
     model, x = build(), torch.randn(shape)
-    model(x)  # lazy layers
+    model(x)  # initializes lazy layers
     return model, x
 
 
 def step(model, x):
-    """Return the output and all gradients, of the input and of the parameters."""
+    """Return the output and the gradients of the input and all parameters."""
     x = x.clone().requires_grad_()
     out = model(x)
     model.zero_grad()
@@ -140,7 +140,7 @@ def accelerated(model, x, function=step, **options):
 
 
 def errors(actual, exact):
-    # A bias before a norm has a gradient of rounding errors alone.
+    # The gradient of a bias before a norm consists of rounding errors only.
     pairs = [(a.double(), b) for a, b in zip(actual, exact, strict=True) if b.norm() > 1e-9]
     return [float((a - b).norm() / b.norm()) for a, b in pairs]
 
@@ -162,7 +162,7 @@ def test_products_round_their_inputs_and_nothing_else_does(every_product, rounde
     assert rounded == (IN_FP16.get(name, MODELS[name][3]) if precision == 16 else MODELS[name][3])
     assert all(tensor.dtype is torch.float32 for tensor in ours)
     torch._dynamo.reset()
-    if precision == 16:  # of 11 bits; a gradient differs by more where a ReLU sees another sign
+    if precision == 16:  # 11 bits; a gradient differs by more if a ReLU's input changes its sign
         assert 2**-14 < errors(ours, exact)[0] < 2**-10
         assert max(errors(ours, exact)) < 2**-5
         return
@@ -234,7 +234,7 @@ def test_outside_of_the_models_and_after_the_run_products_are_torchs_to_the_bit(
 
 
 class Searching(torch.optim.SGD):
-    """An optimizer of others that needs a closure."""
+    """A third-party optimizer that requires a closure."""
 
     def step(self, closure):
         return min(super(Searching, self).step(closure) for _ in range(3))
@@ -271,12 +271,12 @@ def test_line_searches_of_a_program_without_a_line_are_in_fp32(every_product, ro
     with nano_loop.accelerated(precision="auto", verbose=False, tune_operators=False) as run:
         for kind in kinds:
             by_closure(kind, model, x)
-            assert rounded.pop("product", 0) == (5 if kind is torch.optim.SGD else 0)  # that can do without a closure
+            assert rounded.pop("product", 0) == (5 if kind is torch.optim.SGD else 0)  # SGD works without a closure
     assert "precision" in run.report.applied
 
 
 class Careful(nn.Module):
-    """Some of its products are in fp32, with their backward."""
+    """Computes some of its products in fp32, with their backward."""
 
     def __init__(self, is_checkpointed):
         super().__init__()
@@ -295,7 +295,7 @@ class Careful(nn.Module):
 
 
 @here
-@pytest.mark.filterwarnings("ignore:In CPU autocast")  # of torch's checkpoint inside of disable_casts
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # from torch's checkpoint inside disable_casts
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_products_without_casts_are_fp32_and_so_is_their_backward(every_product, rounded, is_checkpointed):
     def around(model, x):
@@ -378,7 +378,7 @@ def test_small_products_and_models_are_fp32(rounded):
 
 @here
 def test_odd_calls_are_torchs(every_product, rounded):
-    """What torch refuses is refused, what overlaps is copied, and what is not a plain matrix is left to torch."""
+    """Calls that torch refuses raise, overlapping memory is copied, and torch computes all but plain matrices."""
     a, b = (torch.randn(64, 64) for _ in range(2))
     calls = [
         lambda: torch.mm(a[:, ::2], b[::2]),
@@ -434,12 +434,12 @@ def test_ranks_round_if_all_of_them_can(step, other):
 
 
 def in_force():
-    """Return how many users the replacements of ``mm`` and of the calls of modules have."""
+    """Return the number of users of the replacements of ``mm`` and of module calls."""
     return users(("mm", "CPU")), users((nn.Module, "__call__"))
 
 
 def counted(rows, precision):
-    """Train on batches of some rows; return what is `in_force` after each step."""
+    """Train on batches of the given number of rows, and return `in_force` after each step."""
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     used = []
 
@@ -480,7 +480,7 @@ def test_kernels_come_back_with_a_model_that_is_set_up_later(precision):
 
 
 def trained_by(clock, precision, seconds, models=1):
-    """Train on products that round, in steps of the `seconds` by how many use them; return these and the report."""
+    """Train with rounded products; return the number of users per step, which sets its time, and the report."""
 
     class Waiting(TorchNano):
         def train(self):
@@ -504,12 +504,12 @@ def trained_by(clock, precision, seconds, models=1):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Let all products round, and measurements of steps take as long as they like, on a clock that the loop sets."""
+    """Round all products, and measure steps without a time limit, on a clock that the loop sets."""
     made = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: made.now)
     monkeypatch.setattr(budget, "SHARE", 100.0)
     monkeypatch.setattr(override, "choose", lambda rules, call, algorithms, guess: guess)
-    monkeypatch.setattr(module.Products, "_may_measure", lambda self: True)  # to fp16 too, which any CPU rounds
+    monkeypatch.setattr(module.Products, "_may_measure", lambda self: True)  # for fp16, too, which any CPU can round
     return made
 
 

@@ -1,4 +1,4 @@
-"""The step says what becomes of each loader; `tests/distributed/test_sharding_step.py` holds what ranks do with it."""
+"""The step reports what happens to each loader; `tests/distributed/sharding` covers the ranks."""
 
 import warnings
 
@@ -48,7 +48,7 @@ def test_it_is_skipped_where_the_user_has_done_it(step):
     by_user = numbers(sampler=DistributedSampler(range(10), 2, 0))
     sharding = step(Sharding, ranks=TWO)
     assert sharding.skip_reason(TrainingObjects(loaders=[by_user])).code == "sharded_by_user"
-    # Their workers are bound all the same.
+    # Their workers are still bound.
     assert step(Sharding, ranks=Ranks(0, 2, loader_cpus=(0,))).skip_reason(TrainingObjects(loaders=[by_user])) is None
 
 

@@ -1,4 +1,4 @@
-"""The report's last line but one says what a step takes, if that is asked for, and nothing is timed otherwise."""
+"""On request, the report's second-last line has the time of a step; otherwise nothing is timed."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""torch computes on as many threads as the process has physical cores."""
+"""torch uses as many threads as the process has physical cores."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ BINDINGS = [("OMP_PROC_BIND", "close"), ("OMP_PROC_BIND", "TRUE"), ("GOMP_CPU_AF
 
 @pytest.mark.parametrize(("variable", "value"), BINDINGS)
 def test_threads_that_openmp_has_bound_stay_in_one_process(step, machine, monkeypatch, variable, value):
-    """The mask of the thread of the loop has one CPU then, and the others theirs."""
+    """The loop's thread is bound to one CPU then, and the other threads to theirs."""
     monkeypatch.setenv(variable, value)
     assert step(Threads, on=machine(cores=1)).skip_reason(TrainingObjects()).code == "bound_by_openmp"
     in_share = step(Threads, on=machine(cores=1), ranks=Ranks(0, 2, shares=((0,), (1,))))
@@ -62,7 +62,7 @@ def test_count_that_the_command_line_has_exported_is_lowered_to_a_ranks_share(st
     monkeypatch.setenv(EXPORTS, Exports({"OMP_NUM_THREADS": None}, {"OMP_NUM_THREADS": "4"}).encoded())
     made = step(Threads, on=machine(cores=2))
     assert made.skip_reason(TrainingObjects()) is None
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # by the user, afterwards
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # set by the user later
     assert made.skip_reason(TrainingObjects()).code == "users_setting"
 
 
@@ -70,7 +70,7 @@ def test_count_that_the_command_line_has_exported_is_lowered_to_a_ranks_share(st
     ("count", "cores", "code"), [(1, 8, "users_number"), (3, 8, "users_number"), (8, 8, None), (8, 4, None)]
 )
 def test_number_that_ray_has_set_for_an_actor_is_a_limit(step, machine, monkeypatch, count, cores, code):
-    """Ray counts CPUs, which may be threads of cores."""
+    """Ray counts CPUs, which may be hardware threads."""
     monkeypatch.setenv("RAY_RAYLET_PID", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", str(count))
     torch.set_num_threads(count)

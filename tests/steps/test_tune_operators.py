@@ -1,4 +1,4 @@
-"""Runs in bf16 time the ways to compute within their first steps, within a budget, and later runs start tuned."""
+"""Runs in bf16 time the algorithms in their first steps, within a budget, and later runs start tuned."""
 
 import json
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def test_report_says_what_was_measured_and_a_later_run_starts_with_it(measuring,
     assert "measurements from the third step on" in str(train.report)
     assert " timed in " in train.report["tune_operators"].detail
     assert {key.split()[1] for key in stored(measuring)} == {"gradients"}
-    monkeypatch.setattr(choices, "_opened", {})  # as in another process
+    monkeypatch.setattr(choices, "_opened", {})  # as in a new process
     monkeypatch.setattr(tuner, "fastest", lambda *_: pytest.fail("it was measured before"))
     train(*parts())
     assert train.report["tune_operators"].detail == "measurements from the third step on"
@@ -114,7 +114,7 @@ def test_where_nothing_can_be_measured_the_reason_is_said(step, deterministic, o
 def test_mode_that_the_loop_switches_on_keeps_to_the_first_guesses(
     measuring, monkeypatch, deterministic, precision, is_stored
 ):
-    """Whether or not there is a choice of an earlier run. Another algorithm is always faster here."""
+    """Applies with or without an earlier run's choice. Another algorithm is always faster here."""
     monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
     found = []
 
@@ -150,7 +150,7 @@ def test_mode_that_the_loop_switches_on_keeps_to_the_first_guesses(
 
 
 class Others:
-    """The ranks of a run of two, whose broadcasts a test carries."""
+    """The ranks of a run of two, whose broadcasts the test transports."""
 
     def __init__(self, rank, sent):
         self.rank, self.size, self.sent = rank, 2, sent
@@ -186,7 +186,7 @@ def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
             for function in each.ranks.context.after_averaging:
                 function(averagings)
         assert len(one.choices) == expected
-    assert [len(each) for each in sent] == [1, 1]  # only what is new
+    assert [len(each) for each in sent] == [1, 1]  # only new choices
     for each in made:
         each.undo()
         assert not each.ranks.context.after_averaging

@@ -1,4 +1,4 @@
-"""verify=True compares the first batch, names what is off, and changes nothing in the loop."""
+"""verify=True compares the first batch, names differences, and changes nothing in the loop."""
 
 import contextlib
 import copy
@@ -45,7 +45,7 @@ def parts(kind=Attending, steps=2):
 
 
 def verified(loop, model, *others, **options):
-    """Verify a loop over a model and an optimizer; return what it has returned, and the result."""
+    """Verify a loop with a model and an optimizer, and return the loop's result and the verification's."""
     run = nano(verify=True, verbose=False, **options)(loop)
     value = run(model, torch.optim.SGD(model.parameters(), lr=0.1), *others)
     return value, run.report["verify"]
@@ -62,7 +62,7 @@ def test_a_sound_run_is_not_accused_and_computes_the_same(precision, kind):
         train = nano(precision=precision, channels_last=kind is Convolutional, verify=verify, verbose=False)(fit)
         model, *others = parts(kind)
         losses = train(model, *others)
-        if precision != "bf16-true":  # which rounds at random
+        if precision != "bf16-true":  # bf16-true rounds at random
             trained.append((losses, [each.clone() for each in model.state_dict().values()]))
         states.append(torch.get_rng_state())
     if trained:
@@ -194,7 +194,7 @@ def test_nothing_of_the_model_is_changed_or_kept():
 
     assert verified(step_of_nothing, model, precision="bf16")[1].data["Convolutional"].ok
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}  # by the loop's one call
+    assert changed == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}  # by the loop's only call
     assert model[1].num_batches_tracked == 1
     assert len(seen) > 1  # hooks of modules run on the copies too
     gc.collect()
@@ -231,7 +231,7 @@ class Mixing(nn.Module):
 
 
 def steps_of(call, verify, step=lambda optimizer: optimizer.step(), **options):
-    """Return the weights after two steps, and the report."""
+    """Return the weights after two steps, the report, and the list's length."""
     torch.manual_seed(0)
     model, other, memory = Mixing(), nn.Linear(4, 4), []
 
@@ -248,7 +248,7 @@ def steps_of(call, verify, step=lambda optimizer: optimizer.step(), **options):
 
 
 X = torch.arange(8.0).view(2, 4) / 8
-# Each call, how often it fills the list in two steps, and what becomes of its verification.
+# Each call, the list's length after two steps, and the result of the verification.
 CALLS = {
     "a list that the model fills": (lambda model, other, memory: model.with_memory(X, memory)[0], 2, None),
     "a parameter that the model returns": (lambda model, other, memory: sum(model.with_memory(X, memory)), 2, None),
@@ -290,7 +290,7 @@ def test_a_module_that_the_model_reaches_otherwise_keeps_its_gradient(monkeypatc
 
     plain = gradients(False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NanoWarning)  # in fp64 it cannot be called
+        warnings.simplefilter("ignore", NanoWarning)  # the copies cannot be called in fp64
         found = gradients(True)
     assert len(found) == len(plain) == 2
     assert all(map(torch.equal, found, plain))
@@ -349,7 +349,7 @@ def test_closures_over_the_user_s_model_leave_it_as_it_is(change, precision):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = copy.deepcopy(dict(model.state_dict()))
-    with contextlib.suppress(RuntimeError):  # where the closure computes with the fp32 weights of the original
+    with contextlib.suppress(RuntimeError):  # raised if the closure uses the original's fp32 weights
         nano_loop.verify(model, lambda model, x: model(x).square().mean(), torch.randn(8, 4), precision=precision)
     for parameter in model.parameters():
         assert parameter.dtype is torch.float32

@@ -1,4 +1,4 @@
-"""Training loops in pairs: by a team, each rank on its share of the batch, and by one process on the whole of it."""
+"""Pairs of training runs: a team with each rank on its share of the batch, and one process on the whole batch."""
 
 from contextlib import contextmanager
 
@@ -15,11 +15,11 @@ MACHINE = Machine("A CPU", "x86_64", (LogicalCpu(id=0, physical_core=0),), (0,))
 
 
 class PlainTransport:
-    """A transport that is nothing but a collective, to tell faults of the averaging from those of a transport."""
+    """A plain collective as the transport, to tell faults of the averaging from faults of a real transport."""
 
     def __init__(self, ranks):
         self.ranks = ranks
-        self.counts = []  # of tensors, a number for each averaging
+        self.counts = []  # number of tensors in each averaging
 
     def average(self, tensors):
         self.counts.append(len(tensors))
@@ -34,7 +34,7 @@ class PlainTransport:
 
 
 class Setup:
-    """What a loop is given in place of `TorchNano`: ``setup`` averages, and ``share`` cuts a batch."""
+    """Passed to a loop instead of `TorchNano`: ``setup`` enables averaging, and ``share`` splits a batch."""
 
     def __init__(self, ranks, **settings):
         self.ranks = ranks
@@ -66,13 +66,13 @@ def _nothing():
 
 
 def make_step(kind, ranks, **options):
-    """Make a step as the pipeline does; also returns its interceptors."""
+    """Make a step as the pipeline does, and return it with its interceptors."""
     interceptors = CallInterceptors()
     return kind(StepContext(Options(**options), MACHINE, interceptors, ranks)), interceptors
 
 
 def trained(ranks, loop, *args):
-    """Run ``loop(setup, *args)`` on one rank, from the same seed on all, and return what it returns, detached."""
+    """Run ``loop(setup, *args)`` on one rank, with the same seed on all ranks, and return its detached result."""
     torch.manual_seed(0)
     setup = Setup(ranks)
     try:
@@ -93,7 +93,7 @@ def plain(value):
 
 
 def assert_pair(team, loop, *args, tolerance=1e-6):
-    """Hold that every rank of `team` ends with the same bits, and with what one process ends with on whole batches."""
+    """Assert that all ranks of `team` end with the same bits, and match one process that trains on whole batches."""
     alone = trained(ALONE, loop, *args)
     first, *others = team(trained, loop, *args)
     for other in others:
@@ -102,7 +102,7 @@ def assert_pair(team, loop, *args, tolerance=1e-6):
 
 
 def assert_close(actual, expected, tolerance):
-    """Compare plain values; tensors to within `tolerance` of the largest element."""
+    """Compare plain values; tensors may differ by `tolerance` times the largest element."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         actual, expected = list(actual.values()), list(expected.values())

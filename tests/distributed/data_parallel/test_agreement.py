@@ -1,4 +1,4 @@
-"""Ranks that all compute the same find it out; ranks with different batches get no warning."""
+"""Ranks that compute the same results are detected; ranks with different batches get no warning."""
 
 import itertools
 import warnings
@@ -15,10 +15,10 @@ from nano_loop.patching import user_code
 
 
 class Task:
-    """A model that was set up, and data that every rank has."""
+    """A model after setup, and data that all ranks share."""
 
     def __init__(self, setup, model=None):
-        setup.ranks.context.common_seed = torch.initial_seed()  # ranks draw other numbers from the first call on
+        setup.ranks.context.common_seed = torch.initial_seed()  # ranks draw different numbers from the first call on
         self.model = model or nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         setup.setup(self.model, self.optimizer)
@@ -52,7 +52,7 @@ def actions_of_an_agent(setup):
             policy = torch.distributions.Categorical(logits=task.model(state))
             action = policy.sample()
             loss = loss - policy.log_prob(action).sum() * state.sum()
-            state = (state + action) / 2  # small, so that the policy stays undecided and the ranks act differently
+            state = (state + action) / 2  # small, so that the policy stays uncertain and the ranks act differently
         task.optimizer.zero_grad()
         loss.backward()
         task.optimizer.step()
@@ -95,19 +95,19 @@ def same_and_not_a_number(setup):
     return lambda: task.step(task.x * float("nan"), task.y)
 
 
-#: Whether ranks take themselves to compute the same after the first step.
+#: Whether the ranks report identical work after the first step.
 DIVIDED = {
     of_rank: False,
     targets_of_rank: False,
     actions_of_an_agent: False,
     without_gradients: False,
-    same_batches_with_noise: True,  # they have drawn the same so far
+    same_batches_with_noise: True,  # the ranks have drawn the same numbers so far
     of_rank_after_10_steps: True,
 }
 
 
 def judged(setup, make, steps):
-    """Whether the ranks find that they compute the same after the first step and after all, and their warnings."""
+    """Return whether the ranks report identical work, after the first step and after the last, and their warnings."""
     step = make(setup)
     undivided = []
     user_code._warned.clear()

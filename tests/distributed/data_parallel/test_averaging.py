@@ -1,4 +1,4 @@
-"""Ranks that average gradients do what one process does on the batches of all of them."""
+"""Ranks that average gradients train as one process does on the batches of all ranks."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ def sgd(model, **kwargs):
 
 
 def ready(setup, model=None, **kwargs):
-    """A model, by default `net`, and its optimizer, which are set up."""
+    """Return a model (`net` by default) and its optimizer after setup."""
     model = net() if model is None else model
     optimizer = sgd(model, **kwargs)
     setup.setup(model, optimizer)
@@ -39,7 +39,7 @@ def ready(setup, model=None, **kwargs):
 
 
 def fit(setup, model, optimizer, call=None, given=None):
-    """The plainest loop; returns the weights."""
+    """Run a plain training loop, and return the weights."""
     for x, y in given or batches():
         optimizer.zero_grad()
         mse_loss((call or model)(setup.share(x)), setup.share(y)).backward()
@@ -51,7 +51,7 @@ def fit(setup, model, optimizer, call=None, given=None):
 
 
 class Step:
-    """What a row is given: what was set up, this rank's part of the batch, and the whole batch."""
+    """The arguments of a case: the objects after setup, this rank's part of the batch, and the whole batch."""
 
     def __init__(self, setup, model, optimizer, batch, number):
         self.setup, self.model, self.optimizer, self.batch, self.number = setup, model, optimizer, batch, number
@@ -98,7 +98,7 @@ def put_in_the_place_of_means(step):
 
 
 def nothing_on_a_rank(step):
-    if step.rank == 0:  # one process does it all
+    if step.rank == 0:  # one process does all the work
         x, y = step.batch
         (mse_loss(step.model(x), y) * step.size).backward()
 
@@ -126,7 +126,7 @@ ROWS = (
 
 
 def assert_steps(team, step, make=net, given=None, **kwargs):
-    """Hold that a loop of such steps ends alike on ranks and in one process, with what the last step has returned."""
+    """Assert that a loop of such steps, and its last step's result, match between ranks and one process."""
 
     def loop(setup):
         model, optimizer = ready(setup, make(), **kwargs)
@@ -148,12 +148,12 @@ PAIRS = []
 
 
 def pair(loop):
-    """Mark a loop that ends alike on ranks and in one process."""
+    """Mark a loop that must match between ranks and one process."""
     PAIRS.append(loop)
     return loop
 
 
-# --- optimizers and what loops do with gradients ---
+# --- optimizers and uses of gradients ---
 
 
 def test_only_what_arrived_since_is_averaged(team):
@@ -241,12 +241,12 @@ def parameter_that_only_an_optimizer_holds_is_averaged(setup):
     return model, scale
 
 
-# --- which parameters are used, and where ---
+# --- which parameters are used, and on which ranks ---
 
 
 def test_parameter_that_one_rank_alone_used_counts_on_all(team):
     def step(step):
-        parts = zip(*(each.chunk(2) for each in step.batch), strict=True)  # one half for one layer, one for another
+        parts = zip(*(each.chunk(2) for each in step.batch), strict=True)  # one half for each of two layers
         for number, (x, y) in enumerate(parts):
             if step.size == 1 or number == step.rank:
                 (mse_loss(step.model[number](x), y) / (2 / step.size)).backward()
@@ -308,7 +308,7 @@ def test_second_derivative_of_averaged_gradients_is_that_of_the_mean(team):
         optimizer.zero_grad()
         return model
 
-    # A gradient with a graph holds its parameter, which torch warns of.
+    # A gradient with a graph holds its parameter; torch warns about this cycle.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph")
         assert_pair(team(2), _ignoring_cycles(loop))
@@ -337,7 +337,7 @@ def _ignoring_cycles(loop):
 
 
 class Words(nn.Module):
-    """Two tables of words, sparse; the second is used by rank 1 alone, and densely by who asks for it."""
+    """Two sparse embeddings; only rank 1 uses the second, and a caller can ask for dense use."""
 
     def __init__(self):
         super().__init__()
@@ -350,7 +350,7 @@ class Words(nn.Module):
 def test_sparse_gradients_stay_sparse(team, size):
     def step(step):
         words = step.setup.share((torch.arange(12) * 7 + step.number) % 20)
-        for _ in range(2):  # accumulated
+        for _ in range(2):  # accumulate gradients
             step.model.out(step.model.first(words)).square().mean().backward()
         gradient = step.model.first.weight.grad
         assert gradient.is_sparse
@@ -454,7 +454,7 @@ def test_conjugated_gradient_is_averaged_as_what_it_stands_for(team):
 
 
 class Segments(nn.Module):
-    """Layers under activation checkpoints."""
+    """Layers with activation checkpointing."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -495,7 +495,7 @@ def test_compiled_models(team, backend):
     assert_pair(team(2), loop)
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch 2.8's, in LBFGS itself
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch 2.8's own warning, from LBFGS
 @pytest.mark.parametrize(("line_search", "is_set_up"), [(None, True), ("strong_wolfe", True), ("strong_wolfe", False)])
 def test_lbfgs_searches_alike_on_every_rank(team, line_search, is_set_up):
     def loop(setup):
@@ -531,7 +531,7 @@ def test_closure_may_return_a_number_or_nothing(team):
         assert (number, tensor.tolist(), nothing) == (1.0, [0.5], None)
 
 
-# --- what the loop adds ---
+# --- additions by the loop ---
 
 
 @pair
@@ -540,7 +540,7 @@ def layer_added_in_the_loop_begins_equal_and_is_averaged(setup):
     fit(setup, model, optimizer)
     torch.manual_seed(setup.rank)
     model.append(nn.Linear(3, 3))
-    model.append(nn.utils.spectral_norm(nn.Linear(3, 3)).eval())  # has random buffers
+    model.append(nn.utils.spectral_norm(nn.Linear(3, 3)).eval())  # its buffers are random
     optimizer.add_param_group({"params": [*model[3].parameters(), *model[4].parameters()]})
     if setup.rank == 0:
         with torch.no_grad():
@@ -615,11 +615,11 @@ def test_swapped_parameters_are_averaged(team, swap):
         else:
             torch.__future__.set_swap_module_params_on_conversion(True)
             model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
-            model.double().float()  # gradients, too
+            model.double().float()  # converts the gradients, too
             torch.__future__.set_swap_module_params_on_conversion(False)
         fit(setup, model, optimizer)
         gradients = [each.grad.clone() for each in model.parameters()]
-        setup.setup(model, optimizer)  # again
+        setup.setup(model, optimizer)  # set up a second time
         return fit(setup, model, optimizer), gradients
 
     assert_pair(team(2), loop)
@@ -692,7 +692,7 @@ def test_what_rank_1_alone_changes_raises_on_every_rank(team, change):
 
 def test_different_numbers_of_steps_raise_on_every_rank(team):
     def loop(setup):
-        setup.ranks.mean, mean = lambda value: value, setup.ranks.mean  # nothing is averaged
+        setup.ranks.mean, mean = lambda value: value, setup.ranks.mean  # disable averaging
         alone = Setup(setup.ranks, compare=False)
         try:
             model, optimizer = ready(alone)
@@ -721,7 +721,7 @@ def test_learning_rates_of_nan_are_equal_and_groups_may_have_none(team):
     assert team(2)(trained, loop) == [2, 2]
 
 
-# --- what is said, and what is left behind ---
+# --- messages and cleanup ---
 
 
 def test_training_of_what_was_not_set_up_is_warned_of_once_a_run_and_of_what_was_is_not(team):
@@ -772,7 +772,7 @@ def test_copies_made_in_the_loop_are_plain(team):
     def loop(setup):
         model, _ = ready(setup)
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        if setup.rank == 0:  # no rank waits for another
+        if setup.rank == 0:  # no rank may wait for another one
             for each in copies:
                 each(torch.ones(1, 6)).sum().backward()
         return [parameter._post_accumulate_grad_hooks for each in copies for parameter in each.parameters()]

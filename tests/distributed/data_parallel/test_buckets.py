@@ -1,4 +1,4 @@
-"""Averaging that overlaps with the backward computes, to the bit, what averaging after it does."""
+"""Averaging that overlaps with the backward is bitwise equal to averaging after it."""
 
 import gc
 import weakref
@@ -13,7 +13,7 @@ from nano_loop.distributed.data_parallel.buckets import GroupTransport, Overlap
 from nano_loop.distributed.launch.group import gradient_group
 
 STEPS = 6
-#: After so many averagings that were begun for nothing, it is not tried again.
+#: Overlap is given up after this many wasted early averagings.
 MISSES = 3
 
 
@@ -105,11 +105,11 @@ GROWS_AT = 2  # step
 def grows(rank, step, model, x):
     if step == GROWS_AT:
         model.scale = nn.Parameter(torch.full((3,), 2.0 + rank))
-    output = model(x)  # which gives all ranks the new parameter of rank 0
+    output = model(x)  # broadcasts rank 0's new parameter to all ranks
     (output * model.scale.sum() if step >= GROWS_AT else output).square().mean().backward()
 
 
-# With how many averagings end by the overlapped one: the first of a run never does.
+# The number of overlapped averagings of each loop; the first averaging of a run is never overlapped.
 LOOPS = {
     usual: STEPS - 1,
     two_backwards: 2 * STEPS - 1,
@@ -127,7 +127,7 @@ LOOPS = {
 
 
 def trained(ranks, loop, overlapped, groups):
-    """Return the parameters and gradients after each step, and how many averagings were overlapped and begun so."""
+    """Return the parameters and gradients after each step, and the numbers of overlapped and of early averagings."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -184,8 +184,8 @@ def test_overlapped_averaging_gives_the_same_bits(team, loop, size):
         assert none == (0, 0)
         assert begun - count <= MISSES
         assert count == LOOPS[loop] if LOOPS[loop] is not None else count < STEPS - 1
-        # The step that adds a parameter averages two lists in the place of one: with others beside it in the ring of
-        # gloo, an element is summed in another order, which three ranks round differently from then on.
+        # The step that adds a parameter averages two lists instead of one. gloo's ring then holds other elements beside
+        # it, and sums them in another order, which three ranks round differently from then on.
         exact = GROWS_AT * 2 * len([*Net().parameters()]) if loop is grows and size > 2 else len(after)
         assert all(one.equal(other) for one, other in zip(overlapped[:exact], after[:exact], strict=True))
         for one, other in zip(overlapped[exact:], after[exact:], strict=True):

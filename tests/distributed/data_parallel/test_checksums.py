@@ -1,4 +1,4 @@
-"""Ranks whose parameters are no longer equal are named with the parameter; rounding is no difference."""
+"""Ranks whose parameters differ are reported with the parameter's name; rounding is not reported."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_equal_parameters_pass_and_another_row_is_named(dtype):
 
 
 DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
-DTYPES = [each for each in DTYPES if not str(each).startswith("torch.q")]  # quantized ones
+DTYPES = [each for each in DTYPES if not str(each).startswith("torch.q")]  # without quantized dtypes
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -1,4 +1,4 @@
-"""What ranks say of themselves arrives, and tells diverged ranks."""
+"""Fingerprints arrive on all ranks and identify diverged ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What calls, loops and forked children change beside the averaging is averaged, or named."""
+"""Changes that calls, loops and forked children make outside of averaging are averaged or reported by name."""
 
 import warnings
 
@@ -80,7 +80,7 @@ def test_buffer_that_parts_is_named_once_on_rank_0(team, settings, named):
     assert [named in each and "nano_loop.all_reduce(value)" in each for each in first] == [True] * (named is not None)
 
 
-# --- gradients that the loop writes after the backward ---
+# --- gradients written by the loop after the backward ---
 
 
 def by_hand(setup, write, steps=3):

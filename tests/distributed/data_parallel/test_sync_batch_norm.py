@@ -1,4 +1,4 @@
-"""Batch norm on ranks that share a batch, and synchronized batch norm, are batch norm of one process on all rows."""
+"""Batch norm with a shared batch, and synchronized batch norm, match batch norm of one process on all rows."""
 
 import copy
 import threading
@@ -33,7 +33,7 @@ WAYS = pytest.mark.parametrize(("way", "sizes"), SIZES, ids=str)
 
 @contextmanager
 def sharing(ranks, way, sizes):
-    """Let norms compute over all ranks' rows; give what makes of a norm the one that does."""
+    """Compute norms over the rows of all ranks, and yield the function that converts a norm for this."""
     if way == "split":
         start = sum(sizes[: ranks.rank])
         ranks.context.split = SplitBatches(Share(start, start + sizes[ranks.rank], sum(sizes), len(sizes)))
@@ -47,7 +47,7 @@ def parts(ranks, batches, sizes):
 
 
 def run(norm, batches, targets):
-    """Two batches in training, one in evaluation: outputs and gradients."""
+    """Run two batches in training and one in evaluation, and return the outputs and gradients."""
     results = []
     for batch, target in zip(batches, targets, strict=True):
         norm.zero_grad()
@@ -98,7 +98,7 @@ def test_second_derivatives_are_those_of_one_process(team, way, sizes):
     nn.init.normal_(norm.weight, generator=generator)
 
     def second(norm, x, target):
-        """Return the derivatives of the sum of the squares of the input's gradient, after two calls."""
+        """Return the derivatives of the squared sum of the input's gradient, after two calls."""
         (first,) = torch.autograd.grad((norm(norm(x).sin()) * target).sin().sum(), x, create_graph=True)
         return torch.autograd.grad(first.square().sum(), [x, norm.weight])
 
@@ -131,7 +131,7 @@ def test_bf16_stays_and_a_group_of_one_rank_is_by_itself(team):
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("has_kernel", [False, True])
 def test_reduced_precision_is_as_near_to_fp64_as_one_process(team, dtype, form, has_kernel):
-    """With the kernel one rank computes in C, and the other by torch."""
+    """With the kernel, one rank computes in C and the other in torch."""
     shape, sizes = (10, 32, 32, 32), (9, 1)
     generator = torch.Generator().manual_seed(0)
     x, target = (3 + torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -160,7 +160,7 @@ def in_two_directions(norm, x, target):
 
 
 class Convolutional(nn.Module):
-    """Norms of images and of vectors, one with a cumulative mean, and one that an activation checkpoint repeats."""
+    """Norms of images and of vectors, one with a cumulative mean, and one that activation checkpointing recomputes."""
 
     def __init__(self, repeats):
         super().__init__()
@@ -177,7 +177,7 @@ class Convolutional(nn.Module):
 
 
 def fit(setup, repeats):
-    """Train for 21 steps, of batches whose last one is short."""
+    """Train for 21 steps with a short last batch in each epoch."""
     ranks, generator = setup.ranks, torch.Generator().manual_seed(1)
     x = torch.randn(23, 2, 6, 6, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (23,), generator=generator)
@@ -213,7 +213,7 @@ def statistics_after(norm, x):
 
 
 def test_rows_that_all_ranks_have_count_once(team):
-    """Such are batches of a loader that is not divided: `update_bn` iterates it without gradients."""
+    """An undivided loader has such rows: `update_bn` iterates over it without gradients."""
     x = torch.randn(5, 3, dtype=torch.float64)
 
     def on_rank(ranks):
@@ -229,7 +229,7 @@ def test_what_is_whole_and_what_another_thread_computes_is_not_exchanged(team):
     x = torch.randn(5, 3)
 
     def on_rank(ranks):
-        ranks.channel, found = None, []  # which an exchange needs
+        ranks.channel, found = None, []  # an exchange would need a channel
 
         def compute():
             found.append(statistics_after(nn.BatchNorm1d(3), x))
@@ -248,7 +248,7 @@ def test_what_is_whole_and_what_another_thread_computes_is_not_exchanged(team):
     for found in team(2)(on_rank):
         assert len(found) == 3
         for each in found:
-            assert_close(each, statistics_after(nn.BatchNorm1d(3), x), 1e-6)  # ranks have fewer threads
+            assert_close(each, statistics_after(nn.BatchNorm1d(3), x), 1e-6)  # ranks use fewer threads
 
 
 def test_one_row_on_each_rank_is_enough(team):

@@ -1,4 +1,4 @@
-"""Operations on files, done in the working folder in the way of any program: what they give can be compared."""
+"""File operations in the working folder, as any program does them; their results can be compared."""
 
 import contextlib
 import glob
@@ -12,7 +12,7 @@ NAMES = ("a", "b", "c", "link", "d", "d/a", "d/b", "d/e", "d/e/a", "link/a", "f"
 
 
 def fill(folder):
-    """Put something into an empty folder."""
+    """Fill an empty folder."""
     for name in ("d/e", "f"):
         (folder / name).mkdir(parents=True)
     for name in ("a", "b", "d/a", "d/e/a", "f/a"):
@@ -51,7 +51,7 @@ def descriptor(flags):
 
 def described(path):
     found = os.lstat(path)
-    # A real folder keeps its mode: it is rank 0's.
+    # A real folder keeps its mode, because it belongs to rank 0.
     return (oct(found.st_mode), found.st_size) if not stat.S_ISDIR(found.st_mode) else "folder"
 
 
@@ -99,7 +99,7 @@ def raw(path):
 
 
 def on_one():
-    """The operations on one path, as functions are now."""
+    """Return the operations on one path, with the functions that are installed now."""
     return {
         **{mode: opened(mode) for mode in ("r", "w", "a", "x", "r+", "w+", "rb", "wb", "ab", "xb", "a+")},
         "append": descriptor(os.O_WRONLY | os.O_APPEND),
@@ -142,7 +142,7 @@ def on_one():
 
 
 def on_two():
-    """Those on two."""
+    """Return the operations on two paths."""
     return {
         "rename": os.rename,
         "replace": os.replace,
@@ -158,7 +158,7 @@ def on_two():
 
 
 def given(operate, *paths):
-    """What an operation gives: its result, or the kind of its error and what it names."""
+    """Return the result of an operation, or the kind of its error and the path in it."""
     try:
         return repr(operate(*paths))
     except (OSError, shutil.Error, RecursionError) as error:
@@ -166,7 +166,7 @@ def given(operate, *paths):
 
 
 def contents():
-    """All that is in the working folder."""
+    """Return everything in the working folder."""
     found = []
     for folder, folders, files in os.walk("."):
         for name in sorted((*folders, *files)):

@@ -1,6 +1,6 @@
-"""A program that changes files as a worker does: ``python redirected.py FOLDER CHECK ...`` prints what each found.
+"""A program that changes files as a worker does: ``python redirected.py FOLDER CHECK ...`` prints the results.
 
-Each has a folder of its name in the folder, which is to be found again as it was.
+Each check runs in a folder of its own name within FOLDER, which must be unchanged afterwards.
 """
 
 import ctypes
@@ -18,24 +18,24 @@ from pathlib import Path
 
 from nano_loop.distributed.files import private_files
 
-STRICT, ALL_IS_RANK_0S = 1 << 62, 0  # when the run began: after and before all that the caller has
-CAPTURED = {"replace": os.replace, "libc": ctypes.CDLL(None, use_errno=True)}  # which nothing can redirect
+STRICT, ALL_IS_RANK_0S = 1 << 62, 0  # the start of the run: after or before all of the caller's files
+CAPTURED = {"replace": os.replace, "libc": ctypes.CDLL(None, use_errno=True)}  # saved before anything is redirected
 
 
 def outcome(do, *arguments, **options):
-    """The result, or the kind of the error."""
+    """Return the result, or the kind of the error."""
     try:
         return do(*arguments, **options)
     except OSError as error:
         return type(error).__name__
 
 
-# A thread that is here before the process may change no file of the caller's, as rank 0 may.
+# A thread that starts before the process gives up access to the caller's files; it acts as rank 0.
 RANK_0 = ThreadPoolExecutor(1)
 
 
 def shell(command):
-    """Let another process do something to the caller's files, as rank 0 does."""
+    """Change the caller's files in another process, as rank 0 does."""
     RANK_0.submit(subprocess.run, ["sh", "-c", command], check=True).result()
 
 
@@ -120,7 +120,7 @@ def unseen():
 
 
 def behind():
-    """What rank 0 has done already, in this run, is no error of the worker that does it now."""
+    """An operation that rank 0 has already done in this run is not an error in the worker that repeats it."""
     done = {
         "mkdir": outcome(os.mkdir, "d"),
         "makedirs": outcome(os.makedirs, "d/new/e", exist_ok=True),

@@ -1,4 +1,4 @@
-"""Checkpoints under several processes: rank 0 saves the caller's, and a worker loads what it has saved itself."""
+"""Checkpoints with several processes: rank 0 saves the caller's files, and a worker loads those it has saved."""
 
 import os
 
@@ -17,7 +17,7 @@ two = nano(**small.OPTIONS)
 
 
 class Cached(Dataset):
-    """Writes each sample to a file when it is first asked for, and says whether it has found one."""
+    """Caches each sample in a file at its first access, and returns whether the file existed."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -51,7 +51,7 @@ def test_each_rank_has_what_it_has_saved_by_functions_of_other_names_and_in_work
         rename(file.name, folder / f"opened {own}")
         return small.everywhere(sorted(os.listdir(folder)))
 
-    @torch.no_grad()  # for one rank alone iterates the loader, which is divided otherwise
+    @torch.no_grad()  # a loader is divided otherwise, and only one rank iterates over it
     def loading():
         (folder / "cache").mkdir()
         samples = Cached(folder / "cache")

@@ -1,4 +1,4 @@
-"""The folder for what workers write is made, found and deleted."""
+"""The folder for workers' files is created, found and deleted."""
 
 import contextlib
 import os

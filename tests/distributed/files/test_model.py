@@ -1,6 +1,6 @@
-"""A rank's private files against a model of them: a plain process with its own copy of the tree.
+"""The private files of a rank against a model of them: a plain process with its own copy of the tree.
 
-What differs is said in `operations`: a folder of the caller's keeps its mode and its times.
+`operations` documents the differences: one of the caller's folders keeps its mode and its times.
 """
 
 import os
@@ -27,7 +27,7 @@ OPERATIONS = st.tuples(
 
 
 def done(folder, drawn):
-    """What each operation gives in a folder, and what there is afterwards."""
+    """Return the results of the operations in a folder, and the folder's contents afterwards."""
     before, one, two = os.getcwd(), on_one(), on_two()
     os.chdir(folder)
     try:
@@ -42,7 +42,7 @@ def done(folder, drawn):
 
 @contextmanager
 def rank(run):
-    """Let this process be rank 1, and later than nothing that is there."""
+    """Make this process rank 1 of a run that began before any file existed."""
     run.mkdir()
     with workers_files(run), private_files(1, run, 1 << 62):
         yield
@@ -51,7 +51,7 @@ def rank(run):
 def check(drawn):
     with tempfile.TemporaryDirectory() as place:
         place = Path(os.path.realpath(place))
-        for name in ("callers/tree", "copy/tree"):  # a link that is moved may lead out of it
+        for name in ("callers/tree", "copy/tree"):  # a link that is moved may point outside
             (place / name).mkdir(parents=True)
             operations.fill(place / name)
         before = contents(place / "callers")
@@ -74,7 +74,7 @@ def test_rank_sees_what_a_process_with_its_own_copy_sees():
     assert functions() == before
 
 
-# Of the paths, the second counts for those operations alone that take two.
+# Only operations on two paths use the second path.
 SWAPS = {
     "a new folder in the place of a moved one": [
         ("mkdir", "new", ""),
@@ -109,9 +109,9 @@ def test_folder_that_is_renamed_to_a_removed_one_shows_nothing_of_that(swap):
 
 
 def test_folders_of_multiprocessing_are_real_since_compiled_code_binds_sockets_in_them(tmp_path):
-    """A loader's workers send tensors by such a socket: with a private folder, batches never came."""
+    """Loader workers send tensors through such a socket; with a private folder, batches never arrived."""
     with rank(Path(os.path.realpath(tmp_path)) / "run"):
-        folder = tempfile.mkdtemp(prefix="pymp-")  # as `multiprocessing.util.get_temp_dir` makes it
+        folder = tempfile.mkdtemp(prefix="pymp-")  # as `multiprocessing.util.get_temp_dir` does
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(os.path.join(folder, "listener"))
     assert os.listdir(folder) == ["listener"]

@@ -1,4 +1,4 @@
-"""A process that is redirected as workers are sees a file system, and changes none of the caller's files."""
+"""A process with redirected files sees a consistent file system, and does not change the caller's files."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ from distributed.files.test_writers import contents
 from distributed.launch.started import environment
 
 LIBRARIES = ("safetensors", "tensorboard")
-# The one that warns comes after those that must not, and the one that forks last.
+# Checks that warn come after those that must not, and the one that forks is last.
 CHECKS = ("functions", "not_redirected", "temporary", "behind", *LIBRARIES)
 CHECKS += ("unseen", "removed_and_made_again", "forked")
 TOUCHED = ("not_redirected", "unseen", "removed_and_made_again")
@@ -23,7 +23,7 @@ TOUCHED = ("not_redirected", "unseen", "removed_and_made_again")
 
 @dataclass
 class Found:
-    """What one program has found, what it has printed as errors, and where it was."""
+    """The results of one program, its errors, and its folder."""
 
     checks: dict
     stderr: str
@@ -34,7 +34,7 @@ class Found:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Let all checks of `redirected` run, each in its folder."""
+    """Run all checks of `redirected`, each in its own folder."""
     place = tmp_path_factory.mktemp("redirected")
     folder, cache = place / "folder", place / "cache"
     cache.mkdir()
@@ -76,20 +76,20 @@ def test_functions_are_like_the_ones_they_replace(found):
 
 _IN_PARENT = ["a", "b", "by child", "d", "earlier", "f", "link"]
 FOUND = {
-    # Devices and pipes are the real ones.
+    # Devices and pipes are real.
     "not_redirected": {"pipe": "through", "full": "OSError"},
-    # Forked processes share the files.
+    # Forked processes share the private files.
     "forked": ["1", False, _IN_PARENT, "2", sorted([*_IN_PARENT, "by parent"])],
-    # A change in another way is refused.
+    # Changes by other means are refused.
     "unseen": ["PermissionError", -1],
-    # A worker that is behind rank 0 does not stumble over what is done.
+    # A worker that lags behind rank 0 accepts operations that are already done.
     "behind": [
         dict.fromkeys(("mkdir", "makedirs", "exclusive", "remove", "rmdir", "rmtree", "remove in a folder", "replace"))
         | {"replace, to nowhere": "FileNotFoundError", "symlink": "FileExistsError"},
         None,
         ["a", "b", "before", "f", "link"],
     ],
-    # A file that rank 0 makes after the worker has removed its name is seen.
+    # A file is visible if rank 0 makes it after the worker has removed its name.
     "removed_and_made_again": [
         [["a", "b", "d", "link"], "FileNotFoundError"],
         "again\n",

@@ -1,4 +1,4 @@
-"""What compiled code does with files in a worker: it is right, or an error at once that names the file."""
+"""File access from compiled code in a worker either works or raises an error immediately that names the file."""
 
 import ctypes
 import errno
@@ -21,7 +21,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def opened(path, flags):
-    """Open a file as compiled code does, and raise what Rust raises: the error has no name of a file."""
+    """Open a file as compiled code does, and raise Rust's error, which has no file name."""
     descriptor = LIBC.open(os.fsencode(path), flags, 0o600)
     if descriptor < 0:
         number = ctypes.get_errno()
@@ -98,7 +98,7 @@ def test_compiled_code_in_a_worker_gets_an_error_that_names_the_file(use, tmp_pa
 
 def test_compiled_code_on_rank_0_is_right_and_its_files_are_read_by_all(tmp_path):
     def train(model, out):
-        os.makedirs(out / "new")  # on both ranks, in any order
+        os.makedirs(out / "new")  # both ranks do this, in any order
         if is_global_zero():
             write(out / "new" / "file")
             sqlite3.connect(out / "database").execute("create table new (value)").connection.close()

@@ -1,4 +1,4 @@
-"""What all ranks write together belongs to the caller: each rank's part is moved to where its path says."""
+"""Files that all ranks write together belong to the caller: each rank's part is moved to its real path."""
 
 import errno
 import os
@@ -52,7 +52,7 @@ def rank_0(path, content="of rank 0"):
 
 
 def real(folder):
-    """What the caller has in a folder, by path."""
+    """Return the caller's contents of a folder, by path."""
     found = {}
     for name in original_os.listdir(folder):
         path = f"{folder}/{name}"
@@ -141,7 +141,7 @@ def test_rank_that_has_chosen_the_first_free_number_keeps_what_it_writes(folder)
 
 @pytest.mark.parametrize("in_folder", [True, False], ids=["working folder", "file of rank 0"])
 def test_number_of_a_run_of_several_at_once_is_not_that_of_a_rank(folder, in_folder, monkeypatch):
-    """Another run, of which rank 0 and 1 know nothing, has the folder with the other number."""
+    """Another run, unknown to ranks 0 and 1, uses the folder with the other number."""
     for run in (0, 1):
         original_os.mkdir(f"trial {run}")
         original_os.mkdir(f"trial {run}/saved")

@@ -1,4 +1,4 @@
-"""Runs of two ranks that write together: the caller has the files of both, whichever is late, and no others."""
+"""Runs of two ranks that write together: the caller gets both ranks' files, whichever rank is late, and no others."""
 
 import functools
 import os
@@ -24,7 +24,7 @@ def state(model):
 
 
 def loaded(folder, model, **options):
-    """How far the weights of a checkpoint are from those of the model."""
+    """Return the largest difference between the weights of a checkpoint and the model's."""
     read = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
     dcp.load(read, checkpoint_id=folder, **options)
     return max((read["model"][name] - value).abs().max().item() for name, value in model.state_dict().items())
@@ -44,7 +44,7 @@ def saved_in_pieces(folder, model, rank):
 def saved_in_the_background(folder, model, rank):
     future = dcp.async_save(state(model), checkpoint_id=folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for _ in range(9):  # which averages meanwhile
+    for _ in range(9):  # averages gradients meanwhile
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
     future.result()
@@ -85,7 +85,7 @@ def the_same_names(folder, model, rank):
 
 def names_by_time_and_process(folder, model, rank):
     os.makedirs(folder, exist_ok=True)
-    for number in range(2):  # as TensorBoard's writers
+    for number in range(2):  # as TensorBoard's writers do
         Path(f"{folder}/events.out.tfevents.{time.time():.0f}.host.{os.getpid()}.{number}").touch()
 
 
@@ -100,7 +100,7 @@ def written(tmp_path_factory):
 
 @functools.cache
 def errors_in_run(folder, late):
-    """The errors of each way to write, of which a rank is late at each. The first test to ask has it run."""
+    """Return the errors of all ways to write, with one rank late in each; the run is shared by the tests."""
 
     def train(model):
         errors = {}

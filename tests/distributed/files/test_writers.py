@@ -1,4 +1,4 @@
-"""Whatever way a loop writes files in, the caller's folder holds what rank 0 wrote, and a worker reads its own back."""
+"""However a loop writes files, the caller's folder holds rank 0's files, and a worker reads its own back."""
 
 import functools
 import os
@@ -15,21 +15,21 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def contents(folder):
-    """All that is in a folder, by path."""
+    """Return everything in a folder, by path."""
     return {str(path.relative_to(folder)): content(path) for path in sorted(folder.rglob("*"))}
 
 
 def content(path):
     if path.is_symlink():
         return os.readlink(path)
-    if path.name == "legacy.pt":  # which holds addresses
+    if path.name == "legacy.pt":  # contains addresses
         return torch.load(path).tolist()
     return path.read_bytes() if path.is_file() else None
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Folders for a run in which the worker is ahead, one in which it is behind, and for this process."""
+    """Make folders for a run whose worker is ahead, for one whose worker lags behind, and for this process."""
     made = {}
     for name in ("ahead", "behind", 0, 1, "one after the other"):
         made[name] = tmp_path_factory.mktemp("written") / "folder"
@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
 
 @functools.cache
 def read_back(folder, first):
-    """What each writer reads back on each rank, one of which writes first."""
+    """Return the values that each writer reads back on each rank, when one rank writes first."""
 
     def train(model):
         results = {}
@@ -57,7 +57,7 @@ def read_back(folder, first):
 
 @functools.cache
 def alone(folder, name, *values):
-    """What one process reads back that writes the values one after the other."""
+    """Return the values read back in one process that writes the values one after the other."""
     return [written(name, folder, value).replace(str(folder), "") for value in values][-1]
 
 

@@ -1,4 +1,4 @@
-"""The ways in which training loops write files: each writes in the working folder, and gives what it reads back."""
+"""The ways in which training loops write files: each writes to the working folder and returns what it reads back."""
 
 import bz2
 import contextlib
@@ -95,7 +95,7 @@ def folder_renamed_when_complete(value):
 
 
 def started_anew(value):
-    """In a folder that an earlier run has left."""
+    """Start in a folder that an earlier run has left."""
     if os.path.exists("before"):
         shutil.rmtree("before")
     os.mkdir("before")
@@ -116,7 +116,7 @@ def latest_linked(value):
 
 
 def numbered_run(value):
-    """In the first folder of a series that is not there yet."""
+    """Write to the first folder of a numbered series that does not exist yet."""
     number = 0
     while os.path.exists(f"run{number}"):
         number += 1
@@ -130,7 +130,7 @@ def traced(value):
         torch.ones(2) + value
     profile.export_chrome_trace("trace.json")
     is_read = "traceEvents" in json.loads(Path("trace.json").read_text())
-    os.remove("trace.json")  # which is another one at each run
+    os.remove("trace.json")  # differs between runs
     return is_read
 
 
@@ -191,7 +191,7 @@ def logs(value):
     descriptor = os.open("opened", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(descriptor, b"%d" % value)
     os.close(descriptor)
-    with open("before.log", "a") as file:  # which was there
+    with open("before.log", "a") as file:  # an existing file
         file.write(f"{value} after\n")
     with open("before.txt", "r+") as file:
         file.write(str(value))
@@ -259,7 +259,7 @@ def folders(value):
     return inside, sorted(found), sorted(walked)
 
 
-# Where a worker that is behind adds to what rank 0 has written so far.
+# In these, a worker that lags behind appends to rank 0's content.
 ADDING = ("logs",)
 WRITERS = {
     each.__name__: each
@@ -273,7 +273,7 @@ WRITERS = {
 
 
 def prepare(folder):
-    """Make a folder for each of them, with what an earlier run has left there."""
+    """Make a folder for each writer, with files of an earlier run."""
     for name in WRITERS:
         (folder / name).mkdir(parents=True)
     before = folder / "started_anew"
@@ -290,12 +290,12 @@ def prepare(folder):
 
 
 def written(name, folder, value):
-    """Let one write its files in its folder; give what it reads back, or its error."""
+    """Run one writer in its folder, and return the values it reads back, or its error."""
     before = os.getcwd()
     os.chdir(folder / name)
     try:
         return repr(WRITERS[name](value))
-    except Exception as error:  # which is the finding
+    except Exception as error:  # errors are results here
         return f"{type(error).__name__}: {error}"
     finally:
         os.chdir(before)

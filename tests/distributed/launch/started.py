@@ -1,4 +1,4 @@
-"""Starts Python as a person or a launcher would, for the tests of the ways in which a run is started."""
+"""Start Python as a person or a launcher would, for tests of the ways to start a run."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nano_loop
 
-# For a script, a prompt and a notebook alike: no line is empty inside a block.
+# Works in a script, at a prompt and in a notebook: no line inside a block is empty.
 LOOP = """
 import argparse, json, os, sys, torch
 from nano_loop import TorchNano, nano
@@ -66,13 +66,13 @@ def alone():
 
 
 def environment(**variables):
-    """Return this process's environment with other values; None takes one away."""
+    """Return this process's environment with changed values; None removes a variable."""
     everything = {**os.environ, "PYTHONPATH": str(Path(nano_loop.__file__).parents[1]), **variables}
     return {name: str(value) for name, value in everything.items() if value is not None}
 
 
 def run_python(*arguments, folder, stdin=None, **variables):
-    """Run Python in `folder` to its end, and return the JSON that it printed last, and its standard error."""
+    """Run Python in `folder` until it exits, and return the JSON that it printed last, and its standard error."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
@@ -87,18 +87,18 @@ def run_python(*arguments, folder, stdin=None, **variables):
 
 
 def free_port():
-    """Return a TCP port that nobody listens at."""
+    """Return an unused TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def torchrun(*options):
-    """Return the command line of torchrun up to the script."""
+    """Return the command line of torchrun without the script."""
     return [sys.executable, "-m", "torch.distributed.run", *map(str, options)]
 
 
 def agents(*options):
-    """Return the command lines of torchrun as two hosts give them, with one process on each."""
+    """Return the command lines of torchrun for two hosts, with one process on each."""
     address = ("--master-addr", "127.0.0.1", "--master-port", free_port())
     return [
         torchrun("--nnodes", 2, "--node-rank", rank, "--nproc-per-node", 1, *address, *options) for rank in range(2)
@@ -106,7 +106,7 @@ def agents(*options):
 
 
 def run_together(commands, environments, folder):
-    """Run programs side by side to their ends, and return what each gave: its exit code, its output and errors."""
+    """Run programs concurrently until they exit, and return the exit code, output and errors of each."""
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(
@@ -126,8 +126,8 @@ def run_together(commands, environments, folder):
     return [(code, (folder / f"out {number}").read_text()) for number, code in enumerate(codes)]
 
 
-# In a separate process, for it leaves an event loop behind. Prints what each cell shows: streams by name, its result,
-# its error.
+# In a separate process, because it leaves an event loop behind. Prints the streams by name, the result and the error
+# of each cell.
 RUN_CELLS = """
 import json, sys
 import nbformat
@@ -152,6 +152,6 @@ print(json.dumps([shown_by(cell) for cell in notebook.cells]))
 
 
 def run_cells(cells, folder):
-    """Run cells in a notebook, and return what each shows."""
+    """Run cells in a notebook, and return the output of each."""
     shown, _ = run_python("-c", RUN_CELLS, folder=folder, stdin=json.dumps(cells), JUPYTER_PLATFORM_DIRS=1)
     return shown

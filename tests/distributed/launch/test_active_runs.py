@@ -1,4 +1,4 @@
-"""Of the runs in one process, one at a time has the process group and binds all threads, whichever thread it is in."""
+"""Of the runs in one process, whatever their thread, only one at a time has the process group and binds all threads."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ on_lists = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this
 
 
 def in_threads(*runs):
-    """Call each run in a separate thread, all at once, and return what each gave: its result or its error."""
+    """Call each run in its own thread, all concurrently, and return the result or the error of each."""
     results = [None] * len(runs)
     together = threading.Barrier(len(runs))
 
@@ -50,7 +50,7 @@ def test_of_two_threads_that_start_two_processes_one_is_refused_by_name():
 
 
 class Overlapping:
-    """Two runs in two threads: the second begins while the first is under way, and they end in the order asked for."""
+    """Two runs in two threads: the second begins during the first, and they end in the given order."""
 
     def __init__(self, first, second, first_ends_first):
         self.first_is_in, self.first_may_end, self.second_may_end = (threading.Event() for _ in range(3))

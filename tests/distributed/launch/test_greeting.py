@@ -1,4 +1,4 @@
-"""Making a process group prints nothing of its own, and swallows nothing of others."""
+"""Creating a process group prints nothing, and swallows no output of others."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Ranks of one host get a process group without a socket, and one that does not come about leaves nothing behind."""
+"""The ranks of one host get a process group without a socket, and a failed one leaves nothing behind."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def meet_alone(rank=0, **options):
-    """Join as one rank of two, of which the other does not come."""
+    """Join as one of two ranks; the other one does not come."""
     with private_folder() as folder, local_group(Ranks(rank, 2, folder=folder, **options), None):
         raise AssertionError("nobody came")
 
@@ -41,7 +41,7 @@ def test_runs_after_groups_that_did_not_come_about_work():
         timer.join()
     with pytest.raises(NanoError, match=r"waited 0.2 seconds for rank 1 to exchange values"):
         meet_alone(timeout=0.2)
-    assert time.monotonic() - started < 10  # and not the timeout of 600
+    assert time.monotonic() - started < 10  # without waiting for the timeout of 600 s
     assert not distributed.is_initialized()
     assert nano(**small.OPTIONS)(small.fit)(*small.parts()) == 8
 
@@ -67,7 +67,7 @@ def test_store_of_a_rank_that_has_left_touches_no_file_while_rank_0_deletes_the_
     monkeypatch.setattr(group, "FileStore", lambda *given: made.append(distributed.FileStore(*given)) or made[0])
     with local_group(Ranks(0, 1, folder=tmp_path), None):
         assert (tmp_path / "store-0").exists()
-    assert os.listdir(tmp_path) == ["store"]  # what torch would open has gone before the store
+    assert os.listdir(tmp_path) == ["store"]  # the name that torch would open is removed before the store
     os.symlink("store", tmp_path / "link")
     store = distributed.FileStore(str(tmp_path / "link"), 2)
     written = (tmp_path / "store").read_bytes()
@@ -77,13 +77,13 @@ def test_store_of_a_rank_that_has_left_touches_no_file_while_rank_0_deletes_the_
 
 
 def test_our_backend_outside_a_run_is_refused(tmp_path):
-    nano(**small.OPTIONS)(small.fit)(*small.parts())  # torch knows its name from now on
+    nano(**small.OPTIONS)(small.fit)(*small.parts())  # registers the name with torch
     with pytest.raises(NanoError, match="process_group_backend='nano_loop'"):
         nano(process_group_backend="nano_loop")
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     with pytest.raises(NanoError, match=r"backend='nano_loop' outside a run: .*Use \"gloo\""):
         distributed.init_process_group("nano_loop", store=store, rank=0, world_size=1)
-    distributed.distributed_c10d._world.group_count = 0  # as a user's own failure leaves it
+    distributed.distributed_c10d._world.group_count = 0  # the state after a failure in user code
 
 
 @pytest.mark.slow

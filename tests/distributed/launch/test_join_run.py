@@ -1,4 +1,4 @@
-"""Each run has one launcher, by its options and by what has started this process."""
+"""The options and the environment of the process select one launcher for each run."""
 
 import pytest
 
@@ -29,7 +29,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 def test_launcher_and_the_place_that_it_expects(monkeypatch, options, variables, inside_run, launcher, place):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(of_ray, "_refuse_missing_ray", lambda options: None)  # it is not in every environment
+    monkeypatch.setattr(of_ray, "_refuse_missing_ray", lambda options: None)  # Ray is not in every environment
     chosen = choose(Options(**options), inside_run=inside_run)
     ranks = chosen.expected_ranks()
     assert type(chosen) is launcher

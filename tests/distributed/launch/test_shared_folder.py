@@ -1,4 +1,4 @@
-"""What a process has left that was killed is deleted by others, and nothing else is."""
+"""Only the leftovers of killed processes are deleted by others."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="nothing
 
 @pytest.fixture(scope="module")
 def gone():
-    """The number of a process that has ended."""
+    """Return the id of a process that has exited."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -38,7 +38,7 @@ def test_folder_of_a_process_that_is_gone_is_deleted_with_what_its_workers_wrote
     assert names(tmp_path / "disk") == []
 
 
-# Holds the folder that is named after it, with what a killed process had begun to delete, and forks one that lives on.
+# Holds the folder of its own id, left half deleted by a killed process, and forks a process that outlives it.
 HOLD = """
 import os, sys, time
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_what_is_in_use_or_something_else_is_left(tmp_path, gone):
     (tmp_path / f"nano_loop-{gone}-file").touch()
     (tmp_path / f"nano_loop-{gone}-link").symlink_to(tmp_path / kept[-1])
     before = names(tmp_path)
-    with held(tmp_path / f"nano_loop-{gone}-held") as is_mine:  # as by a process of another container
+    with held(tmp_path / f"nano_loop-{gone}-held") as is_mine:  # as a process of another container does
         assert is_mine
         delete_abandoned(tmp_path, "nano_loop-")
     assert names(tmp_path) == before

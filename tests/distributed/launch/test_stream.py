@@ -1,4 +1,4 @@
-"""Messages arrive whole and in order, however they are cut on their way, and nobody waits for one."""
+"""Messages arrive whole and in order, however they are split in transit, without blocking anyone."""
 
 import os
 import socket

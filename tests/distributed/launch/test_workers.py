@@ -1,4 +1,4 @@
-"""Workers are watched by what they have in common, whatever has started them: no pipes and no processes are needed."""
+"""Workers are watched through their common interface, whatever started them, without pipes and processes."""
 
 import contextlib
 import time
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 class Remote:
-    """A worker as an actor of a cluster would be: it is asked, and there is nothing to wait for."""
+    """A worker like an actor of a cluster: it can only be polled, not waited for."""
 
     sources = ()
 
@@ -64,7 +64,7 @@ def test_lost_connection_of_rank_0_is_raised_as_the_failure_that_caused_it():
         raise RankLeftError("rank 1 has left", 1)
 
     lost = Failure(1, Kind.ECHO, "raised RuntimeError: connection reset by peer", "Wait")
-    killed = died(2, last_words="out of memory")  # nobody knows its exit code
+    killed = died(2, last_words="out of memory")  # its exit code is unknown
     with pytest.raises(NanoWorkerError, match="rank 2 ended its process:") as caught:
         run_beside(Remote(1, lost, after=0.5), Remote(2, killed, after=0.5), body=lose)
     assert (caught.value.rank, caught.value.exitcode, caught.value.traceback) == (2, None, "out of memory")
@@ -80,7 +80,7 @@ def test_lost_connections_wait_for_the_news_of_a_lost_host():
 
 
 def waits(rank, late=None, where=""):
-    """What a rank reports that has waited in vain for another one, or for any other."""
+    """Return the report of a rank that waited in vain for a certain rank, or for any."""
     return raised(rank, RankLateError(f"rank {rank} has waited", late), where)
 
 

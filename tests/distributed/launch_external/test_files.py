@@ -1,4 +1,4 @@
-"""Under torchrun the files of a run are rank 0's, as with workers that nano_loop starts; after the run all are real."""
+"""With torchrun, a run's files are rank 0's, as with nano_loop's own workers; after the run, all files are real."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Processes that torchrun, srun or mpirun has started train together as those that nano_loop starts itself."""
+"""Processes started by torchrun, srun or mpirun train together as nano_loop's own workers do."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from nano_loop.distributed.launch_external.environment import Launch, found_laun
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-# With HOST_OF=RANK, each rank seems to be on a separate host.
+# HOST_OF=RANK makes each rank appear to be on its own host.
 HOSTS = """
 import os, socket
 if "RANK" in os.environ:
@@ -52,7 +52,7 @@ def tell(*values):
         json.dump(values, file)
 
 """
-# Twice as it is, on the CPUs that LISTS tells, and in a process group of the user's.
+# Two runs with the defaults, one on the CPUs in LISTS, and one in a process group of the user.
 RUNS = """
 first, second = found(), found()
 lists = {"num_processes": 2, "cpu_for_each_process": json.loads(os.environ["LISTS"])}
@@ -64,12 +64,12 @@ torch.distributed.destroy_process_group()
 
 
 def told(folder, size=2):
-    """What each rank has told."""
+    """Return the values reported by each rank."""
     return [json.loads((folder / f"found {rank}").read_text()) for rank in range(size)]
 
 
 def run(commands, folder, program, size=2, **variables):
-    """Run a program as the launchers' command lines say, and return what each rank tells."""
+    """Run a program with the launchers' command lines, and return the values reported by each rank."""
     (folder / "ranks.py").write_text(HOSTS + LOOP + TRAIN + program)
     environments = [environment(**variables)] * len(commands)
     for code, output in run_together([[*command, "ranks.py"] for command in commands], environments, folder):
@@ -79,7 +79,7 @@ def run(commands, folder, program, size=2, **variables):
 
 @pytest.fixture(scope="module")
 def expected():
-    """The weights that one process of twice the batch ends with."""
+    """Return the final weights of one process with batches of twice the size."""
     names = {}
     exec(LOOP + "\nfound = alone()", names)
     return pytest.approx(names["found"], abs=2e-6)
@@ -96,7 +96,7 @@ def test_torchrun_on_one_host_trains_twice_on_lists_of_cpus_and_in_a_group_of_th
         assert each["weights"] == expected
         assert "shared memory" in each["way"]
         assert each["left as it was"]
-        assert each["threads"] == [2, 2]  # the user's own
+        assert each["threads"] == [2, 2]  # set by the user
         if read_machine().num_threads > 1 and hasattr(os, "sched_getaffinity"):
             mine, other = map(set, each["masks"])
             assert mine
@@ -106,7 +106,7 @@ def test_torchrun_on_one_host_trains_twice_on_lists_of_cpus_and_in_a_group_of_th
         assert listed["masks"] == lists or lists is None
 
 
-# Objects of the user's travel between hosts, too.
+# the user's objects reach other hosts, too
 SENDS = """
 class Mine:
     def __init__(self, value):
@@ -125,7 +125,7 @@ def test_ranks_of_two_hosts_use_the_network_and_all_cores_of_their_hosts(tmp_pat
     runs = run([torchrun("--nproc-per-node", 2)], tmp_path, SENDS, HOST_OF="RANK", OMP_NUM_THREADS=None)
     for each, sent in runs:
         assert sent == 6
-        assert each["OMP_NUM_THREADS"] == "1"  # torchrun's
+        assert each["OMP_NUM_THREADS"] == "1"  # set by torchrun
         assert each["threads"] == [read_machine().num_threads] * 2
         assert each["masks"][0] == each["masks"][1] or not each["masks"][0]
         assert "by gloo" in each["way"]
@@ -157,7 +157,7 @@ def test_more_ranks_than_cores_share_the_cores(tmp_path):
         assert each["threads"] == [1] * count
 
 
-@pytest.mark.slow  # ranks of two hosts, and of one agent, are among the others
+@pytest.mark.slow  # other tests cover ranks of two hosts and of one agent
 @pytest.mark.parametrize(("host_of", "way"), [(None, "shared memory"), ("GROUP_RANK", "by gloo")])
 def test_two_agents_of_torchrun_make_one_run(tmp_path, expected, host_of, way):
     runs = run(agents(), tmp_path, "tell(found(), found())", HOST_OF=host_of)
@@ -201,14 +201,14 @@ train(*parts(4))
 @pytest.mark.slow
 def test_rank_that_fails_under_torchrun_ends_all(tmp_path):
     (tmp_path / "ranks.py").write_text(LOOP + FAILS)
-    # Each rank's output in a file: the pieces of two tracebacks that are written at once get mixed.
+    # Each rank writes to its own file, because concurrent tracebacks would interleave.
     command = [*torchrun("--nproc-per-node", 2, "--redirects", 3, "--log-dir", tmp_path / "logs"), "ranks.py"]
     started = time.monotonic()
     ((code, _),) = run_together([command], [environment()], tmp_path)
     assert code == 1
     (errors,) = (tmp_path / "logs").rglob("1/stderr.log")
     assert "ValueError: a bad batch" in errors.read_text()
-    assert time.monotonic() - started < 60  # the timeout of those that wait
+    assert time.monotonic() - started < 60  # without waiting for the timeout of 60 s
 
 
 LAUNCHERS = {
@@ -224,7 +224,7 @@ LAUNCHERS = {
     ],
     "mpirun": [
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"},  # MPICH says it so, and the test both at once
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"},  # MPICH's variables; the test sets both
     ],
 }
 
@@ -250,7 +250,7 @@ SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     ("variables", "launch"),
     [
         ({}, None),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # sbatch
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # set by sbatch
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"RANK": "1"}, None),
         ({"RANK": "", "WORLD_SIZE": "2"}, None),
@@ -261,7 +261,7 @@ SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
         ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, Launch("mpirun", 3, 4)),
         ({**SRUN, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, Launch("mpirun", 3, 4)),
         ({**SRUN, "RANK": "3", "WORLD_SIZE": "4"}, Launch("torchrun", 3, 4)),
-        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, None),  # a run of its own on each host
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, None),  # a separate run on each host
     ],
 )
 def test_launch_is_that_of_the_innermost_launcher(variables, launch):

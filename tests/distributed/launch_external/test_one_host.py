@@ -1,4 +1,4 @@
-"""Ranks of one host that a launcher has started are on their own: they see each other's ends by themselves."""
+"""Ranks of one host that a launcher started have no parent of ours: they detect each other's exit."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-# Ranks are killed in the loop, in which others wait for them, or after it; rank 0 ends when these are gone.
+# Ranks are killed in the loop, where others wait for them, or after it; rank 0 ends when they are gone.
 KILLED = """
 import psutil, signal, time
 from pathlib import Path
@@ -61,7 +61,7 @@ for rank in os.environ["AFTER_IT"] if RANK == "0" else "":
 
 @pytest.fixture
 def temporary():
-    """An own folder for temporary files; the path of a loader's socket there may have 108 characters at the most."""
+    """A short folder for temporary files, because the path of a loader's socket is limited to 108 characters."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
@@ -81,7 +81,7 @@ def test_rank_that_is_killed_is_named_within_seconds_and_leaves_nothing(in_the_l
     assert f"rank {rank} ended its process: a run needs all of its ranks" in message
     assert str(rank) in in_the_loop
     killed_at = min(map(float, re.findall(r"killed at ([\d.]+)", "".join(output for _, output in ended))))
-    assert seen - killed_at < 5  # and not the timeout of 60
+    assert seen - killed_at < 5  # without waiting for the timeout of 60 s
     processes = [(folder / f"process {rank}").read_text() for rank in range(3)]
     left = [*temporary.glob("nano_loop-*"), *Path("/dev/shm").glob("nano_loop-*")]
     assert [path for path in left if path.name.split("-")[1] in processes] == []
@@ -94,7 +94,7 @@ def test_process_is_dead_once_it_is_killed_and_not_before(waited_for, monkeypatc
     with watching_each_other(ranks, [os.getpid(), process.pid]):
         ranks.check()
         process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its parent may never ask how it has ended
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its parent may never reap it
         if waited_for:
             process.wait()
         with pytest.raises(NanoError, match="rank 1 ended its process"):

@@ -1,4 +1,4 @@
-"""torch.distributed works in a run on one host as it does with gloo, and without a socket that others could reach."""
+"""torch.distributed works as with gloo in a run on one host, without a socket that others could connect to."""
 
 import os
 import socket
@@ -64,7 +64,7 @@ REDUCED = {
 
 
 def moved(rank):
-    """What arrives on this rank when tensors and objects change places."""
+    """Return the tensors and objects that arrive on this rank in an exchange."""
     mine, two = torch.full((2,), float(rank)), lambda: [torch.zeros(2), torch.zeros(2)]
     found = {"broadcast": torch.full((2, 3), float(rank)).t(), "all_gather": two(), "scatter": torch.zeros(2)}
     distributed.broadcast(found["broadcast"], 1)
@@ -101,7 +101,7 @@ MOVED = [
 
 
 def refused(rank):
-    """What a message from one rank to another, and a coalesced collective, say."""
+    """Return the error messages of point-to-point calls and of a coalesced collective."""
     value, told = torch.ones(2), []
     every = [distributed.P2POp(distributed.isend, value, 1 - rank)]
     for call, *args in (
@@ -129,7 +129,7 @@ def groups(rank):
 
 
 def wrapped(rank):
-    """The gradients of a `DistributedDataParallel` that the user has made, and the mean of those without it."""
+    """Return the gradients of a user's `DistributedDataParallel`, and the mean of the gradients without it."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     ddp = DistributedDataParallel(model)
@@ -168,21 +168,21 @@ def sum_of_lists(lists):
 
 
 class Loop(TorchNano):
-    """Tells what a loop of two ranks finds."""
+    """Records the findings of a loop of two ranks."""
 
     def __init__(self, power):
         super().__init__(**small.OPTIONS)
         self.power = power
 
     def train(self):
-        model = nn.Linear(2, 1, bias=False)  # ranks draw different weights
+        model = nn.Linear(2, 1, bias=False)  # different weights on the ranks
         for number, dtype in enumerate(BUFFERS):
             value = torch.tensor([number + self.global_rank])
             model.register_buffer(f"b{number}", value.to(dtype))
         model.register_buffer("quantized", quantized(0.1 + self.global_rank))
         model.register_buffer("sparse", torch.eye(2).mul(self.global_rank + 1).to_sparse())
         self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        # torch cannot pickle all dtypes.
+        # torch cannot pickle all dtypes
         values = {name: each.float() for name, each in model.named_buffers() if name.startswith("b")}
         values |= {"scale": model.quantized.q_scale(), "quantized": model.quantized.dequantize()}
         values |= {"sparse": model.sparse.to_dense(), "weights": small.weights(model)}
@@ -230,7 +230,7 @@ BUFFERS += (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float1
 
 def quantized(scale):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates it, and users have it
+        warnings.simplefilter("ignore")  # deprecated by torch, but still used
         return torch.quantize_per_tensor(torch.tensor([0.3, 1.0]), scale, 2, torch.quint8)
 
 
@@ -243,7 +243,7 @@ def test_parameter_without_memory_is_refused_by_name_on_every_rank():
     started = time.monotonic()
     with pytest.raises(NanoError, match=r"Linear.weight is on the device 'meta': .*\. Call model.to_empty"):
         Loop(**small.OPTIONS).train()
-    assert time.monotonic() - started < 30  # and not the timeout
+    assert time.monotonic() - started < 30  # without waiting for the timeout
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sockets are looked up in /proc")
@@ -251,7 +251,7 @@ def test_ranks_of_one_host_have_no_socket_that_others_could_connect_to():
     def train(model, optimizer, loader):
         steps = small.fit(model, optimizer, loader)
         small.everywhere("values of the user's")
-        time.sleep(0.5)  # for whoever looks for a socket
+        time.sleep(0.5)  # time to look for sockets
         distributed.barrier()
         return steps
 
@@ -267,7 +267,7 @@ def test_watch_for_sockets_sees_those_that_there_are():
         socket.create_server(("127.0.0.1", 0)),
         socket.socket(socket.AF_UNIX) as named,
     ):
-        named.bind(f"\0nano_loop-test-{os.getpid()}")  # of no folder, which another user may not enter
+        named.bind(f"\0nano_loop-test-{os.getpid()}")  # an abstract socket: no folder's permissions protect it
         named.listen()
         deadline = time.monotonic() + 30
         while len(found.listened) < 2 and time.monotonic() < deadline:

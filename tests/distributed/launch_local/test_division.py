@@ -1,4 +1,4 @@
-"""Loops whose batches are not passed to `setup`: what can be divided is, and what cannot is named."""
+"""Loops whose batches are not passed to `setup`: they are divided where possible, and reported otherwise."""
 
 import linecache
 import warnings
@@ -21,7 +21,7 @@ EPOCHS = 20
 
 @pytest.fixture(autouse=True)
 def nothing_warned(monkeypatch):
-    """Let this process have given no warning, which it would not repeat."""
+    """Forget the warnings already shown in this process, which would not be repeated."""
     monkeypatch.setattr(user_code, "_warned", set())
 
 
@@ -82,7 +82,7 @@ def test_ranks_with_a_loader_of_the_loop_train_as_one_process_of_twice_the_batch
     weights, count, caught = run(train)
     plain, plain_count, _ = run(loader_made_inside, 8)
     torch.testing.assert_close(weights, plain, rtol=1e-6, atol=1e-6)
-    assert count == plain_count == 32  # the evaluation was whole
+    assert count == plain_count == 32  # the evaluation was not divided
     assert "not set up, by batch" in str(train.report)
     assert not caught
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of a launch ends it with a KeyboardInterrupt, leaves nothing, and the next run works."""
+"""Ctrl-C at any line of a launch raises KeyboardInterrupt, leaves nothing behind, and the next run works."""
 
 import signal
 import sys
@@ -18,20 +18,20 @@ from nano_loop.distributed.launch.active_runs import innermost
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
-    # A file that is opened and not entered yet is closed when its last reference goes, with a warning.
+    # A file interrupted between its opening and its `with` is closed by its last reference, with a warning.
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 PACKAGE = Path(nano_loop.__file__).parent
-#: Where a line between two that belong together would leave something.
+#: Files in which an interrupt between two related lines could leave something behind.
 LAUNCH = tuple(
     str(PACKAGE / each) for each in ("distributed/launch", "cpu/binding.py", "runtime/run.py", "api/decorator.py")
 )
 
 
-STEP = 36  # a test takes each such line of the launch, and all tests together every line
-TOGETHER = 20  # launches between two looks at what is left: each goes through all objects and processes
+STEP = 36  # each test interrupts every 36th line of a launch; all tests together cover every line
+TOGETHER = 20  # launches between two checks for leftovers, which scan all objects and processes
 
 
 def train(model):
@@ -64,7 +64,7 @@ class Tracer:
 
 
 def lines_of_a_launch():
-    """Return the lines that a launch executes, each once, in their order."""
+    """Return the distinct lines that a launch executes, in order."""
     lines = {}
     with Tracer(lambda *line: lines.setdefault(line)):
         run()
@@ -72,7 +72,7 @@ def lines_of_a_launch():
 
 
 def interrupted_at(line):
-    """Run with Ctrl-C just before `line`, and return what is wrong afterwards."""
+    """Run with Ctrl-C just before `line`, and return the problems found afterwards."""
     sent = []
 
     def at_line(*here):
@@ -83,10 +83,10 @@ def interrupted_at(line):
     try:
         with Tracer(at_line):
             run()
-        wrong = ["no KeyboardInterrupt"] if sent else []  # a line that this launch did not need
+        wrong = ["no KeyboardInterrupt"] if sent else []  # this launch did not reach the line
     except KeyboardInterrupt:
         wrong = []
-    except NanoError as error:  # of what an interrupt before has left
+    except NanoError as error:  # caused by leftovers of an earlier interrupt
         wrong = [f"{error}"]
     wrong += [f"the process is held by {what}" for what in runs_that_have_the_process()]
     if innermost() is not None:
@@ -99,7 +99,7 @@ def state():
 
 
 def everything_wrong(lines):
-    """Interrupt a launch at each line, and return what is wrong after each, and what some have left together."""
+    """Interrupt a launch at each line, and return the problems after each one, and the leftovers of several."""
     run()
     belonging, before, masks = belongings(), state(), affinity_masks()
     found = []
@@ -123,7 +123,7 @@ def named(line):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(STEP) if each)])
 def test_ctrl_c_at_any_line_of_a_launch_leaves_nothing(first, monkeypatch):
-    monkeypatch.setattr(interrupts, "_ECHO", 0.01)  # seconds that an interrupted run waits for
+    monkeypatch.setattr(interrupts, "_ECHO", 0.01)  # an interrupted run waits this many seconds
     assert threading.current_thread() is threading.main_thread()
     lines = lines_of_a_launch()
     assert len(lines) > 200

@@ -1,4 +1,4 @@
-"""Ctrl-C in a run is one interrupt, is heard by the handler that the loop has, and leaves nothing behind."""
+"""Ctrl-C in a run is one interrupt, reaches the loop's handler, and leaves nothing behind."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ def test_second_ctrl_c_while_a_run_is_cleaned_up_leaves_nothing_behind(monkeypat
     delete = shutil.rmtree
 
     def delete_late(folder, *args, **kwargs):
-        if "nano_loop-" in Path(folder).name and Path(folder).suffix != ".gone":  # the last thing to be done
+        if "nano_loop-" in Path(folder).name and Path(folder).suffix != ".gone":  # the final deletion
             signal.raise_signal(signal.SIGINT)
         delete(folder, *args, **kwargs)
 
@@ -56,7 +56,7 @@ def test_ctrl_c_pressed_twice_is_one_interrupt():
 
 
 def _press_twice():
-    """Send an interrupt now, and another one 0.2 s later, when the run has ended."""
+    """Send an interrupt now, and another one 0.2 s later, after the end of the run."""
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     signal.raise_signal(signal.SIGINT)
 
@@ -80,12 +80,12 @@ def test_second_ctrl_c_of_one_does_not_reach_what_follows_the_run(monkeypatch, c
     with contextlib.nullcontext() if "loop" in caught else pytest.raises(KeyboardInterrupt):
         nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
     for _ in range(50):
-        time.sleep(0.01)  # where a user saves what there is
+        time.sleep(0.01)  # time for a user to save results
 
 
 def test_run_ends_while_processes_of_a_loader_are_alive():
     def train(model, loader):
-        batches = iter(loader)  # they have inherited all descriptors, and live as long as this
+        batches = iter(loader)  # its workers inherit all descriptors, and live as long as it does
         next(batches)
         return batches
 

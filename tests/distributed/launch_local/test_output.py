@@ -1,4 +1,4 @@
-"""What a worker writes, and what of it a message keeps."""
+"""The output of a worker, and the part of it that a message keeps."""
 
 import io
 import os
@@ -7,7 +7,7 @@ from nano_loop.distributed.launch_local.output import Output, pipe
 
 
 def relayed(written: bytes) -> Output:
-    """Return an output that has relayed `written`."""
+    """Return an output that relayed `written`."""
     reading, writing = pipe()
     os.write(writing, written)
     os.close(writing)
@@ -18,11 +18,11 @@ def relayed(written: bytes) -> Output:
 
 
 def test_long_last_line_does_not_push_the_cause_out_of_the_last_words():
-    names = ", ".join(f"scipy.module_{n}" for n in range(800))  # as faulthandler ends, where scipy was imported
+    names = ", ".join(f"scipy.module_{n}" for n in range(800))  # the end of faulthandler's output if scipy is imported
     found = relayed(f"Fatal Python error: Segmentation fault\n\nExtension modules: {names} (total: 800)\n".encode())
     assert found.last_words.startswith("[rank 1] Fatal Python error: Segmentation fault\n[rank 1] \n")
     assert found.last_words.endswith("scipy.module_799 (total: 800)\n")
-    assert names in found._stream.getvalue()  # what is shown is whole
+    assert names in found._stream.getvalue()  # the displayed output is complete
 
 
 def test_line_without_an_end_is_shown_in_pieces():

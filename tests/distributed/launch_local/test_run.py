@@ -1,4 +1,4 @@
-"""A run of several ranks leaves the caller with what was trained, and with the process as it was."""
+"""After a run of several ranks, the caller has the trained objects and an unchanged process."""
 
 import gc
 import os
@@ -51,14 +51,14 @@ def test_wrappers_of_optimizers_train_on_two_ranks_as_one_process_of_twice_the_b
         return [small.fit(*task) for task in tasks]
 
     tasks, plain = wrapped(4), wrapped(8)
-    ramping = nano(**{**small.OPTIONS, "auto_lr": True})(train)  # near 1x in its first steps
+    ramping = nano(**{**small.OPTIONS, "auto_lr": True})(train)  # close to 1x in its first steps
     assert ramping(tasks) == train(plain)
     assert {"broadcast", "gradient_averaging", "loaders", "learning_rate"} <= {*ramping.report.applied}
     for name, (model, *_), (twin, *_) in zip(names, tasks, plain, strict=True):
         torch.testing.assert_close(small.weights(model), small.weights(twin), rtol=0.02, atol=0.02, msg=name)
 
 
-# --- what one run tells, asked for once ---
+# --- results of one run, which these tests share ---
 
 VARIABLES = ("SLURM_NTASKS", "SLURM_PROCID", "MASTER_PORT")
 
@@ -105,11 +105,11 @@ def test_run_in_the_environment_of_a_launcher_gives_back_rank_0_s_and_leaves_the
     assert sys.excepthook is hook
 
 
-# --- what is left as it was ---
+# --- unchanged afterwards ---
 
 
 class Caching(nn.Linear):
-    """Registers a buffer with the length of its rank's batch, and resizes another."""
+    """Registers a buffer with the length of the rank's batch, and resizes another buffer."""
 
     def __init__(self):
         super().__init__(3, 1)
@@ -164,11 +164,11 @@ def test_patch_of_cuda_holds_in_workers_and_model_and_optimizer_are_freed_withou
         nano_loop.unpatch_cuda()
 
 
-# --- what is drawn, set and shown ---
+# --- random numbers, settings and output ---
 
 
 class Adjoint(torch.autograd.Function):
-    """Calls a model inside a backward of the program's own, as solvers of differential equations do."""
+    """Calls a model inside a custom backward, as solvers of differential equations do."""
 
     @staticmethod
     def forward(ctx, model, x, *parameters):
@@ -234,13 +234,13 @@ def test_only_rank_0_prints_and_saves_unless_all_are_to_print_and_workers_are_as
                 input()
         print("printed by", small.rank())
         torch.save(small.rank(), tmp_path / f"saved by {'zero' if small.rank() == 0 else 'one'}")
-        sys.stderr.write(f"warned by {small.rank()}\n")  # print writes the end of the line apart where pytest captures
+        sys.stderr.write(f"warned by {small.rank()}\n")  # print writes the newline separately while pytest captures
 
     nano(**small.OPTIONS | {"verbose": verbose})(train)(nn.Linear(1, 1))
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["[rank 1] printed by 1"] * bool(verbose) + ["printed by 0"]
     assert [line for line in sorted(err.splitlines()) if "warned" in line] == ["[rank 1] warned by 1", "warned by 0"]
-    assert err.count("nano_loop") == bool(verbose)  # the report, once
+    assert err.count("nano_loop") == bool(verbose)  # the report is shown once
     assert [path.name for path in tmp_path.iterdir()] == ["saved by zero"]
 
 
@@ -260,7 +260,7 @@ def test_report_says_what_a_copy_of_the_arguments_takes_and_a_mapped_file_takes_
 
 
 class Dropping(nn.Module):
-    """Keeps what its dropout kept."""
+    """Saves its dropout's output."""
 
     def __init__(self):
         super().__init__()
@@ -272,7 +272,7 @@ class Dropping(nn.Module):
         return self.layer(dropped.mean().view(1, 1))
 
 
-@pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")  # a CPU without bf16 instructions
+@pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")  # for CPUs without bf16 instructions
 @pytest.mark.parametrize(
     ("precision", "counts"),
     [pytest.param(32, [1 << 12], marks=pytest.mark.slow), ("bf16", [1 << 12, 1 << 20])],
@@ -301,7 +301,7 @@ def test_dropout_draws_masks_of_its_own_on_each_rank_and_in_each_step(precision,
 
 
 def masks_inside(model, optimizer, loader):
-    """The masks of the ranks' threads, their thread counts, and the masks of loader workers, by rank."""
+    """Return, by rank, the affinity masks and the number of threads, and the masks of loader workers."""
     workers = [tuple(worker.tolist()) for x, worker in loader]
     masks = set(map(tuple, map(sorted, affinity_masks().values())))
     return small.everywhere((masks, torch.get_num_threads(), set(workers)))
@@ -320,7 +320,7 @@ class MaskOfWorker(torch.utils.data.Dataset):
 def test_each_rank_is_on_its_own_cpus_with_all_its_threads(given):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("there is one CPU")
-    torch.rand(1 << 20).sum()  # OpenMP's threads exist now
+    torch.rand(1 << 20).sum()  # creates OpenMP's threads
     stop = threading.Event()
     other = threading.Thread(target=stop.wait)
     other.start()
@@ -345,7 +345,7 @@ def test_each_rank_is_on_its_own_cpus_with_all_its_threads(given):
 
 
 class Several(TorchNano):
-    """Trains one model after the other, each beside a first one that stays."""
+    """Trains several models in turn, each beside a first one that stays alive."""
 
     def train(self, count):
         alive = []
@@ -365,7 +365,7 @@ class Several(TorchNano):
 
 
 @pytest.mark.parametrize("precision", [32, pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")  # a CPU without bf16 instructions
+@pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")  # for CPUs without bf16 instructions
 def test_models_that_the_loop_drops_are_not_kept_but_for_the_last_one(precision):
     ranks = Several(**small.OPTIONS | {"precision": precision}).train(5)
     assert [count <= 2 for count, _ in ranks] == [True, True]

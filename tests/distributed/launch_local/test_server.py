@@ -1,4 +1,4 @@
-"""The process that workers are forked from: kept for the next run, replaced where it does not fit, never in the way."""
+"""The process that forks workers is kept for the next run, replaced if it does not fit, and never in the way."""
 
 import importlib
 import os
@@ -28,7 +28,7 @@ def run(task, **options):
 
 
 def server_of_a_run():
-    """Return the process that the worker of a run is forked from."""
+    """Return the process that forked the run's worker."""
     parent = run(os.getppid)[1]
     assert parent == kept().pid
     return parent
@@ -63,7 +63,7 @@ def test_next_run_is_forked_from_the_same_process_which_is_no_child_and_meets_no
         first = server_of_a_run()
         run(leave_something)
     finally:
-        del torch.left, os.environ["LEFT"]  # of rank 0, which is this process
+        del torch.left, os.environ["LEFT"]  # set in this process, which is rank 0
         torch.set_default_dtype(torch.float32)
     assert run(what_is_there)[1] == (False, None, "torch.float32")
     assert first == kept().pid not in {child.pid for child in psutil.Process().children(recursive=True)}
@@ -94,7 +94,7 @@ def test_it_ends_by_itself_without_runs_and_the_next_run_starts_another(monkeypa
     first = server_of_a_run()
     wait_until(lambda: is_gone(first))
     assert server_of_a_run() != first
-    servers.end_kept()  # which would end in the midst of the next test
+    servers.end_kept()  # would otherwise expire during the next test
 
 
 EARLY = """
@@ -143,7 +143,7 @@ def test_script_starts_it_when_it_decorates_and_leaves_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_what_an_import_makes_in_the_temporary_folder_goes_with_the_run(tmp_path, monkeypatch):
-    # A name of the module would have the caller's value in the worker; what C holds stays the worker's own.
+    # The worker gets the caller's value of a module attribute, but memory of C code stays its own.
     (tmp_path / "makes_a_folder.py").write_text("""
 import ctypes, tempfile
 place = ctypes.c_char_p(tempfile.mkdtemp().encode())

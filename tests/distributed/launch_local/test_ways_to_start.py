@@ -1,4 +1,4 @@
-"""From wherever several processes are started, the loop finds what it needs in each and trains the caller's model."""
+"""Wherever a run starts, the loop finds its objects in each process and trains the caller's model."""
 
 import os
 import signal
@@ -72,7 +72,7 @@ print(json.dumps([train(*ours), weights(ours[0]), alone(), torch.get_num_threads
 
 @pytest.mark.slow
 def test_options_threads_and_warnings_that_the_user_has_chosen_hold_in_workers_of_a_script_on_standard_input(tmp_path):
-    (tmp_path / "json.py").write_text("raise ImportError('of the working folder')")  # which is not on the path
+    (tmp_path / "json.py").write_text("raise ImportError('of the working folder')")  # a folder that is not on the path
     script = "import sys; del sys.path[0]" + LOOP + CHOSEN
     flags = ("-O", "-W", "error", "-X", "dev", "-")
     found, stderr = run_python(*flags, folder=tmp_path, stdin=script, OMP_NUM_THREADS=2)
@@ -132,7 +132,7 @@ def test_cells_of_a_notebook_train_its_model_and_can_be_interrupted(tmp_path):
     for first_or_second, reports in zip(outputs[1:3], (1, 0), strict=True):
         assert "trained by 0" in first_or_second["stdout"].splitlines()
         assert first_or_second["stdout"].count("gradient_averaging") == reports
-        assert "stderr" not in first_or_second  # which is red
+        assert "stderr" not in first_or_second  # standard error is shown in red
         assert first_or_second["result"] == "2"
     assert outputs[4]["error"] == "KeyboardInterrupt"
     assert outputs[5]["stdout"] == "[]\n"
@@ -142,7 +142,7 @@ def test_cells_of_a_notebook_train_its_model_and_can_be_interrupted(tmp_path):
 
 
 def interrupt_when_there(file):
-    """Interrupt the process whose id comes to stand in the file."""
+    """Interrupt the process whose id appears in the file."""
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         if file.exists() and file.read_text().endswith("\n"):
@@ -192,7 +192,7 @@ def test_decorated_function_of_a_module_is_imported_in_workers_wherever_they_sta
     for name, text in PACKAGE.items():
         (folder / name).write_text(textwrap.dedent(text))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend("packages")  # found from here alone
+    monkeypatch.syspath_prepend("packages")  # only this process can find it
     from of_this_test import loops
 
     try:

@@ -1,4 +1,4 @@
-"""`worker_init` is called in each worker, before anything of the caller's is read; faults shows its errors."""
+"""Each worker calls `worker_init` before it reads any of the caller's objects; tests/faults covers its errors."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ NAME = "registered_by_the_program"
 
 
 def register():
-    """Make a module that only this program has, and change what it inherits."""
+    """Register a module that has no file, and change an inherited value."""
     module = types.ModuleType(NAME)
     module.calls = [os.getpid()]
     module.Registered = type("Registered", (), {"__module__": NAME, "__call__": lambda self: sys.modules[NAME].calls})
@@ -33,7 +33,7 @@ def registered():
 
 def test_each_worker_has_called_it_before_it_reads_the_arguments(registered):
     @nano(**small.OPTIONS, worker_init=register)
-    def train(model, thing):  # which is sent by the name of a module that no file holds
+    def train(model, thing):  # sent by name, from a module without a file
         return broadcast((torch.patched, thing(), os.getpid()), 1)
 
     patched, calls, pid = train(nn.Linear(1, 1), registered.Registered())

@@ -1,4 +1,4 @@
-"""A worker's warnings are shown on standard error, with the rank in front."""
+"""A worker's warnings are shown on standard error, prefixed with the rank."""
 
 import subprocess
 import sys

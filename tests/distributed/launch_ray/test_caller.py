@@ -1,4 +1,4 @@
-"""Actors take over what of the caller's environment has to be the same on all ranks."""
+"""Actors adopt the variables of the caller's environment that must be equal on all ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the program has set in imported modules is there in workers, too, or the run says that it is not."""
+"""Workers get the state that the program has set in imported modules, or the run reports that they do not."""
 
 import contextlib
 import importlib
@@ -18,7 +18,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def imported(folder, names):
-    """Import modules of a folder anew."""
+    """Import fresh copies of a folder's modules."""
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
@@ -40,7 +40,7 @@ def loaded(ranks, folder):
 
 @pytest.fixture
 def in_worker(team, tmp_path):
-    """Return what ``read()`` of a module returns here after a change, and what it returns in a worker."""
+    """Return the results of a module's ``read()`` after a change, in this process and in a worker."""
 
     def outcome(sources, change, call="m.read", imports=None):
         sources = sources if isinstance(sources, dict) else {f"state_{next(_numbers)}": sources}
@@ -236,7 +236,7 @@ def test_a_worker_has(in_worker, name):
 
 
 def test_modules_that_others_name_are_reached(in_worker):
-    """By an attribute, by an import in a function, relative to a package, and by the class of an object alone."""
+    """Through an attribute, an import in a function, a relative import, or just the class of an object."""
     sources = {
         "reached.__init__": "X = 1",
         "reached.sub": "X = 1\ndef of(): return X",
@@ -251,7 +251,7 @@ def test_modules_that_others_name_are_reached(in_worker):
 
 
 def test_a_hook_and_an_activation_reach_their_modules(in_worker):
-    """And a class of which an object lies deep in a list."""
+    """A class is reached, too, if an instance is deep inside a list."""
     sources = {
         "reached_hook": "X = 1\ndef hook(module, args, output): return output + X",
         "reached_activation": "X = 1\ndef activate(x): return x * X",
@@ -293,7 +293,7 @@ def test_a_sentinel_of_a_module_that_is_not_compared_is_the_same_one(in_worker):
 
 
 def test_what_a_library_holds_is_found_by_the_code_that_names_it(in_worker, tmp_path):
-    """What it imports after the program, and by a name of the script's."""
+    """Covers later imports of the library, and names in the script."""
     sources = {
         "libraries.site-packages.flags_of_library": "FLAGS, OTHER = {'lr': 1}, {}\ndef define(): FLAGS['lr'] = 2",
         "names_library": """
@@ -312,7 +312,7 @@ def test_what_a_library_holds_is_found_by_the_code_that_names_it(in_worker, tmp_
     assert here == there == "{'lr': 2}"
 
 
-# --- what cannot be sent ---
+# --- objects that cannot be sent ---
 
 
 def test_code_that_cannot_be_sent_is_an_error_that_names_it(in_worker):
@@ -374,7 +374,7 @@ def test_objects_that_no_function_names_are_not_read_back(in_worker):
 def test_modules_of_a_package_that_others_have_imported_are_left(in_worker, monkeypatch):
     sources = {
         "package_of_two.__init__": "X = 1",
-        "package_of_two.second": "import sys\nX = sys.is_caller",  # fails where it is imported in a worker
+        "package_of_two.second": "import sys\nX = sys.is_caller",  # fails if a worker imports it
         "package_of_two.first": "import package_of_two\ndef read(): return package_of_two.X",
     }
     monkeypatch.setattr(sys, "is_caller", True, raising=False)

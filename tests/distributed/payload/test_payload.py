@@ -1,4 +1,4 @@
-"""What a worker process loads is what the caller has sent, shares its memory, and what cannot travel is named."""
+"""A worker loads the caller's objects in shared memory; objects that cannot be sent are reported by name."""
 
 import functools
 import gc
@@ -28,12 +28,12 @@ from nano_loop.distributed.payload.payload import dump, load
 from nano_loop.errors import NanoError
 
 MIB = 2**20
-LARGE = MIB // 4  # float32 elements of the smallest buffer that gets a file of its own
+LARGE = MIB // 4  # float32 elements of the smallest buffer with its own file
 
 
 @pytest.fixture
 def send(team, tmp_path):
-    """Send an object to a second process, and return what ``check(object)`` returns there."""
+    """Send an object to a second process, and return the result of ``check(object)`` there."""
     numbers = itertools.count()
 
     def sent(call, check):
@@ -49,7 +49,7 @@ def send(team, tmp_path):
 
 
 def mapping(folder):
-    """kB of what this process has mapped from `folder`, by smaps' names."""
+    """Return the kB that this process has mapped from `folder`, by the names in smaps."""
     sizes, inside = {}, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()
@@ -141,7 +141,7 @@ def test_full_folder_is_an_error_with_numbers(tmp_path, full):
 
 
 def shown(tensor):
-    """Everything that two equal tensors have in common."""
+    """Return all properties in which equal tensors must agree."""
     if tensor.layout is not torch.strided:
         return tensor.layout, tensor.shape, tensor.to_dense().tolist()
     if tensor.is_meta:
@@ -247,7 +247,7 @@ def test_arrays_arrive_as_they_were(send, make, writable):
 
     assert send(array, lambda it: (*shown(it), it.flags.writeable or it.dtype.hasobject)) == (
         *shown(array),
-        writable or array.dtype.hasobject,  # which pickle makes anew
+        writable or array.dtype.hasobject,  # pickle creates new arrays of objects
     )
 
 
@@ -313,7 +313,7 @@ def test_same_objects_and_tied_weights_stay_one_and_stay_the_optimizers(send):
 
 
 class Locked(nn.LSTM):
-    """Leaves out what cannot be pickled, as its base does."""
+    """Omits attributes that cannot be pickled, as the base class does."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -342,7 +342,7 @@ def test_hooks_parametrizations_and_local_classes_arrive(send):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_parametrizations_of_recurrent_layers_are_not_computed_by_sending_them(tmp_path, kind):
-    """Each computation of a spectral norm in train mode changes its buffers."""
+    """In train mode, each computation of a spectral norm changes its buffers."""
     layer = spectral_norm(kind(2, 2), "weight_hh_l0")
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     dump(layer, tmp_path, {})
@@ -372,7 +372,7 @@ def test_compiled_stays_compiled_by_the_same_backend(send, way):
         model = torch.compile(lambda x, linear=model: linear(x), backend=counting_backend)
 
     def check(model):
-        torch.compiler.reset()  # what another test has compiled
+        torch.compiler.reset()  # remove other tests' compiled code
         before = counting_backend.compiled
         result = model(x).tolist()
         return result, counting_backend.compiled - before, type(model).__name__
@@ -420,7 +420,7 @@ SCHEDULERS = {
 
 
 def rates(scheduler):
-    """The learning rates of a few steps, with the warnings that they gave."""
+    """Return the learning rates of a few steps, and the warnings."""
     optimizer, found = scheduler.optimizer, []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -615,7 +615,7 @@ def test_functions_and_classes_of_a_script_arrive_by_value_and_pickle_finds_them
     assert team(2)(check) == [(True, True, True)] * 2
 
 
-# --- what cannot travel ---
+# --- objects that cannot be pickled ---
 
 
 class Refusing:
@@ -624,7 +624,7 @@ class Refusing:
 
 
 class Kept:
-    """Holds a lock that it leaves out, and one that it does not."""
+    """Has a lock that its pickled state omits, and one that it includes."""
 
     def __init__(self):
         self.left_out = threading.Lock()
@@ -703,5 +703,5 @@ def test_nesting_without_end_is_told_of_the_argument(tmp_path):
         tree = [tree]
     with pytest.raises(NanoError, match=r"^argument `tree`.* is a list and cannot be pickled .*recursion"):
         dump(tree, tmp_path, {"tree": tree})
-    while tree:  # deleting it at once would recurse too
+    while tree:  # deleting the whole tree would recurse, too
         tree = tree.pop()

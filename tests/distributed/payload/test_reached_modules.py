@@ -1,4 +1,4 @@
-"""A module whose file has changed since its import is an error: workers would compute by other code."""
+"""Changing a module's file after its import is an error: workers would run different code."""
 
 import importlib
 import os
@@ -28,7 +28,7 @@ def write(folder, files):
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """Modules of the user's project, imported by this process."""
+    """The modules of the user's project, imported in this process."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.syspath_prepend(tmp_path)
     write(tmp_path, FILES)
@@ -40,7 +40,7 @@ def modules(tmp_path, monkeypatch):
 
 @pytest.fixture
 def send(modules, tmp_path):
-    """Send what is made of the modules to workers."""
+    """Send an object made from the modules to workers."""
 
     def sent(make):
         (tmp_path / "sent").mkdir()

@@ -1,4 +1,4 @@
-"""A digest tells apart what ranks have divided, and nothing that they only hold in other objects."""
+"""The digest distinguishes the data that ranks have divided, and ignores other state of the objects."""
 
 import copy
 import random
@@ -16,7 +16,7 @@ from nano_loop.distributed.sharding.dataset_digest import digest
 
 
 class Files:
-    """A dataset of files, with things that no two processes have alike."""
+    """A dataset of files, with attributes that differ in every process."""
 
     def __init__(self, names):
         self.names = names
@@ -27,7 +27,7 @@ class Files:
 
 
 class Opening:
-    """Leaves what it has opened and cached out of what is pickled."""
+    """Omits open files and caches from the pickled state."""
 
     def __init__(self, path, handle=None):
         self.path, self.handle = path, handle
@@ -44,7 +44,7 @@ class Record:
 
 
 class InMemory:
-    """Shows its pixels in no attribute, as an image of Pillow does."""
+    """Has its pixels in no attribute, as an image of Pillow does."""
 
     def __init__(self, pixels):
         self.pixels = lambda: pixels
@@ -103,7 +103,7 @@ def test_what_ranks_have_divided_has_other_digests(make):
 
 
 class Table:
-    """Has its values in no attribute, and shows them, as a table of pandas does."""
+    """Has its values in no attribute, as a table of pandas does."""
 
     __slots__ = ("_shown", "iloc")
 

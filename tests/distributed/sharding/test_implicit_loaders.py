@@ -1,4 +1,4 @@
-"""Loaders that the loop makes are divided as those of `setup` are."""
+"""Loaders that the loop creates are divided like those passed to `setup`."""
 
 import gc
 import multiprocessing
@@ -26,7 +26,7 @@ from nano_loop.steps.sharding import Sharding
 
 
 class Stream(IterableDataset):
-    """Numbers, of which each rank may take some by itself."""
+    """Numbers; each rank may select its own."""
 
     def __init__(self, rank=0, size=1):
         self.rank, self.size = rank, size
@@ -40,7 +40,7 @@ def numbers(count=20):
 
 
 def sharding_of(ranks):
-    """The step of a run in which a model was set up, and the model."""
+    """Return the step of a run after the setup of a model, and the model."""
     model = nn.Linear(1, 1)
     step = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), CallInterceptors(), ranks))
     step.observe(TrainingObjects(models=[model]))
@@ -48,7 +48,7 @@ def sharding_of(ranks):
 
 
 def in_run(team, loop, *args):
-    """What ``loop(ranks, *sharding_of(ranks), *args)`` returns on two ranks."""
+    """Return the results of ``loop(ranks, *sharding_of(ranks), *args)`` on two ranks."""
     return team(2)(_in_run, loop, *args)
 
 
@@ -78,7 +78,7 @@ def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(tea
         counts += [len(seen(loader)), len(loader), len(seen(DataLoader(numbers(), 4)))]
         model.train()
         counts += [len(seen(loader)), len(loader)]
-        step.apply(TrainingObjects(loaders=[loader], shard=False))  # which counts although it comes late
+        step.apply(TrainingObjects(loaders=[loader], shard=False))  # late, but it counts
         counts.append(len(seen(loader)))
         step.undo()
         return [*counts, len(seen(loader))]
@@ -86,11 +86,11 @@ def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(tea
     assert team(2)(loop) == [[5, 5, 5, 5, 5, 5, 3, 3, 5, 5]] * 2
 
 
-# --- what is divided, and told ---
+# --- which loaders are divided, and the messages ---
 
 
 class Caching(Dataset):
-    """Keeps what it has loaded."""
+    """Caches loaded samples."""
 
     def __init__(self):
         self.cache = {}
@@ -111,11 +111,11 @@ def test_what_a_dataset_has_cached_on_each_rank_counts_for_nothing(team):
     assert in_run(team, loop) == [([2, 2, 2], 10)] * 2
 
 
-# --- loaders that are not the loop's ---
+# --- loaders of other code ---
 
 
 class Looking(Dataset):
-    """Iterates a loader for each of its items."""
+    """Iterates over a loader for each of its items."""
 
     def __len__(self):
         return 4
@@ -138,7 +138,7 @@ def test_loaders_of_other_threads_inside_a_dataset_and_of_a_run_of_one_rank_are_
     assert in_run(team, loop) == [([4, 4], [[[4], [4]]] * 2)] * 2
 
 
-# --- what is left behind ---
+# --- cleanup ---
 
 
 def test_found_loaders_and_their_datasets_are_let_go(team):

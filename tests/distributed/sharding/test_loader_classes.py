@@ -1,4 +1,4 @@
-"""Loaders whose class iterates by itself are divided like others, and their lengths agree with what is delivered."""
+"""Loaders with their own iteration are divided like others, and their lengths match the number of batches."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ class Repeated:
 
 
 class OfManyEpochs(DataLoader):
-    """Begins its one iterator when it is made, as timm's does."""
+    """Creates its only iterator in the constructor, as timm's loader does."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -34,7 +34,7 @@ class OfManyEpochs(DataLoader):
 
 
 class ByItself(DataLoader):
-    """Asks nothing of `DataLoader`."""
+    """Uses no method of `DataLoader`."""
 
     def __iter__(self):
         for indices in self.batch_sampler:
@@ -42,7 +42,7 @@ class ByItself(DataLoader):
 
 
 class Twice(ByItself):
-    """Makes more of what its base class yields."""
+    """Yields more batches than the base class."""
 
     def __len__(self):
         return 2 * super().__len__()
@@ -53,7 +53,7 @@ class Twice(ByItself):
 
 
 class Halved(DataLoader):
-    """Changes the batches of `DataLoader`, and is no generator."""
+    """Changes the batches of `DataLoader` without being a generator."""
 
     def __iter__(self):
         batches = super().__iter__()
@@ -61,7 +61,7 @@ class Halved(DataLoader):
 
 
 class Unread(DataLoader):
-    """Asks for its length while it is made, before it has a sampler."""
+    """Asks for its length in the constructor, before it has a sampler."""
 
     def __init__(self, dataset, batch_size, **kwargs):
         self.dataset = dataset

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics count each sample once, whether the ranks have divided the samples or not."""
+"""Metrics of torchmetrics count each sample once, whether or not the ranks have divided the samples."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ torchmetrics = pytest.importorskip("torchmetrics")
 
 
 def counted(loader):
-    """A sum, all values, and a confusion matrix."""
+    """Return a sum, a concatenation of all values, and a confusion matrix."""
     metrics = [
         torchmetrics.SumMetric(),
         torchmetrics.CatMetric(),
@@ -41,7 +41,7 @@ def test_whole_evaluations_and_divided_training_both_count_each_sample_once(team
         again = counted(loader_of())
         with torch.no_grad():
             of_evaluation = computed(counted(loader_of()))
-            late = computed(again)  # of the divided batches, after whole ones
+            late = computed(again)  # divided batches after whole ones
         model.eval()
         by_mode = computed(counted(loader_of()))
         return divided, of_evaluation, late, by_mode

@@ -1,4 +1,4 @@
-"""Data that the program has divided by rank itself are not divided again, and what differs otherwise is told."""
+"""Data that the program divides by rank is not divided again, and other differences between ranks are reported."""
 
 import itertools
 import random
@@ -25,7 +25,7 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 
 
 class OfRank(Sampler):
-    """Yields what is this rank's, and asks only then which rank it is."""
+    """Yields this rank's indices, and asks for the rank only when iterated."""
 
     def __iter__(self):
         rank = torch.distributed.get_rank()
@@ -47,7 +47,7 @@ class Rows(Dataset):
 
 
 class Asking(IterableDataset):
-    """Asks for its rank when it is read, in a worker's process, too."""
+    """Asks for the rank at each read, in a loader's worker, too."""
 
     def __iter__(self):
         return iter(range(torch.distributed.get_rank(), 20, 2))
@@ -88,7 +88,7 @@ def test_data_that_the_loop_has_divided_is_not_divided_again(team, name, found):
         length = None if isinstance(loader.dataset, IterableDataset) else len(loader)
         return [[*flat(epoch)] for epoch in epochs], told and told.code, length
 
-    is_known = name.startswith("DistributedSampler")  # without a comparison
+    is_known = name.startswith("DistributedSampler")  # recognized without a comparison
     length = 10 if name == "single indices" else 2
     for rank, (epochs, code, own_length) in enumerate(team(2)(loop, DIVIDED[name])):
         assert epochs == [[*range(rank, 20, 2)]] * 2
@@ -170,11 +170,11 @@ def test_sampler_for_rank_0_that_each_rank_has_a_copy_of_is_for_each_rank(team):
     assert in_run(team, loop) == [[*range(rank, 20, 2)] for rank in (0, 1)]
 
 
-# --- data that each rank draws differently ---
+# --- data that differs between ranks at random ---
 
 
 class Hidden(Sampler):
-    """Draws from a generator that nobody finds."""
+    """Draws from a generator that cannot be found."""
 
     def __init__(self, rank):
         self.drawn = (random.Random(seed).sample(range(20), 20) for seed in itertools.count(10 * rank))

@@ -1,4 +1,4 @@
-"""Ranks share the plain loop's batches out among themselves: each batch once, in its order, as many on every rank."""
+"""Ranks divide the plain loop's batches: each batch once, in order, and equally many on each rank."""
 
 import contextlib
 import itertools
@@ -45,7 +45,7 @@ class Numbers(Dataset):
 
 
 class Drawing(Sampler):
-    """Draws each position when it is asked for, as a curriculum does."""
+    """Draws each position when it is requested, as a curriculum does."""
 
     def __init__(self, draw, count=23):
         self.draw = draw
@@ -71,7 +71,7 @@ class Endless(Sampler):
 
 
 class OneList(BatchSampler):
-    """Fills the list that it has yielded anew."""
+    """Reuses the list that it has yielded."""
 
     def __iter__(self):
         batch = []
@@ -100,7 +100,7 @@ def by_numpy():
 
 
 def own_generator(kind):
-    """Make a sampler that has a generator of its own, seeded otherwise on every rank, as a script's may be."""
+    """Make a sampler with its own generator, seeded differently on each rank, as a script's may be."""
     made = kind()
     sampler = Drawing(made.random if not isinstance(made, torch.Generator) else None)
     sampler.generator = made
@@ -156,7 +156,7 @@ LOADERS = {
 
 
 class Stream(IterableDataset):
-    """Draws as it goes, and has no end without a count."""
+    """Draws random numbers during iteration; endless without a count."""
 
     def __init__(self, count=23, draws=True):
         self.count = count
@@ -211,14 +211,14 @@ def epochs(loader, count=3, most=None):
 
 
 def plain_epochs(make, count=3, most=None):
-    """What the plain loop sees with rank 0's seed, and the states that it leaves behind."""
+    """Return the plain loop's batches with rank 0's seed, and the final random states."""
     seed(0)
     return epochs(make(), count, most), states()
 
 
 @contextlib.contextmanager
 def sharing(ranks, *loaders, models=(), shard=None):
-    """Share loaders out among the ranks, for a loop whose own random states differ from rank to rank."""
+    """Divide loaders among the ranks, for a loop whose random states differ between the ranks."""
     seed(ranks.rank)
     before = dict(vars(DataLoader))
     with contextlib.ExitStack() as stack:
@@ -230,7 +230,7 @@ def sharing(ranks, *loaders, models=(), shard=None):
 
 
 def shared(team, make, use, size=2, **settings):
-    """What ``use(loader)`` gives on each rank that shares the loader with the others."""
+    """Return the results of ``use(loader)`` on the ranks that share the loader."""
 
     def loop(ranks):
         with sharing(ranks, make(), **settings) as loader:
@@ -246,7 +246,7 @@ def sharded_epochs(ranks, make, count=3, most=None, found=False):
 
 @contextlib.contextmanager
 def finding(ranks, loader):
-    """Let a loader be one that the loop has made, in a run that has set up a model."""
+    """Treat a loader as created by the loop, in a run that has set up a model."""
     step, _ = sharding_of(ranks)
     seed(ranks.rank)
     yield loader
@@ -255,18 +255,18 @@ def finding(ranks, loader):
 
 
 def shares_of(batches, size):
-    """The batches of each rank, by the promise: r, r+N, …, and the last group filled up from the first batches."""
+    """Return the batches that each rank should get: r, r+N, …, with the last group filled from the first batches."""
     missing = -len(batches) % size
     filled = batches + [batch for batch, _ in zip(itertools.cycle(batches), range(missing), strict=False)]
     return [filled[rank::size] for rank in range(size)]
 
 
 def by_rank(plain, size):
-    """The epochs of each rank."""
+    """Return the epochs of each rank."""
     return [list(epochs) for epochs in zip(*(shares_of(batches, size) for batches in plain), strict=True)]
 
 
-# --- the order ---
+# --- order ---
 
 sizes = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 
@@ -289,7 +289,7 @@ def test_a_ranks_own_random_states_only_give_the_seed_that_every_loader_draws(te
     _, after = team(2)(sharded_epochs, LOADERS[name])[1]
     seed(1)
     for _ in range(3):
-        torch.empty((), dtype=torch.int64).random_()  # for the loader's workers
+        torch.empty((), dtype=torch.int64).random_()  # the seed for the loader's workers
     assert after == states()
 
 
@@ -308,11 +308,11 @@ def test_ranks_agree_where_their_loops_draw_numbers_too(team, name, size):
     results = team(size)(loop, LOADERS[name])
     reference = team(size)(loop, LOADERS[name])
     assert results == reference
-    if name in ("shuffled", "random"):  # those that the loop's draws do not touch
+    if name in ("shuffled", "random"):  # unaffected by the loop's draws
         seed(0)
         plain = epochs(LOADERS[name](), 1)[0]
         assert [seen for seen, _ in results] == shares_of(plain, size)
-    if name == "torch, at iter":  # drawn before the loop draws anything
+    if name == "torch, at iter":  # drawn before the loop's own draws
         plain, _ = plain_epochs(LOADERS[name], 1)
         assert [seen for seen, _ in results] == shares_of(plain[0], size)
 
@@ -346,7 +346,7 @@ def test_ranks_that_the_loop_has_seeded_alike_stay_alike(team, size):
     assert all(result == results[0] for result in results)
 
 
-# --- the number of steps ---
+# --- number of steps ---
 
 
 @sizes
@@ -426,7 +426,7 @@ def test_length_that_nobody_knows_is_an_error_as_ever(team):
     assert team(2)(loop) == [[], []]
 
 
-# --- whole ---
+# --- undivided loaders ---
 
 
 def no_grad_loop(loader, model):
@@ -460,7 +460,7 @@ def test_evaluation_sees_the_whole_loader_on_every_rank(team, name, loop):
 
 
 def samples(epoch):
-    """The samples of an epoch's batches, without their order and without what a stream has drawn."""
+    """Return the sorted samples of an epoch's batches, without a stream's random numbers."""
     flat = [numbers for batch in epoch for numbers in batch]
     return sorted(flat) if all(isinstance(each, int) for each in flat) else sorted(map(str, map(first_of, epoch)))
 
@@ -546,14 +546,14 @@ def test_streams_without_an_end_are_read_a_group_at_a_time(team, workers):
             read.clear()
             return found, [len(read) for _ in itertools.islice(loader, 3)]
 
-    ahead = [4, 8, 12] if workers == 0 else [0] * 3  # which another process reads
+    ahead = [4, 8, 12] if workers == 0 else [0] * 3  # another process reads them
     assert team(2)(loop) == [
         ([[[0, 1], [4, 5], [8, 9]]] * 2, ahead),
         ([[[2, 3], [6, 7], [10, 11]]] * 2, ahead),
     ]
 
 
-# --- samplers of the user's ---
+# --- custom samplers ---
 
 
 def test_endless_samplers_are_drawn_a_group_at_a_time(team):
@@ -663,11 +663,11 @@ def test_a_loader_may_be_iterated_twice_at_once(team, way):
 
 
 def pairs_of_epochs(way):
-    """What each rank sees as the first and the second of each pair."""
+    """Return the first and second epoch of each pair, as each rank sees them."""
     seen = way(DataLoader(Numbers(8), 2, shuffle=True))
     if way is pairs:
         return [shares_of([each[place] for each in seen], 2) for place in (0, 1)]
-    # Two ranks start two of the four inner epochs, each of two steps.
+    # Two ranks start two of the four inner epochs of two steps each.
     outer = shares_of([seen[4 * step][0] for step in range(4)], 2)
     inner = [shares_of([other for _, other in seen[4 * step : 4 * step + 4]], 2) for step in (0, 1)]
     return [[each for each in share for _ in (0, 1)] for share in outer], [inner[0][r] + inner[1][r] for r in (0, 1)]

@@ -1,4 +1,4 @@
-"""Ranks share loaders out for as long as the run of their step lasts, with fast_fetch too."""
+"""Ranks divide loaders for the duration of a run, with fast_fetch too."""
 
 import pytest
 import torch

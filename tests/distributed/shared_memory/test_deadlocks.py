@@ -1,4 +1,4 @@
-"""Ranks that wait for each other are found, and ranks that only seem to are not."""
+"""Ranks that wait for each other are detected, and ranks that only seem to are not."""
 
 import threading
 
@@ -11,19 +11,19 @@ from nano_loop.distributed.shared_memory.deadlocks import Waits
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """Let each look write down and count, without a second before it."""
+    """Make each look record and count immediately, without a wait of a second."""
     monkeypatch.setattr(module, "_LONG", 0.0)
     monkeypatch.setattr(module, "_EVERY", 0.0)
 
 
 @pytest.fixture
 def ranks(tmp_path):
-    """What three ranks of one run see; they are in one process here."""
+    """Three ranks of one run, all in this process."""
     return [Waits(rank, tmp_path) for rank in range(3)]
 
 
 def look(*waits, times=4):
-    """Let the waits look in turn, and return what each has found at last."""
+    """Let the waits look in turn, and return their last results."""
     return [[wait.look() for wait in waits] for _ in range(times)][-1]
 
 
@@ -35,7 +35,7 @@ def test_two_ranks_that_wait_for_each_other_are_found_by_the_lower_one(ranks):
     assert nothing == {}
 
 
-# Who waits for whom, in which order they look, and which of them find the ring at their last looks.
+# Who waits for whom, the order of the looks, and the waits that detect the cycle at their last look.
 BOTH = [(0, 1), (1, 0)]
 LOOKS = {
     "a ring of three": ([(0, 2), (1, 0), (2, 1)], "012" * 4, [0]),
@@ -61,7 +61,7 @@ def test_a_wait_that_is_over_is_no_deadlock(ranks):
     first.look()
     second.end()
     assert look(first, times=50) == [{}]
-    again = ranks[1].begin(0, "c")  # another wait, which the first look did not see
+    again = ranks[1].begin(0, "c")  # a new wait, unseen by the first look
     again.look()
     first.look()
     again.look()

@@ -1,4 +1,4 @@
-"""Ranks of one host exchange bytes and tensors of all dtypes, and find out when they do different things."""
+"""Ranks of one host exchange bytes and tensors of all dtypes, and detect that their calls differ."""
 
 import os
 from functools import partial
@@ -107,7 +107,7 @@ def test_rank_that_left_is_named(team, tmp_path, returned, words):
     assert rank == 1
 
 
-# --- coming together ---
+# --- meeting ---
 
 
 # --- files ---

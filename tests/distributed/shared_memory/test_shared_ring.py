@@ -1,4 +1,4 @@
-"""The shared-memory transport keeps ranks in step, tells them when they are not, and leaves nothing behind."""
+"""The shared-memory transport keeps ranks synchronized, detects when they are not, and leaves nothing behind."""
 
 import gc
 import mmap
@@ -22,7 +22,7 @@ KIND = "shared memory"
 
 
 def message(transport, tensors):
-    """What a NanoError of averaging `tensors` says; None where there is none."""
+    """Return the message of the NanoError from averaging `tensors`, or None."""
     try:
         transport.average(tensors)
     except NanoError as error:
@@ -31,7 +31,7 @@ def message(transport, tensors):
 
 
 def outcome(ranks, folder, **options):
-    """What a NanoError of making a transport says; None where there is none."""
+    """Return the message of the NanoError from making a transport, or None."""
     try:
         opened(KIND, ranks, folder, **options).close()
     except NanoError as error:
@@ -39,7 +39,7 @@ def outcome(ranks, folder, **options):
     return None
 
 
-# --- in step ---
+# --- synchronized ---
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_more_lists_than_plans_are_kept(team, tmp_path):
     assert team(2)(run) == [[], []]
 
 
-# --- out of step ---
+# --- out of sync ---
 
 
 def test_a_rank_that_arrives_and_leaves_between_two_looks_is_no_fault(tmp_path):
@@ -139,9 +139,9 @@ def test_nothing_is_left_and_nothing_is_held_after_close(team, tmp_path):
         for _ in range(3):
             descriptors, before = len(os.listdir("/proc/self/fd")), mapped()
             transport = opened(KIND, ranks, tmp_path)
-            ranks.barrier()  # until then rank 0 may not have come to removing it
+            ranks.barrier()  # rank 0 removes the file before this barrier
             files, held = list(tmp_path.iterdir()), mapped()
-            gc.disable()  # what is given back has to be so at once
+            gc.disable()  # resources must be released without the garbage collector
             try:
                 for length in (10, 5000):
                     transport.average([torch.ones(length), torch.ones(3, dtype=torch.bfloat16)])
@@ -161,7 +161,7 @@ def test_memory_that_is_not_to_be_had_is_an_error_on_every_rank(team, tmp_path, 
 
     def run(ranks):
         limit, original = resource.getrlimit(resource.RLIMIT_FSIZE), mmap.mmap
-        if lacking == "room" and ranks.rank == 0:  # what a full file system answers, without mounting one
+        if lacking == "room" and ranks.rank == 0:  # fails like a full file system, without mounting one
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
         if lacking == "addresses on a rank" and ranks.rank == 1:
             mmap.mmap = refuse
@@ -206,4 +206,4 @@ def test_all_memory_is_there_before_it_is_used(team, tmp_path):
     assert ({*of_rank_0}, of_rank_1) == ({(True, "0o600")}, [])
 
 
-# --- the slice of a batch that a rank sums: into its tensors and into the result, and nowhere else ---
+# --- the slice of a batch that a rank sums into its tensors and the result only ---

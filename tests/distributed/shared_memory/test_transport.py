@@ -1,4 +1,4 @@
-"""Both transports give the means of what the ranks have, the same to the bit everywhere."""
+"""Both transports return the means over the ranks, bitwise equal on all ranks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the tests of both transports share: lists of tensors that each rank makes alike, and their exact means."""
+"""Helpers of both transports' tests: lists of tensors that each rank can reproduce, and their exact means."""
 
 import random
 import time
@@ -12,11 +12,11 @@ from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTranspor
 
 KINDS = ("shared memory", "process group")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-SMALL = 512  # bytes that travel at once, so that small lists make many batches
+SMALL = 512  # a small chunk in bytes, so that small lists need many batches
 
 
 def opened(kind, ranks, folder, size=SMALL, **options):
-    """A transport; `size` is of its chunk or bucket."""
+    """Make a transport; `size` is the size of its chunk or bucket."""
     if kind == "process group":
         return GroupTransport(ranks, capacity=size, **options)
     mapped = partial(map_together, ranks, folder / "averaging-gradients")
@@ -29,7 +29,7 @@ def values(seed, rank, shape, dtype):
 
 
 def random_list(seed, rank, dtypes=DTYPES):
-    """A list whose shapes and dtypes follow from the seed, its values from the rank as well."""
+    """Return a list whose shapes and dtypes depend on the seed, and whose values depend on the rank, too."""
     common = random.Random(seed)
     tensors = []
     for number in range(common.randrange(12)):
@@ -40,12 +40,12 @@ def random_list(seed, rank, dtypes=DTYPES):
 
 
 def means(lists):
-    """The means of all ranks' lists, in double precision."""
+    """Return the means of all ranks' lists, in double precision."""
     return [torch.stack([each.double() for each in group]).mean(0) for group in zip(*lists, strict=True)]
 
 
 def assert_means(results, lists, eps=None):
-    """`results`, by rank, are the means of `lists` but for rounding, and the same to the bit."""
+    """Assert that `results`, by rank, equal the means of `lists` up to rounding, and agree bitwise."""
     for result in results[1:]:
         assert all(map(same_bits, result, results[0]))
     for number, (got, expected) in enumerate(zip(results[0], means(lists), strict=True)):
@@ -60,7 +60,7 @@ def same_bits(one, other):
 
 
 def averaged(ranks, kind, folder, seeds, dtypes=DTYPES, delay=0.0, **options):
-    """What one rank gets for the lists of `seeds`, after random naps of up to `delay` seconds."""
+    """Return one rank's averages of the lists of `seeds`, with random delays of up to `delay` seconds."""
     transport, naps = opened(kind, ranks, folder, **options), random.Random(ranks.rank)
     results = []
     for seed in seeds:
@@ -74,7 +74,7 @@ def averaged(ranks, kind, folder, seeds, dtypes=DTYPES, delay=0.0, **options):
 
 
 def once(ranks, kind, folder, make, options=None):
-    """What one rank's list, which ``make(rank)`` makes, becomes in one averaging."""
+    """Return the average of one rank's list, which ``make(rank)`` makes."""
     transport, tensors = opened(kind, ranks, folder, **(options or {})), make(ranks.rank)
     transport.average(tensors)
     transport.close()

@@ -1,7 +1,7 @@
-"""Small models that train in fp64 for 20 steps, plain and on ranks that share each batch: pairs with equal weights.
+"""Small models that train in fp64 for 20 steps, plain or with each batch shared by the ranks, to equal weights.
 
-A loop gets ``run``, a `TorchNano` or a `Plain`. Most batches have 9 samples, of which ranks have different numbers, and
-the last of an epoch has one, which all ranks compute.
+A loop gets ``run``, a `TorchNano` or a `Plain`. Most batches have 9 samples, divided unequally among the ranks. The
+last batch of an epoch has one sample, which all ranks compute.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from nano_loop.patching.operators.operators import gives_kernels
 
 needs_kernels = pytest.mark.skipif(not gives_kernels(), reason="torch does not say which kernel an operator has")
 SAMPLES, BATCH, EPOCHS = 37, 9, 4
-#: Of 11 samples 2, 3 or 4 ranks have different numbers, of 12 as many.
+#: 2, 3 or 4 ranks get unequal shares of 11 samples, and equal shares of 12.
 ODD, EVEN = 11, 12
 
 
 class Plain:
-    """What a loop is given in one process, without nano_loop."""
+    """Passed to a loop in one process, without nano_loop."""
 
     def setup(self, *parts):
         return parts
@@ -49,7 +49,7 @@ class Shared(TorchNano):
 
 
 def trained(run, names):
-    """What loops return, by their names."""
+    """The results of the loops, by name."""
     results = {}
     for name in names:
         torch.manual_seed(0)
@@ -131,14 +131,14 @@ def lbfgs(run):
 
 
 def sentences():
-    """Make sequences of different lengths."""
+    """Make sequences of varying length."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(2, 9, (SAMPLES,), generator=generator).tolist()
     return [torch.randint(1, 11, (length,), generator=generator) for length in lengths]
 
 
 class Tagger(nn.Module):
-    """Scores classes of each word."""
+    """Scores the classes of each word."""
 
     def __init__(self, classes=3, dropout=0.0, batch_first=True):
         super().__init__()
@@ -151,7 +151,7 @@ class Tagger(nn.Module):
 
 
 def padded_to_100(samples):
-    """Words of different numbers, and their classes, which the first sentences of the data set have none of."""
+    """Pad sentences and their classes; short sentences, such as the first ones, have only ignored classes."""
     classes = [
         torch.where(one % 5 < 3, one % 5, -100) if len(one) > 2 else torch.full_like(one, -100) for one in samples
     ]
@@ -171,7 +171,7 @@ def padding(run):
 
 
 def probabilities(run):
-    """Of classes, and of the words that a mask has left."""
+    """Losses of class probabilities, and of the words that a mask keeps."""
 
     def loss_of(scores, classes):
         rows, kept = scores.transpose(1, 2), classes >= 0
@@ -182,7 +182,7 @@ def probabilities(run):
 
 
 def accumulated_words(run):
-    """Means over words, of which the loop adds up several, with an evaluation on rank 0 alone in between."""
+    """Means over words, accumulated over several batches, with an evaluation on rank 0 alone in between."""
     model = Tagger()
     optimizer = by_sgd(model, 0.02)
     run.setup(model, optimizer)
@@ -194,7 +194,7 @@ def accumulated_words(run):
             if getattr(run, "global_rank", 0) == 0:
                 with torch.no_grad():
                     F.cross_entropy(model(words).transpose(1, 2), classes)
-            losses.append(loss.item())  # the whole batch's, before the backward, too
+            losses.append(loss.item())  # the whole batch's loss, before the backward, too
             loss.backward()
             if number % 2 == 0 or number == len(loader):
                 optimizer.step()
@@ -203,7 +203,7 @@ def accumulated_words(run):
 
 
 def accumulation(run, paused=False):
-    """Of three batches each; what is left at the end of an epoch is a short batch alone, or with others."""
+    """Accumulate three batches; the rest at the end of an epoch is a short batch, alone or with others."""
     model = mlp(6, 8, 1)
     optimizer = by_sgd(model)
     run.setup(model, optimizer)
@@ -252,7 +252,7 @@ def plateau(run):
 
 
 def two_losses(run):
-    """One by one, of several roots, with gradients of the roots, and in a graph that is kept."""
+    """Separately, from several roots, with gradients of the roots, and in a retained graph."""
     model = mlp(6, 8, 1)
     optimizer = by_sgd(model, lr=0.02)
     run.setup(model, optimizer)
@@ -271,7 +271,7 @@ def two_losses(run):
 
 
 def gradient_penalty(run):
-    """`torch.autograd.grad` of each sample's score by its input, as in WGAN-GP."""
+    """`torch.autograd.grad` of each sample's score with respect to its input, as in WGAN-GP."""
     model = mlp(6, 8, 1)
 
     def loss_of(model, batch):
@@ -285,7 +285,7 @@ def gradient_penalty(run):
 
 
 def own_gradients(run):
-    """Gradients that the loop puts into ``p.grad``, of a backward or without one."""
+    """Gradients that the loop assigns to ``p.grad``, from a backward or without one."""
     model = mlp(6, 8, 1)
     optimizer = by_sgd(model)
     run.setup(model, optimizer)
@@ -299,7 +299,7 @@ def own_gradients(run):
 
 
 def own_count(run):
-    """A mean over the batch's words, that the loop weighs by itself."""
+    """A mean over the batch's words, weighted by the loop."""
     model = nn.Embedding(11, 1, dtype=torch.float64)
 
     def loss_of(model, words):
@@ -319,7 +319,7 @@ def averages(run):
 
 
 def evaluated_between(run):
-    """An evaluation of whole batches, between a batch and its backward."""
+    """An evaluation of whole batches between a batch's forward and its backward."""
     model = mlp(6, 8, 1)
     held_out = loader_of(*vectors(14), shuffle=False)
     found = []
@@ -365,7 +365,7 @@ def read_ahead(run):
 
 
 def dropout(run):
-    """Of activations, in a model that is set up and by the loop, and a layer of the share's width."""
+    """Dropout of activations, in a model after setup and in the loop, and a layer as wide as the share."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(), nn.Linear(8, 1)).double()
 
     def loss_of(model, batch):
@@ -382,7 +382,7 @@ def dropout(run):
 
 
 class Noisy(Tagger):
-    """Of samples with 5 words each, words first where attention gives its weights."""
+    """Samples of 5 words; the word dimension comes first if attention returns its weights."""
 
     def __init__(self, weights_needed):
         super().__init__(1, dropout=0.2, batch_first=not weights_needed)
@@ -427,7 +427,7 @@ def noisy_lstm_of_equal_shares(run):
 
 
 def gan(run, size=ODD, noise_like=None):
-    """Noise of the batch's size, by the number of samples or by a tensor."""
+    """Noise of the batch's size, by the number of samples or the shape of a tensor."""
     generator, critic = mlp(3, 6, 6), mlp(6, 6, 1)
     optimizers = by_sgd(generator, 0.02), by_sgd(critic, 0.02)
     for model, optimizer in zip((generator, critic), optimizers, strict=True):
@@ -452,7 +452,7 @@ def gan_of_equal_shares(run):
 
 
 def sampling(run, size=ODD):
-    """A sample of each distribution that torch draws elementwise, or row by row."""
+    """Sample each distribution that torch draws elementwise or row by row."""
     model = mlp(6, 1)
 
     def loss_of(model, batch):
@@ -506,7 +506,7 @@ def evaluated_alone(run):
 
 
 class Augmented(TensorDataset):
-    """Draws for each sample, and does not use it, so that the plain loop's samples are the same."""
+    """Draws random numbers for each sample without using them, so that the samples equal the plain loop's."""
 
     def __getitem__(self, index):
         random.random(), torch.rand(index % 3)
@@ -514,7 +514,7 @@ class Augmented(TensorDataset):
 
 
 def augmented(run):
-    """The random numbers of the loop are not those of the data set."""
+    """The loop and the data set draw from different generators."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     loader = DataLoader(Augmented(*vectors()), ODD)
     return fit(run, model, loader, squares)

@@ -1,4 +1,4 @@
-"""A batch that was loaded whole is split along its first dimension, whatever it consists of, or an error says why."""
+"""A batch that was loaded whole is split along its first dimension, whatever its type, or an error says why."""
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Batch:
 
 
 class Pinned:
-    """A class of batches as torch's documentation shows it."""
+    """A batch class as in torch's documentation."""
 
     def __init__(self, x):
         self.x = x
@@ -31,7 +31,7 @@ class Pinned:
 
 
 class Graphs:
-    """Has what PyG's batches have."""
+    """Has the interface of PyG's batches."""
 
     def __init__(self, graphs):
         self.graphs = graphs
@@ -54,7 +54,7 @@ def sequences():
 
 X = torch.arange(10.0).reshape(COUNT, 2)
 NAMES = [*"abcde"]
-#: A batch of each kind, and what its samples are.
+#: A batch of each kind, and a function that returns its samples.
 BATCHES = {
     "tensor": (X, lambda batch: batch.tolist()),
     "array": (X.numpy(), lambda batch: batch.tolist()),

@@ -1,4 +1,4 @@
-"""Ranks that torchrun or another launcher has started share each batch, without a witness."""
+"""Ranks started by torchrun or another launcher share each batch, without a witness."""
 
 import sys
 
@@ -10,7 +10,7 @@ from distributed.split_batches.loops import Plain, needs_kernels, trained
 from distributed.split_batches.test_loops import assert_equal
 
 pytestmark = [needs_kernels, pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
-#: Means over samples or over words, with random numbers that unequal shares tell apart.
+#: Means over samples or words, with random numbers that would reveal unequal shares.
 LOOPS = ("sgd", "adam", "lbfgs", "accumulation", "clipping", "padding", "dropout", "gan")
 SCRIPT = f"""
 import os, sys

@@ -1,4 +1,4 @@
-"""Ranks that share each batch end with the weights, and see the losses, of the plain loop."""
+"""Ranks that share each batch end with the plain loop's weights and report its losses."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.sharding import Sharding
 
 pytestmark = needs_kernels
-#: Relative to the largest number.
+#: Relative to the largest element.
 TOLERANCES = {"adam": 1e-9, "lbfgs": 1e-6}
 
 
@@ -52,7 +52,7 @@ def test_torch_that_does_not_say_kernels_is_refused(monkeypatch):
 
 
 class OfTeam:
-    """What a loop is given by a team, whose ranks may be more than this machine has cores."""
+    """Passed to a loop by a team, which may have more ranks than this machine has cores."""
 
     def __init__(self, ranks):
         self.ranks, self.global_rank = ranks, ranks.rank

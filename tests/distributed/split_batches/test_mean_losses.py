@@ -1,4 +1,4 @@
-"""Cross-entropy of split batches: which calls are the mean over all ranks' rows."""
+"""Cross-entropy of split batches: which calls return the mean over the rows of all ranks."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ pytestmark = needs_kernels
 
 
 def with_share(ranks, compute, total=5):
-    """What `compute` gives of this rank's rows of a batch, and the gradient of these, with the weight of the share."""
+    """Return the result of `compute` for this rank's rows, and their gradient, weighted by the share."""
     rows, target = torch.arange(15.0).view(5, 3).sin().double(), torch.tensor([0, -100, 2, 1, -100])
     share = Share.of(total, ranks.rank, ranks.size)
     split = ranks.context.split = SplitBatches()
@@ -101,7 +101,7 @@ def test_batch_that_all_ranks_compute_whole_is_torchs(team):
 
 
 class Reader(nn.Module):
-    """Has a head of as many classes as are computed in chunks, without logits."""
+    """Has a head with enough classes to be computed in chunks, without logits."""
 
     def __init__(self):
         super().__init__()
@@ -143,7 +143,7 @@ def test_loss_of_a_head_without_logits_is_that_of_the_whole_batch():
 
 
 def test_compiled_code_computes_the_loss_by_all_ranks(team):
-    """Dynamo would trace the original, which knows of no other rank."""
+    """Dynamo would trace the original function, which does not know of other ranks."""
 
     def compute(x, y):
         def doubled(x, y):

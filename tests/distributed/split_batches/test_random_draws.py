@@ -1,4 +1,4 @@
-"""Which random numbers are drawn for the whole batch, and what ranks that part are told."""
+"""Which random numbers are drawn for the whole batch, and the errors of ranks that diverge."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = needs_kernels
 
 
 def drawn(ranks, total, draw, in_witness=lambda number: None):
-    """What a rank draws of a batch of so many samples, and the lines that are drawn alike."""
+    """Return a rank's draws for a batch of `total` samples, and the lines whose draws are equal on all ranks."""
     torch.manual_seed(5)
     split = ranks.context.split = SplitBatches()
     split.deliver(draw, share := Share.of(total, ranks.rank, ranks.size))
@@ -55,7 +55,7 @@ def test_of_equal_shares_masks_and_noise_like_activations_are_the_batchs(team):
 
 @pytest.mark.parametrize("total", [8, 9])
 def test_permutation_of_the_batch_is_an_error(team, total):
-    """As of mixup: the samples to mix with are on other ranks. Others are the plain loop's."""
+    """As in mixup: the samples to mix with are on other ranks. Other permutations equal the plain loop's."""
 
     def refused(ranks):
         shapes = [[20], [8]]
@@ -119,7 +119,7 @@ class Parting(TorchNano):
 def test_rank_that_draws_alone_is_named_and_lines_drawn_alike_are_reported():
     run = Parting(**OPTIONS, split_batches=True)
     with pytest.raises(NanoWorkerError, match="torch's generator differ at step 1") as raised:
-        run.train(1, step=1)  # after what all have drawn
+        run.train(1, step=1)  # after the common draws
     assert raised.value.rank == 1
     with pytest.raises(NanoError, match=r"(?s)rank [01] is in a collective.*rank 1:\n.*torch\.rand\(1\)"):
         run.train(1)
@@ -129,7 +129,7 @@ def test_rank_that_draws_alone_is_named_and_lines_drawn_alike_are_reported():
 
 
 def evaluating(run, draws):
-    """Train, while rank 0 alone evaluates after each step, and draws random numbers in it."""
+    """Train, while rank 0 alone evaluates after each step, and draws random numbers."""
     torch.manual_seed(0)
     model = nn.Sequential(mlp(6, 8), nn.Dropout(0.5) if draws else nn.Tanh(), nn.Linear(8, 1).double())
     optimizer, held_out = by_sgd(model), loader_of(*vectors(9), shuffle=False)
@@ -159,8 +159,8 @@ class AloneEvaluating(Plain):
 
 @pytest.mark.parametrize("draws", [True, False])
 def test_what_rank_0_draws_alone_after_a_step_leaves_the_ranks_together(draws):
-    """All go on from its state, as the plain loop does."""
+    """All ranks continue from its state, as the plain loop does."""
     own, states = Evaluating(**OPTIONS, split_batches=True).train(draws)
     expected, (state,) = evaluating(AloneEvaluating(), draws)
     torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-14)
-    assert torch.equal(states[0], state)  # the others get it with the next batch
+    assert torch.equal(states[0], state)  # the others receive it with the next batch

@@ -25,7 +25,7 @@ def test_share_of_a_sum_weighs_as_many_times_as_there_are_ranks(total, expected)
 
 
 class Iteration:
-    """Stands for that of a loader."""
+    """A placeholder for a loader's iteration."""
 
 
 @pytest.mark.parametrize(("other", "differs"), [(5, False), (7, True), (4, True), (1, True)])

@@ -1,4 +1,4 @@
-"""Loaders of ranks that share each batch: order and length are the plain loop's, and each sample is loaded once."""
+"""Loaders of ranks that share each batch: order and length equal the plain loop's, and each sample is loaded once."""
 
 import threading
 
@@ -32,7 +32,7 @@ def stacked(samples):
 
 
 def served(ranks, loader, iterate):
-    """What ``iterate(loader)`` gives on one rank that splits."""
+    """Return the result of ``iterate(loader)`` on one rank that splits batches."""
     ranks.context.split = SplitBatches()
     step = made(Sharding, ranks)
     try:

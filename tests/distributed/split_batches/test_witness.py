@@ -1,4 +1,4 @@
-"""What a run with split batches learns from the witness, one more process that computes whole batches."""
+"""A run with split batches learns from the witness, an additional process that computes whole batches."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def plain(loop):
 
 
 def total(run):
-    """A sum over samples, clipped, of shares that are unequal from the first on."""
+    """A sum over samples with clipped gradients; the shares are unequal from the start."""
     model = mlp(6, 8, 1)
     return fit(
         run,
@@ -85,7 +85,7 @@ def masked_by_numpy(run):
 
 
 class Flipped(Dataset):
-    """Samples that a dataset turns around at random."""
+    """Samples that the dataset flips at random."""
 
     def __len__(self):
         return 36
@@ -141,7 +141,7 @@ def killed(run):
 
 
 class Rounded(torch.autograd.Function):
-    """Has a gradient that depends on the number of rows, as that of a deep network in fp32 does."""
+    """Has a gradient that depends on the number of rows, as in a deep network in fp32."""
 
     @staticmethod
     def forward(ctx, x):
@@ -175,7 +175,7 @@ def contrastive(run, *more):
 
 
 def contrastive_with_dropout(run):
-    """What is drawn is divided, so it does not explain why gradients differ."""
+    """The random draws are divided, so they do not explain differing gradients."""
     return contrastive(run, nn.Dropout(0.1))
 
 
@@ -184,7 +184,7 @@ def sampling_of_equal_shares(run):
 
 
 class Noise(nn.Module):
-    """Draws by the number of samples, and once more in a checkpoint, in which samples lie behind."""
+    """Draws by the number of samples, and again in a checkpoint, where the samples are the last dimension."""
 
     def forward(self, x):
         return checkpoint(self._noisy, x, use_reentrant=False)
@@ -194,7 +194,7 @@ class Noise(nn.Module):
 
 
 def noise_of_equal_shares(run):
-    """Of a GAN, whose noise has the batch's size, of layers that draw, and of weights that do not have it."""
+    """Noise of a GAN with the batch's size, of layers that draw, and of weights of another size."""
     generator, critic = nn.Sequential(mlp(3, 6, 6), Noise()), mlp(6, 6, 1)
     optimizers = by_sgd(generator, 0.02), by_sgd(critic, 0.02)
     run.setup([generator, critic], [*optimizers])
@@ -203,7 +203,7 @@ def noise_of_equal_shares(run):
             for optimizer, sign in zip(optimizers, (1, -1), strict=True):
                 z = torch.empty(len(x), 3, dtype=torch.float64).uniform_(-1, 1) + torch.randn(len(x), 1).double()
                 optimizer.zero_grad()
-                scale = nn.Linear(6, len(x), dtype=torch.float64).weight.detach().abs().mean()  # alike on all ranks
+                scale = nn.Linear(6, len(x), dtype=torch.float64).weight.detach().abs().mean()  # equal on all ranks
                 real = critic(x + scale * 0 + torch.empty(len(x), 6).bernoulli_(0.5))
                 (sign * (F.softplus(real).mean() + F.softplus(-critic(generator(z))).mean())).backward()
                 optimizer.step()
@@ -211,12 +211,12 @@ def noise_of_equal_shares(run):
 
 
 def tokens_times_samples(run):
-    """A mean over words, of which the loop makes a sum over samples."""
+    """A mean over words that the loop scales to a sum over samples."""
     return tagging(run, lambda scores, classes: F.cross_entropy(scores, classes) * len(scores) / 9)
 
 
 def divided_by_own_count(run):
-    """A sum over words by a count, as Hugging Face's Trainer has it of each rank's batch."""
+    """A sum over words divided by a count, as Hugging Face's Trainer does for each rank's batch."""
     return tagging(
         run, lambda scores, classes: F.cross_entropy(scores, classes, reduction="sum") / (classes >= 0).sum()
     )
@@ -241,7 +241,7 @@ def mean_over_words(run):
 
 
 def clamped(run):
-    """By hooks, which get the gradients of shares. Those of the last layer are small enough."""
+    """Clamped by hooks, which get the shares' gradients. The last layer's gradients are small enough."""
     model = mlp(6, 8, 1)
     for parameter in model[0].parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-0.3, 0.3))
@@ -249,7 +249,7 @@ def clamped(run):
 
 
 def clamped_within(run):
-    """As `clamped`, by a hook of an activation."""
+    """Like `clamped`, with a hook on an activation."""
     model = mlp(6, 8, 1)
 
     def loss_of(model, batch):
@@ -270,7 +270,7 @@ def decayed(run):
 
 
 def decayed_sum(run):
-    """A sum over samples, and a penalty that is none."""
+    """A sum over samples, and an unscaled penalty."""
 
     def loss_of(model, batch):
         return squares(model, batch) * len(batch[0]) + sum(one.square().sum() for one in model.parameters())

@@ -1,4 +1,4 @@
-"""Kernels of IPEX that are wrong give way to torch's: derivatives of norms, the mean over no dimension, autocast."""
+"""Faulty kernels of IPEX are replaced by torch's: derivatives of norms, the mean over no dimension, autocast."""
 
 import warnings
 
@@ -20,7 +20,7 @@ SLOPES = torch.linspace(-1, 1, 40).view(5, 8)
 
 @pytest.fixture(autouse=True)
 def kernels():
-    """IPEX's, and the repairs, which are in force from a first run on."""
+    """Load IPEX's kernels and the repairs, which stay installed after a first run."""
 
     @nano(use_ipex=True, verbose=False)
     def run(model):
@@ -44,7 +44,7 @@ def gradient(loss, at):
 
 
 def by_differences(loss, at, direction):
-    """The derivative in a direction, in fp64, without any."""
+    """Return the derivative in a direction by finite differences in fp64."""
     at, step = at.double(), 1e-5 * direction.double()
     return ((loss(at + step) - loss(at - step)) / 2e-5).float()
 

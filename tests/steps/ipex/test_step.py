@@ -1,4 +1,4 @@
-"""IPEX: what is checked before it is imported, and what its import leaves; `tests/loops` holds what loops compute."""
+"""IPEX: the checks before its import, and the effects of the import; `tests/loops` covers the results of loops."""
 
 import importlib.metadata
 import json
@@ -22,12 +22,12 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 needs_ipex = pytest.mark.skipif(not has_ipex(), reason="IPEX is in the environment of `make test-ipex` alone")
 
 
-# --- before it is imported, with pretended versions and machines ---
+# --- before the import, with fake versions and machines ---
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Pretend versions of torch and of IPEX, None for none at all; importing IPEX then is an error."""
+    """Fake the versions of torch and IPEX (None if not installed); importing IPEX is then an error."""
 
     def pretend(torch_version, ipex_version, raised=None):
         versions = {"torch": torch_version, "intel-extension-for-pytorch": ipex_version}
@@ -65,10 +65,10 @@ def cpu(name, architecture, *sets):
 
 
 REQUEST, TO_28 = "^use_ipex=True: ", r", which replaces torch .* by 2\.8\.0\.$"
-# Of torch, of IPEX and of the machine, and the message.
+# The versions of torch and IPEX, the machine, and the message.
 REFUSED = {
     "none": ("2.13.0", None, None, rf'{REQUEST}.*Omit it, or run pip install "nano-loop\[ipex\]"{TO_28}'),
-    # It is not answered with a torch that nano_loop refuses.
+    # The message must not suggest a torch that nano_loop refuses.
     "of another torch": ("2.8.0", "2.7.0", None, r'pip install "nano-loop\[ipex\]"\.$'),
     **{
         f"with torch {version}": (
@@ -77,7 +77,7 @@ REFUSED = {
         )
         for version in ("2.13.0", "2.80.0", "2.9.1+cpu", "3.8.0")
     },
-    # Another CPU is not told to install it.
+    # Users of other CPUs are not advised to install it.
     "none, another CPU": ("2.13.0", None, cpu("Graviton", "aarch64", "bf16"), r"Graviton.*Omit it\.$"),
     **{
         architecture: (
@@ -144,12 +144,12 @@ def test_off_is_silent_and_imports_nothing(installed):
         train(use_ipex=False)["ipex"]
 
 
-# --- which is faster, in one process, with pretended times ---
+# --- which one is faster, in one process, with fake times ---
 
 
 @pytest.fixture
 def timed(installed, step, monkeypatch):
-    """Pretend a run whose steps take so many seconds, and return what it adds to the report."""
+    """Fake a run whose steps take the given seconds, and return its addition to the report."""
     monkeypatch.setattr(ipex, "_measured", {})
 
     def run(seconds, use_ipex, width=3, batch_size=8, kind=torch.optim.SGD, torch_version="2.8.0", **options):
@@ -232,7 +232,7 @@ def test_real_runs_are_compared():
     assert done.stderr.splitlines()[-2].startswith("  measured  ipex_speed ")
 
 
-# --- its import, in a separate process ---
+# --- the import, in a separate process ---
 
 IMPORTING = """
     import json, logging, os, sys, threading, warnings
@@ -271,7 +271,7 @@ IMPORTING = """
 
 @pytest.fixture(scope="module")
 def imported():
-    """What a process saw that used IPEX once, and what it wrote to standard error."""
+    """Return the findings of a process that used IPEX once, and its standard error."""
     command = [sys.executable, "-c", textwrap.dedent(IMPORTING)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -285,7 +285,7 @@ def test_import_leaves_the_process_as_it_was(imported):
     assert seen["after"] == seen["before"]
 
 
-# --- what loops do not show ---
+# --- not covered by loops ---
 
 
 @needs_ipex

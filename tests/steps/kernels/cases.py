@@ -1,4 +1,4 @@
-"""Models that call the kernels of one step, each with a loop that trains it, and what holds of its results."""
+"""Models that call the kernels of one step, each with a training loop and the expected results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.steps.kernels import KERNEL_STEPS, models
 
 BY_NAME = {kind.name: kind for kind in KERNEL_STEPS}
-#: What makes sizes of any kind large enough, and the functions in C the first guess.
+#: Makes sizes of any kind large enough, and the functions in C the default choice.
 THRESHOLDS = {
     BY_NAME["fast_activation"]: [(activations, "MIN_ELEMENTS", 1)],
     BY_NAME["fast_cross_entropy"]: [],
@@ -35,7 +35,7 @@ THRESHOLDS = {
 
 
 def use_for_all_sizes(monkeypatch, kind):
-    """Let a step compute tensors of any size, or skip the test where it cannot."""
+    """Make a step compute tensors of any size, or skip the test if it cannot."""
     if kind.row.kernels.calls_torchs_kernels and not gives_kernels():
         pytest.skip("it needs torch 2.9")
     for kernel in (
@@ -50,20 +50,20 @@ def use_for_all_sizes(monkeypatch, kind):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a loop for it, and what is compared with the loop by torch's kernels.
+    """A model, its training loop, and the comparison with the loop that uses torch's kernels.
 
-    `bounds` has for losses, gradients and state the largest difference: relative to the norm, or by element.
-    `reference` has the options of the loop by torch's kernels, besides those of the run.
+    `bounds` has the largest difference for losses, gradients and state: relative to the norm, or per element.
+    `reference` has the options of the loop with torch's kernels, in addition to those of the run.
     """
 
     kind: type
     make: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int], torch.Tensor]
-    is_expected: Callable[[list[str]], bool]  # whether these C functions are those of the loop
+    is_expected: Callable[[list[str]], bool]  # whether the loop called the right C functions
     bounds: dict[str, Any]
     steps: int = 3
     lr: float = 0.1
-    variants: tuple[dict[str, Any], ...] = ({},)  # options with which it is trained, too
+    variants: tuple[dict[str, Any], ...] = ({},)  # additional options to test
     reference: dict[str, Any] = field(default_factory=dict)
 
     def built(self):
@@ -72,7 +72,7 @@ class Case:
 
 
 def loop(model, optimizer, case):
-    """Train, and return the losses, the gradients of all steps, and the state at the end."""
+    """Train, and return the losses, the gradients of all steps, and the final state."""
     losses, gradients = [], []
     for number in range(case.steps):
         optimizer.zero_grad()
@@ -86,7 +86,7 @@ def loop(model, optimizer, case):
 
 
 def trained(case, loop=loop, **options):
-    """Return what a loop returns in a run, and the report."""
+    """Return the result of a loop in a run, and the report."""
     train, model = (
         nano(**{"precision": "bf16", "verbose": False, "tune_operators": False, **options})(loop),
         case.built(),
@@ -104,7 +104,7 @@ def assert_near(found, expected, bounds):
 
 
 def exactly(*functions, steps=3):
-    """Whether these functions are called in each step, and no others."""
+    """Whether each step calls exactly these functions."""
     return lambda called: called == [*functions] * steps
 
 
@@ -113,7 +113,7 @@ def normal(*sizes, seed=1):
 
 
 class Checkpointed(nn.Module):
-    """A module that is computed again in the backward."""
+    """A module that is recomputed in the backward."""
 
     def __init__(self, inner):
         super().__init__()
@@ -169,7 +169,7 @@ class Images(nn.Module):
 
 
 class Rows(Images):
-    """The same with a norm of each pixel's channels."""
+    """The same, with a norm over each pixel's channels."""
 
     def forward(self, x):
         return self.head(self.norm(self.convolution(x).permute(0, 2, 3, 1)).relu().mean((1, 2)))
@@ -193,7 +193,7 @@ def with_norm(make, *functions, **named):
 NORMS = {
     "batch norm": with_norm(lambda: Images(nn.BatchNorm2d(CHANNELS)), *BATCH),
     "group norm": with_norm(lambda: Images(nn.GroupNorm(4, CHANNELS)), *GROUP),
-    # torch sums the gradients of a layer norm's weights in bf16, where ours are fp32's.
+    # torch sums the gradients of a layer norm's weights in bf16, and ours are summed in fp32.
     "layer norm": with_norm(lambda: Rows(nn.LayerNorm(CHANNELS)), *LAYER, reference={"fp32_ops": ["layer_norm"]}),
     "checkpointed norm": with_norm(lambda: Images(Checkpointed(nn.GroupNorm(4, CHANNELS))), "group_norm", *GROUP),
 }
@@ -213,7 +213,7 @@ def with_layers(make, layers=2):
         x = normal(ROWS, WIDTH, seed=number)
         return F.mse_loss(model(x).float(), x[:, :OUTPUTS])
 
-    def is_expected(called):  # in each step the forward, and the gradients of weight and input, of all but the first
+    def is_expected(called):  # per step: the forward and two gradients, except the input's gradient in the first layer
         return called.count("product") >= 3 * (3 * layers - 1)
 
     return Case(
@@ -233,7 +233,7 @@ SIZE, STEPS, SEQUENCES = 24, 10, 12
 
 
 class Sequences(nn.Module):
-    """An LSTM and a layer for its last output."""
+    """An LSTM, followed by a layer for its last output."""
 
     def __init__(self, recomputes=False, **options):
         super().__init__()
@@ -265,14 +265,14 @@ LSTMS = {
 }
 
 
-# --- losses of words ---
+# --- losses of language models ---
 
 WORDS, EMBEDDED = 5000, 16
 IN_BF16, IN_FP32 = ["cross_entropy_bf16", "gradient_bf16_to_bf16"], ["cross_entropy_float", "gradient_float_to_float"]
 
 
 class Words(nn.Module):
-    """Predicts words; `loss` computes the loss from its logits."""
+    """Predicts words; `loss` computes the loss from the logits."""
 
     def __init__(self, loss=None):
         super().__init__()
@@ -284,7 +284,7 @@ class Words(nn.Module):
 
 
 def of_cast(logits, targets):
-    """As Hugging Face's models compute it."""
+    """As Hugging Face's models do."""
     return F.cross_entropy(logits.float().view(-1, WORDS), targets.view(-1))
 
 
@@ -294,7 +294,7 @@ def of_bf16(logits, targets):
 
 
 def of_two(logits, targets):
-    """Two losses of one cast."""
+    """Two losses that share one cast."""
     logits = logits.float().view(-1, WORDS)
     return F.cross_entropy(logits, targets.view(-1)) + F.cross_entropy(logits, targets.view(-1).flip(0))
 
@@ -305,7 +305,7 @@ def data():
 
 
 def of_words(loss, functions=IN_FP32, is_outside=False, bound=1e-6):
-    """A case with a loss in the model, or outside of it."""
+    """A case with a loss in the model, or outside it."""
 
     def computed(model, number):
         words, targets = data()
@@ -322,8 +322,8 @@ def of_words(loss, functions=IN_FP32, is_outside=False, bound=1e-6):
     )
 
 
-# Logits are bf16 in both, and sums in fp32 have another order. Where two losses read the cast, either the sum of their
-# gradients is rounded to bf16 or each. `tests/kernels/test_head.py` has more ways to write the loss.
+# Both use bf16 logits, and fp32 sums in a different order. If two losses share the cast, bf16 rounding applies to the
+# sum of their gradients, or to each one. `tests/kernels/test_head.py` covers more ways to write the loss.
 LOSSES = {
     "of_bf16": of_words(of_bf16, IN_BF16),
     "of_cast": of_words(of_cast),
@@ -333,7 +333,7 @@ LOSSES = {
 
 
 def compute_in_c(patch):
-    """Let functions in C compute tensors in fp32 of a run, whether they were measured to be faster or not."""
+    """Use functions in C for fp32 tensors of a run, whether or not they were measured to be faster."""
     choose = override.Override._is_chosen
     always = lambda self, algorithm, *call: algorithm.kernel is not None or choose(self, algorithm, *call)  # noqa: E731
     patch.setattr(override.Override, "_is_chosen", always)

@@ -1,3 +1,3 @@
-"""What the tests of these steps share with those of the kernels."""
+"""Fixtures that these tests share with those of the kernels."""
 
 from kernels.conftest import called, filled  # noqa: F401

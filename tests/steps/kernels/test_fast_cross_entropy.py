@@ -1,4 +1,4 @@
-"""The loss of language models by the kernel of `nano_loop.kernels.head.cross_entropy`; see `test_training`, too."""
+"""The loss of language models with the kernel of `nano_loop.kernels.head.cross_entropy`; see also `test_training`."""
 
 import threading
 
@@ -59,7 +59,7 @@ def test_who_holds_the_copy_sees_its_gradient(called):
         loss = model(words, targets)
         (gradient,) = torch.autograd.grad(loss, seen["copy"], retain_graph=True)
         assert gradient.dtype is torch.float32
-        assert gradient.abs().sum() == pytest.approx(2, rel=1e-3)  # softmax less the target
+        assert gradient.abs().sum() == pytest.approx(2, rel=1e-3)  # softmax minus the target
         loss.backward()
         model.loss = hooked
         model(words, targets).backward()

@@ -1,4 +1,4 @@
-"""Dropout draws the plain loop's masks, faster, wherever it is called."""
+"""Dropout draws the plain loop's masks, but faster, wherever it is called."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_masks_are_the_plain_loops_during_the_run_and_drawn_fast(step, filled, o
 
 
 class Calls(nn.Module):
-    """Calls a function that does not stand in its code."""
+    """Calls a function that does not occur in its code."""
 
     def __init__(self, function):
         super().__init__()
@@ -55,7 +55,7 @@ def attended(x):
     return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2)
 
 
-#: Calls of dropout in a forward, and how many numbers each draws.
+#: Calls of dropout in a forward, and the number of random values of each.
 CALLS = {
     "function": (F.dropout, [X.numel()]),
     "in place": (lambda x: F.dropout(x, 0.3, inplace=True), [X.numel()]),

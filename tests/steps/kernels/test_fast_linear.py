@@ -1,4 +1,4 @@
-"""Runs in bf16 compute large products in blocks; see `test_training`, too."""
+"""Runs in bf16 compute large products in blocks; see also `test_training`."""
 
 import pytest
 import torch

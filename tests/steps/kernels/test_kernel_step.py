@@ -1,4 +1,4 @@
-"""Steps for kernels apply where a model calls the operators and the functions can be used, and else say why not."""
+"""Kernel steps apply if a model calls the operators and the functions are available, or else report the reason."""
 
 import re
 
@@ -40,7 +40,7 @@ CALLING = {
     ],
     BY_NAME["fast_rnn"]: [nn.RNN(2, 2), nn.GRU(2, 2), nn.LSTM(2, 2)],
 }
-#: Models without the operators, and the reason.
+#: Models without the operators, and the reported reason.
 OTHERS = {
     BY_NAME["fast_activation"]: ([nn.ReLU(), nn.GELU()], "no_tanh"),
     BY_NAME["fast_attention"]: ([nn.Linear(2, 2)], "no_attention"),
@@ -143,7 +143,7 @@ def test_true_is_an_error_at_the_first_step_where_no_model_and_no_call_has_use_f
 
     with pytest.raises(NanoConfigError, match=f"^{kind.name}=True: .*Remove {kind.name}"):
         fit()
-    if kind.name == "fast_dropout":  # outside of models, which nobody can see beforehand
+    if kind.name == "fast_dropout":  # calls outside of models cannot be foreseen
         assert kind.name in fit(lambda loss: F.dropout(loss.expand(1 << 13), 0.5).mean()).applied
 
 
@@ -182,7 +182,7 @@ def test_without_functions_plain_operators_compute_or_it_is_skipped(step, kind, 
 
 @pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="it needs torch 2.9")
 def test_the_report_says_how_and_why(step, monkeypatch):
-    monkeypatch.undo()  # it is applied to torch's real kernels
+    monkeypatch.undo()  # use torch's real kernels
     for missing, words in ((None, "in blocks, by"), (MISSING, f"others are torch's, since {MISSING[:10]}")):
         monkeypatch.setattr(BY_NAME["fast_convolution"].row.kernels.kernel, "unavailable", missing)
         result = step(BY_NAME["fast_convolution"], precision="bf16").apply(parts_of(BY_NAME["fast_convolution"]))

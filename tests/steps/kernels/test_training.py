@@ -1,4 +1,4 @@
-"""Loops train with the kernels of a step as with torch's, and code that was not set up has torch's to the bit."""
+"""Loops train with a step's kernels as with torch's; code outside the run is bitwise equal to torch's."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from steps.kernels.cases import (
 
 CASES = ACTIVATIONS | NORMS | LINEARS | LSTMS | LOSSES
 VARIANTS = [(name, options) for name, case in CASES.items() for options in case.variants]
-#: The functions that compute fp32 tensors in a step: none where torch is as fast.
+#: The functions that compute fp32 tensors in a step; none if torch is as fast.
 TAKING_FP32 = [
     ("batch norm", "NCHW", [*BATCH]),
     ("batch norm", "NHWC", ["batch_norm"]),
@@ -41,7 +41,7 @@ TAKING_FP32 = [
 
 @pytest.fixture
 def compiled_first(monkeypatch):
-    """Let the functions in C be the first guess for fp32 tensors, as on CPUs with AVX-512."""
+    """Make the functions in C the default choice for fp32 tensors, as on CPUs with AVX-512."""
     monkeypatch.setattr(override, "_default_in_fp32", lambda: override.COMPILED)
 
 
@@ -58,7 +58,7 @@ def test_loop_trains_as_with_torchs_kernels(called, monkeypatch, name, options):
     expected, report = trained(case, **without, **options, **case.reference)
     assert not set(called) & set(case.kind.row.kernels.kernel.functions)
     assert case.kind.name not in report.applied
-    if options.get("precision") == "bf16-true":  # steps after the first begin with other roundings of the parameters
+    if options.get("precision") == "bf16-true":  # later steps start from differently rounded parameters
         count = len(found["gradients"]) // case.steps
         found, expected = ({"gradients": each["gradients"][:count]} for each in (found, expected))
     assert_near(found, expected, case.bounds)
@@ -90,7 +90,7 @@ def test_kernels_in_fp32_are_torchs_again_where_no_tensor_is_large(rows, status)
 
     class Loop(TorchNano):
         def train(self):
-            for _ in range(2):  # they come back with another model
+            for _ in range(2):  # they are installed again for another model
                 model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256))
                 model, optimizer = self.setup(model, torch.optim.SGD(model.parameters(), 1e-3))
                 for _ in range(LOOKS_FROM + 1):
@@ -108,7 +108,7 @@ def test_kernels_in_fp32_are_torchs_again_where_no_tensor_is_large(rows, status)
 @pytest.mark.usefixtures("compiled_first")
 @pytest.mark.skipif(not gives_kernels(), reason="torch 2.8 does not say which kernel an operator has")
 def test_deterministic_mode_brings_back_kernels_that_measured_times_have_taken_out(called, monkeypatch, deterministic):
-    # As where all was measured.
+    # As if all choices had been measured.
     monkeypatch.setattr(override.Override, "_is_chosen", lambda *_: not may_depend_on_times())
     model, in_force = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)), []
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
