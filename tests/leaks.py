@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 
 from nano_loop.patching.patch_table import left_by_runs
 
-# pytest sets the first for each test's set-up, call and teardown; torch sets the others when it first compiles
-# something.
+# pytest sets the first for each phase of a test; torch sets the others when it first compiles something.
 NOT_OURS = frozenset(("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"))
 
 # Attributes that a run replaces temporarily. One that a class only inherits must be inherited again afterwards.

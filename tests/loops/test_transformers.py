@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers: attention goes through nano_loop's, and they learn as under autocast."""
+"""Models of Hugging Face's transformers use nano_loop's attention, and learn as under autocast."""
 
 import contextlib
 import copy
@@ -21,7 +21,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 @pytest.fixture
 def answered(monkeypatch):
-    """Note of each call of attention whether it is none for torch alone; every size is worth it."""
+    """Record for each call of attention whether nano_loop supports it, at any size."""
     found, fits = [], attention._supports
     monkeypatch.setattr(attention, "MIN_SCORES", 1)
     monkeypatch.setattr(attention, "_supports", lambda *given: found.append(fits(*given)) or found[-1])
