@@ -248,7 +248,7 @@ WEIGHT_GRADIENT = of_weight(
     },
     undefined={"NaN in one channel": nan_in_one_channel},
 )
-#: "Few" refers to the channels times the kernel's columns.
+#: The few channels are combined with the kernel's columns.
 WEIGHT_GRADIENT_OF_FEW_CHANNELS = of_weight(
     sizes=drawn(
         images=(1, 5),

@@ -322,7 +322,7 @@ def gradients_written(program):
 
 @row()
 def gradients_negated_when_they_are_read(program):
-    """Like imaginary parts of conjugated values, where only one may have the negative bit."""
+    """Gradients with the negative bit: the imaginary part of a conjugate, and a negated view."""
 
     def negated(gradient):
         return torch.complex(torch.zeros_like(gradient), gradient).conj().imag
