@@ -64,7 +64,7 @@ KINDS = [
 
 
 def built(generator, layers, shape, width=0):
-    """Return layers with a head for what they make of a shape: of numbers below `width`, if it is there."""
+    """Return layers with a head, and an input of `shape`, which has indices below `width` if `width` is given."""
     x = torch.randint(0, width, shape, generator=generator) if width else torch.randn(*shape, generator=generator)
     model = nn.Sequential(*layers(), nn.Flatten())
     model.eval()
@@ -285,7 +285,7 @@ def test_models_that_draw_numbers_of_their_own_are_remarked_on():
 
 
 class Odd(nn.Module):
-    """With a loss of its own, a tensor that it makes, and an attribute that is named after dropout and is none."""
+    """Has its own loss, creates a tensor, and has an attribute named after dropout that is not a dropout layer."""
 
     def __init__(self):
         super().__init__()

@@ -39,8 +39,8 @@ def refusal(call, **arguments):
     return str(caught.value)
 
 
-Check the format ``name=value: what is allowed. What to do.``
-    """`name=value: what is allowed. What to do.`"""
+def assert_has_three_parts(line, name, value):
+    """Check that a line has the format ``name=value: what is allowed. What to do.``."""
     start = f"{name}={value!r}: " if len(repr(value)) <= 80 else f"{shown(name, value)}: "
     assert line.startswith(start)
     assert line.endswith(".")
