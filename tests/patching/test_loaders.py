@@ -25,7 +25,7 @@ class Numbers(Dataset):
 
 
 class Order(LoaderChange):
-    """A sampler with another order and another length."""
+    """A change to another order and another length."""
 
     def __init__(self, *batches):
         self.batches = batches
