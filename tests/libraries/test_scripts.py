@@ -1,4 +1,4 @@
-"""A script of a library trains the same weights however it is started, with and without its own installation."""
+"""A script of a library trains the same weights however it is started, with and without `install` at its top."""
 
 import os
 import subprocess
